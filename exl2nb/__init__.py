@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time `__getattr__` be
     from exl2nb.converter.publish import pull as pull
     from exl2nb.converter.publish import push as push
     from exl2nb.core import errors as errors
+    from exl2nb.core.check import check as check
     from exl2nb.generator.job import Job as Job
     from exl2nb.integrations.evaluate import evaluate as evaluate
     from exl2nb.io.revisions import revisions as revisions
@@ -37,6 +38,7 @@ _PUBLIC = {
     "Job": "exl2nb.generator.job",
     "LLM": "exl2nb.llm.model",
     "MemoryPlan": "exl2nb.llm.memory",
+    "check": "exl2nb.core.check",
     "compare": "exl2nb.llm.functions",
     "convert": "exl2nb.llm.functions",
     "demo": "exl2nb.llm.functions",
@@ -59,6 +61,7 @@ __all__ = [  # noqa: RUF022 - sorted plainly, as dir() shows them
     "Job",
     "LLM",
     "MemoryPlan",
+    "check",
     "compare",
     "convert",
     "demo",

@@ -126,6 +126,22 @@ class SharedModel:
         """As `Model.forward_by_ops`."""
         return self._engine.call(partial(self._engine.model.forward_by_ops, *arguments))  # pyright: ignore[reportAttributeAccessIssue]
 
+    def trace(self, *arguments: Any, **options: Any) -> Tensor:
+        """As `Model.trace`."""
+        return self._engine.call(partial(self._engine.model.trace, *arguments, **options))  # pyright: ignore[reportAttributeAccessIssue]
+
+    def unembed(self, x: Tensor) -> Tensor:
+        """As `Model.unembed`."""
+        return self._engine.call(partial(self._engine.model.unembed, x))  # pyright: ignore[reportAttributeAccessIssue]
+
+    def matrix(self, layer: int, part: str) -> Tensor | None:
+        """As `Model.matrix`."""
+        return self._engine.call(partial(self._engine.model.matrix, layer, part))  # pyright: ignore[reportAttributeAccessIssue]
+
+    def layer(self, index: int, tokens: int) -> Any:
+        """As `Model.layer`."""
+        return self._engine.call(partial(self._engine.model.layer, index, tokens))  # pyright: ignore[reportAttributeAccessIssue]
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine.model, name)
 

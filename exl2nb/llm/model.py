@@ -21,6 +21,7 @@ from exl2nb.generator.request import Chunk, Completion, Request
 from exl2nb.generator.scheduler import MAX_CHUNK
 from exl2nb.io.hub import display_name
 from exl2nb.llm.chat import ChatMixin
+from exl2nb.llm.inside import InsideMixin
 from exl2nb.llm.loras import Loras
 from exl2nb.llm.options import DEFAULTS, ChatOptions, GenerateOptions, RequestOptions
 from exl2nb.llm.requests import compile_structure, request_of, sample_options
@@ -43,7 +44,7 @@ GPU_CHUNK = 2048  # prompt tokens per step on a GPU: fewer leave its multipliers
 Messages = Sequence[Mapping[str, Any]]
 
 
-class LLM(ScoringMixin, ChatMixin):
+class LLM(ScoringMixin, InsideMixin, ChatMixin):
     """A loaded model. Made by `load`; closing it (also by leaving a `with` block) gives its memory back.
 
     Generation options, the same for every method: max_tokens (256), stop (texts and token ids), ignore_eos, banned_strings, token_healing,

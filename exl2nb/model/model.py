@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -17,10 +17,13 @@ from exl2nb.core.errors import ContextOverflow, EngineClosed, OptionError
 from exl2nb.model.batch import TENSORS, Batch
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.gpu import GpuForward
-from exl2nb.model.layers import Embedding, Head, Layer, RoutedMLP, Step, tensors_of
+from exl2nb.model.layers import MLP, Embedding, Head, Layer, RoutedMLP, Step, tensors_of
+from exl2nb.model.points import Edits, Point, points
 from exl2nb.model.rope import both_tables, rope_switch, rope_tables
+from exl2nb.model.trace import Borrowed, Seen, Walk, layers_of
 from exl2nb.ops import gpu_prefill
 from exl2nb.ops.ahead import draw_ahead, join_ahead, step_draw
+from exl2nb.ops.gpu import unpack_half
 from exl2nb.ops.lora import Adapter, LoraTable
 
 SMALL_MODEL_BYTES = 64 << 20  # of weights: what may still stay in a processor's cache
@@ -224,6 +227,73 @@ class Model:
         for i, layer in enumerate(network.layers):
             layer(x, step, None if observe is None else partial(_prefixed, observe, f"layers.{i}."))
         return self.capped(network.head(x, batch.logit_rows))
+
+    @cached_property
+    def points(self) -> dict[str, Point]:
+        """Every point of `trace`, in running order."""
+        return points(self.config)
+
+    def trace(
+        self,
+        batch: Batch,
+        cache: KVCache,
+        *,
+        wanted: frozenset[str] = frozenset(),
+        seen: Seen = lambda point, value, start: None,
+        edits: Edits | None = None,
+        borrowed: Mapping[int, Borrowed] | None = None,
+    ) -> Tensor:
+        """`forward` of one sequence, op by op, seen and edited at the model's `points`; without edits with the same bits.
+
+        Args:
+            batch: tokens of one sequence; on the model's device. cache: as in `forward`.
+            wanted: names of the points that `seen` is called for; its tensors are the model's buffers: copy them to keep them.
+            edits: what is replaced. borrowed: layers that run with another model's weights, from `layer` of that model.
+
+        Returns:
+            Logits f32 `(R, V)`.
+        """
+        network, batch = self._prepare(batch, cache), self._with_rope_rows(batch)
+        program = self._program if self.device == "cpu" else self.gpu.program
+        assert program is not None
+        parallel = any(layer.parallel for layer in network.layers)
+        walk = Walk(
+            program, batch, cache, known=self.points, wanted=wanted, seen=seen, edits=edits or Edits(self.points, {}, 0), borrowed=borrowed,
+            parallel=parallel, logit_scale=self.config.logit_scale,
+        )  # fmt: skip
+        return self.capped(walk.run())
+
+    def layer(self, index: int, tokens: int) -> Borrowed:
+        """A layer's steps for sequences of up to `tokens` tokens, for `trace` of another model of this shape."""
+        if self._network is None:
+            raise EngineClosed("the model was closed; load it again")
+        if self.device != "cpu":
+            program = self.gpu.program
+        else:
+            if tokens > self._rows:
+                self._extend_ropes(self._network, tokens)
+            program = self._program
+        assert program is not None
+        return Borrowed(layers_of(program)[index], program)
+
+    def matrix(self, layer: int, part: str) -> Tensor | None:
+        """A layer's matrix f32 `(K, N)` on the CPU, as the engine multiplies by it: "qkv", "up" ([gate; up]) or "down"; None = experts."""
+        if self._network is None:
+            raise EngineClosed("the model was closed; load it again")
+        of = self._network.layers[layer]
+        if part != "qkv" and not isinstance(of.mlp, MLP):
+            return None
+        blob = of.attention.qkv if part == "qkv" else getattr(of.mlp, part)
+        return ops.unpack(blob) if self.device == "cpu" else unpack_half(blob).float().cpu()
+
+    def unembed(self, x: Tensor) -> Tensor:
+        """Logits f32 `(R, V)` of rows of the residual stream f32 `(R, H)`, after the last norm: the logit lens."""
+        if self._network is None:
+            raise EngineClosed("the model was closed; load it again")
+        x = x.to(self.device)
+        if self.device == "cpu":
+            return self.capped(self._network.head(x, torch.arange(len(x), dtype=torch.int32)))
+        return self.capped(gpu_prefill.unembed(self.gpu.program, x))
 
     def final_norm(self, x: Tensor) -> Tensor:
         """What the head multiplies: the last layer's output f32 `(T, H)` after the model's last norm, without its factor on the logits."""

@@ -80,6 +80,16 @@ class Weights:
             )
         return self._original.read(name, rows=(column, column + 1))[0].float()
 
+    def original_rows(self, key: str, rows: torch.Tensor) -> torch.Tensor | None:
+        """Some rows (input channels) of the original matrix: float32 `(L, N)`; None where it is not known. Reads the whole matrix.
+
+        Raises:
+            FormatError: the original's matrix has another number of rows.
+        """
+        if self.original(key, 0) is None or self._original is None:
+            return None
+        return self._original.read(f"{self._tied.get(key, key)}.weight")[:, rows].T.float()
+
     def close(self) -> None:
         """Close all files."""
         self._store.close()

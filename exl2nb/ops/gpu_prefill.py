@@ -59,7 +59,7 @@ def prefill(
 
     watch: called after every op with its name and arguments, the residual stream f32 `(T, H)`, and what attention or MLP left to be added.
     """
-    run = _Run(program, inputs, sequences, k_pools, v_pools)
+    run = Run(program, inputs, sequences, k_pools, v_pools)
     for name, arguments in program.steps:
         getattr(run, name)(arguments)
         if watch is not None:
@@ -67,8 +67,18 @@ def prefill(
     return run.logits
 
 
-class _Run:
-    """The state of one walk over a program."""
+def unembed(program: Program, x: Tensor) -> Tensor:
+    """The program's head on rows f32 `(R, H)` of the residual stream: logits f32 `(R, V)`."""
+    nothing = torch.empty(0, dtype=torch.int32, device=x.device)
+    rows = torch.arange(len(x), dtype=torch.int32, device=x.device)
+    run = Run(program, Inputs(*[nothing] * 6, logit_rows=rows), Sequences([], []), [], [])
+    run.x = x
+    run.norm_head(program.steps[-1][1])
+    return run.logits
+
+
+class Run:
+    """The state of one walk over a program: `prefill` calls the method of each op's name; `model.trace` calls them one by one."""
 
     def __init__(
         self, program: Program, inputs: Inputs, sequences: Sequences, k_pools: Sequence[Tensor], v_pools: Sequence[Tensor]
@@ -81,28 +91,31 @@ class _Run:
         self._unpacked_half: Tensor | None = None
 
     def embed(self, a: dict[str, Any]) -> None:
+        """The residual stream of the tokens."""
         i = self.inputs
         self.x = reference.embed(a["table"], i.ids, a["scale"], a["position_table"], i.positions)
 
     def norm_qkv_rope(self, a: dict[str, Any]) -> None:
+        """Q, K and V of the stream; K and V go to the cache."""
         norm_bias, layer_norm, interleaved, clip = a["rest"]
         i, layer, (num_heads, num_kv_heads, head_dim) = self.inputs, a["layer"], a["heads"]
         x, pools = norm_rows(self.x, a["norm"], norm_bias, a["eps"], layer_norm), (self.k[layer], self.v[layer])
         self.qkv = a
         bare = a["bias"] is None and a["q_norm"] is None and a["k_norm"] is None and not clip and not interleaved
         if bare and head_dim % 16 == 0 and 2 * a["cos"].shape[1] == head_dim and pools[0].dtype == pools[1].dtype == torch.float16:
-            y = self._product(x, a["blob"], None, half=True)
+            y = self.product(x, a["blob"], None, half=True)
             rotate_rows(y, a["cos"], a["sin"], i.positions, i.slots, *pools, num_heads, num_kv_heads, head_dim)
             q, k, v = y.view(len(y), -1, head_dim).split([num_heads, num_kv_heads, num_kv_heads], 1)
             self.parts = q, k, v
             return
-        y = self._product(x, a["blob"], a["bias"])
+        y = self.product(x, a["blob"], a["bias"])
         self.parts = rope_append(
             y, a["cos"], a["sin"], i.positions, i.slots, *pools, a["q_norm"], a["k_norm"], *a["heads"], a["eps"], layer_norm, interleaved,
             clip,
         )  # fmt: skip
 
     def paged_attention(self, a: dict[str, Any]) -> None:
+        """Attention over the cache, left in `done`."""
         (q, k, v), self.parts = self.parts, ()
         layer, (_, _, head_dim) = a["layer"], self.qkv["heads"]
         k_pool, v_pool = self.k[layer], self.v[layer]
@@ -124,6 +137,7 @@ class _Run:
         self.done[False] = parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def linear_residual(self, a: dict[str, Any]) -> None:
+        """The projection of what is in `done`, added to the stream."""
         x, scale = self.done.pop(a["aside"]).half(), a["scale"]
         if len(x) > FEW and a["norm"] is None:  # added up in the product
             weight = self._unpacked(self.program.heads[a["blob"].data_ptr()], x.device)
@@ -131,40 +145,43 @@ class _Run:
             if a["bias"] is not None:
                 self.x.add_(a["bias"], alpha=scale)
             return
-        y = self._product(x, a["blob"], a["bias"])
+        y = self.product(x, a["blob"], a["bias"])
         if a["norm"] is not None:
             y = F.rms_norm(y, (y.shape[1],), a["norm"], a["eps"])
         self.x.add_(y, alpha=scale)
 
     def norm_gate_up(self, a: dict[str, Any]) -> None:
+        """The MLP's activations, left in `done`."""
         norm_bias, layer_norm, gated = a["rest"]
-        y = self._product(norm_rows(self.x, a["norm"], norm_bias, a["eps"], layer_norm), a["blob"], a["bias"], half=True)
+        y = self.product(norm_rows(self.x, a["norm"], norm_bias, a["eps"], layer_norm), a["blob"], a["bias"], half=True)
         self.done[a["aside"]] = gate_rows(y, a["activation"], gated)
 
     def routed_mlp(self, a: dict[str, Any]) -> None:
         """Expert by expert, for the rows that chose it; the host waits for the choice."""
         e: Experts = a["experts"]
         h = norm_rows(self.x, e.norm, e.norm_bias, e.eps, e.layer_norm)
-        chosen, weight = reference.route(self._product(h, e.router, None).float(), e.top_k, e.renormalize)
+        chosen, weight = reference.route(self.product(h, e.router, None).float(), e.top_k, e.renormalize)
         out = torch.zeros_like(self.x)
         for expert in chosen.unique().tolist():  # rising, so that a row's experts are added in that order
             rows, place = torch.where(chosen == expert)
-            y = self._product(self._gated(h[rows], e.up[expert], e.activation), e.down[expert], None)
+            y = self.product(self._gated(h[rows], e.up[expert], e.activation), e.down[expert], None)
             out.index_add_(0, rows, weight[rows, place, None] * y)
         if e.shared_up is not None and e.shared_down is not None:
-            shared = self._product(self._gated(h, e.shared_up, e.activation), e.shared_down, None)
-            out += shared if e.shared_gate is None else self._product(h, e.shared_gate, None).sigmoid() * shared
+            shared = self.product(self._gated(h, e.shared_up, e.activation), e.shared_down, None)
+            out += shared if e.shared_gate is None else self.product(h, e.shared_gate, None).sigmoid() * shared
         self.x.add_(out if e.post_norm is None else F.rms_norm(out, (out.shape[1],), e.post_norm, e.post_eps), alpha=e.scale)
 
     def _gated(self, h: Tensor, blob: Tensor, activation: str) -> Tensor:
-        return gate_rows(self._product(h, blob, None, half=True), reference.ACTIVATIONS.index(activation), True)
+        return gate_rows(self.product(h, blob, None, half=True), reference.ACTIVATIONS.index(activation), True)
 
     def norm_head(self, a: dict[str, Any]) -> None:
+        """Logits of the wanted rows."""
         norm_bias, layer_norm = a["rest"]
         rows = self.x.index_select(0, self.inputs.logit_rows)
-        self.logits = self._product(norm_rows(rows, a["norm"], norm_bias, a["eps"], layer_norm), a["blob"], a["bias"])
+        self.logits = self.product(norm_rows(rows, a["norm"], norm_bias, a["eps"], layer_norm), a["blob"], a["bias"])
 
-    def _product(self, x: Tensor, blob: Tensor, bias: Tensor | None, *, half: bool = False) -> Tensor:
+    def product(self, x: Tensor, blob: Tensor, bias: Tensor | None, *, half: bool = False) -> Tensor:
+        """X f16 `(M, K)` times a matrix, plus a bias: f32 `(M, N)`, or f16 with `half`."""
         head = self.program.heads[blob.data_ptr()]
         if len(x) <= FEW:
             y = gpu.linear(head, x.float(), bias, stream_k=True)

@@ -12,9 +12,9 @@ from torch import Tensor
 from exl2nb.core.errors import OptionError
 from exl2nb.quant.base import Header
 from exl2nb.quant.exl2 import SUFFIXES, check_headers, check_permutation, check_scales, parse_groups
-from exl2nb.quant.pack import UNIT, unpack_codes
+from exl2nb.quant.pack import UNIT, unpack_codes, unpack_scales
 
-__all__ = ["UNIT", "Exl2Slices", "Exl2Unit"]
+__all__ = ["UNIT", "Exl2Group", "Exl2Slices", "Exl2Unit"]
 
 
 class SliceStore(Protocol):
@@ -59,6 +59,26 @@ class Exl2Unit:
     def zero(self) -> int:
         """The code that stands for 0."""
         return 1 << (self.bits - 1)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Exl2Group:
+    """A group of L rows, all N columns of it.
+
+    bits: width of a code. codes: uint8 `(L, N)`, rows in stored order. scale_index: uint8 `(N,)`, 0..15. steps: float32 `(N,)`, the size of
+    a code step. rows: int64 `(L,)`, the original row of each.
+    """
+
+    bits: int
+    codes: Tensor
+    scale_index: Tensor
+    steps: Tensor
+    rows: Tensor
+
+    @property
+    def weights(self) -> Tensor:
+        """float32 `(L, N)`, the values that the format gives, rounded to fp16."""
+        return ((self.codes.float() - (1 << (self.bits - 1))) * self.steps).half().float()
 
 
 class Exl2Slices:
@@ -107,6 +127,24 @@ class Exl2Slices:
         group = next(g for g in range(len(self.groups)) if stored < self._first_row[g + 1])
         unit, place = divmod(stored - self._first_row[group], UNIT)
         return group, unit, place
+
+    def group(self, group: int) -> Exl2Group:
+        """Read one group, all its rows and columns.
+
+        Cost: its words, L * N * bits / 8 bytes, and one row of scale words.
+
+        Raises:
+            OptionError: no such group.
+        """
+        if not 0 <= group < len(self.groups):
+            raise OptionError(f"{self.prefix}: group is {group}; expected 0 to {len(self.groups) - 1}")
+        (bits, length), word, row = self.groups[group], self._first_word[group], self._first_row[group]
+        words = self._store.read(f"{self.prefix}.q_weight", rows=(word, word + length * bits // 32))
+        index = unpack_scales(self._store.read(f"{self.prefix}.q_scale", rows=(group, group + 1)))[0]
+        unit_step = (self._scale_max[group].float() * torch.tensor(1 / 256)).half()
+        steps = (unit_step.float() * (index.float() + 1) ** 2).half().float()
+        codes = unpack_codes(words.contiguous(), bits)
+        return Exl2Group(bits=bits, codes=codes, scale_index=index, steps=steps, rows=self._perm[row : row + length])
 
     def unit(self, group: int, unit: int, column: int) -> Exl2Unit:
         """Read one unit.

@@ -6,13 +6,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from exl2nb.widgets.attention import AttentionView
     from exl2nb.widgets.base import ExlWidget
     from exl2nb.widgets.bitmap import BitMap
     from exl2nb.widgets.caches import CacheExplorer
     from exl2nb.widgets.compare import Compare
+    from exl2nb.widgets.errorflow import ErrorFlow
     from exl2nb.widgets.explorer import BitrateExplorer
+    from exl2nb.widgets.histogram import WeightHistogram
+    from exl2nb.widgets.layerlens import LayerLens
     from exl2nb.widgets.memory_plan import MemoryPlan
     from exl2nb.widgets.microscope import SamplerMicroscope
+    from exl2nb.widgets.outliers import OutlierMap
     from exl2nb.widgets.pagetable import PageTable
     from exl2nb.widgets.playground import Playground
     from exl2nb.widgets.progress import ProgressView
@@ -21,12 +26,16 @@ if TYPE_CHECKING:
     from exl2nb.widgets.weights import WeightBrowser
 
 _PUBLIC = {
+    "AttentionView": "exl2nb.widgets.attention",
     "BitMap": "exl2nb.widgets.bitmap",
     "BitrateExplorer": "exl2nb.widgets.explorer",
     "CacheExplorer": "exl2nb.widgets.caches",
     "Compare": "exl2nb.widgets.compare",
+    "ErrorFlow": "exl2nb.widgets.errorflow",
     "ExlWidget": "exl2nb.widgets.base",
+    "LayerLens": "exl2nb.widgets.layerlens",
     "MemoryPlan": "exl2nb.widgets.memory_plan",
+    "OutlierMap": "exl2nb.widgets.outliers",
     "PageTable": "exl2nb.widgets.pagetable",
     "Playground": "exl2nb.widgets.playground",
     "ProgressView": "exl2nb.widgets.progress",
@@ -34,14 +43,19 @@ _PUBLIC = {
     "ServerMonitor": "exl2nb.widgets.servermonitor",
     "Speculation": "exl2nb.widgets.speculation",
     "WeightBrowser": "exl2nb.widgets.weights",
+    "WeightHistogram": "exl2nb.widgets.histogram",
 }
 __all__ = [
+    "AttentionView",
     "BitMap",
     "BitrateExplorer",
     "CacheExplorer",
     "Compare",
+    "ErrorFlow",
     "ExlWidget",
+    "LayerLens",
     "MemoryPlan",
+    "OutlierMap",
     "PageTable",
     "Playground",
     "ProgressView",
@@ -49,6 +63,7 @@ __all__ = [
     "ServerMonitor",
     "Speculation",
     "WeightBrowser",
+    "WeightHistogram",
 ]
 
 

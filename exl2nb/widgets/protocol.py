@@ -964,6 +964,260 @@ class ServerMonitorState(TypedDict):
     _static: bool
 
 
+# ---- inside the model: one prompt read by several bitrates or caches, the first of them the reference
+
+
+class ReadPrompt(TypedDict):
+    """Read another prompt."""
+
+    type: Literal["read"]
+    prompt: str
+
+
+class PatchedKl(NamedTuple):
+    """Mean KL of model `side` when a layer runs with the reference's weights; side 1 is the first after the reference."""
+
+    side: int
+    layer: int
+    kl: float
+
+
+class FlowResult(TypedDict):
+    """What ErrorFlow shows. labels: of all models, the reference first; the lists that follow are of the others.
+
+    errors: relative, by model, row and layer. flow: of the residual stream, before the first layer, then after attention and MLP of each.
+    cosines: by model, of attention and MLP, by layer: 1 = adds to the stream's error, -1 = cancels it. kl: mean over the tokens.
+    """
+
+    labels: list[str]
+    rows: list[str]
+    layers: int
+    tokens: int
+    errors: list[list[list[float | None]]]
+    flow: list[list[float]]
+    cosines: list[list[list[float]]]
+    kl: list[float]
+    patched: list[PatchedKl]
+
+
+class ErrorFlowState(TypedDict):
+    """Synced traits of ErrorFlow. side: model of the map, from 1; layer: the chosen one, -1 = none."""
+
+    status: Status
+    error: str
+    height: str
+    prompt: str
+    side: int
+    layer: int
+    _result: FlowResult
+    _has_model: bool
+    _protocol: int
+    _static: bool
+
+
+class PatchLayer(TypedDict):
+    """Run a layer with the reference's weights; -1: all layers, one after the other."""
+
+    type: Literal["patch"]
+    layer: int
+
+
+class LensResult(TypedDict):
+    """What LayerLens shows; probabilities travel as whole numbers of 0.01 %. Flat lists have a row for each depth.
+
+    Depths: the embedding, then each layer. texts: of the tokens. words: texts of predicted tokens, by number. top, prob: by model, three
+    for each depth and token. target: what the reference finds most likely in the end, for each token; chance: of it, by model. kl: by model
+    after the reference.
+    """
+
+    labels: list[str]
+    layers: int
+    texts: list[str]
+    words: list[str]
+    top: list[list[int]]
+    prob: list[list[int]]
+    target: list[int]
+    chance: list[list[int]]
+    kl: list[list[float]]
+
+
+class LayerLensState(TypedDict):
+    """Synced traits of LayerLens. token: -1 = the last one."""
+
+    status: Status
+    error: str
+    height: str
+    prompt: str
+    side: int
+    token: int
+    _result: LensResult
+    _has_model: bool
+    _protocol: int
+    _static: bool
+
+
+class AttentionResult(TypedDict):
+    """What AttentionView shows besides patterns. size: rows and columns of a pattern; of fewer than tokens, each is a mean.
+
+    names: of its rows and columns. distance: by model after the reference, layer and head: mean total variation, 0 to 1.
+    """
+
+    labels: list[str]
+    layers: int
+    heads: int
+    tokens: int
+    size: int
+    names: list[str]
+    distance: list[list[list[float]]]
+
+
+class Patterns(TypedDict):
+    """Attention of some heads of a layer: base64 of heads x size x size bytes, by model; a byte b is a share of (b / 255) ** 2."""
+
+    layer: int
+    head: int
+    size: int
+    data: list[str]
+
+
+class AttentionViewState(TypedDict):
+    """Synced traits of AttentionView. _heads: all heads of the chosen layer, small; _one: the chosen head; _stored: in an export, all."""
+
+    status: Status
+    error: str
+    height: str
+    prompt: str
+    side: int
+    layer: int
+    head: int
+    _result: AttentionResult
+    _heads: list[Patterns]
+    _one: list[Patterns]
+    _stored: list[Patterns]
+    _has_model: bool
+    _protocol: int
+    _static: bool
+
+
+class GroupHistogram(TypedDict):
+    """The group of one model that the chosen row lies in, all its columns.
+
+    first: stored row that it begins with. before, after: how many values of the original (empty where it is not known) and of the model lie
+    in each of equal bins from low to high. codes: how often each code is stored; nearest: how often it would be, were every original value
+    rounded to the nearest level. scales: columns by scale index. error: relative, of the group (null: not known). clipped: share of
+    original values beyond the last level. entropy: of the codes, bits.
+    """
+
+    label: str
+    bits: int
+    group: int
+    groups: int
+    rows: int
+    columns: int
+    first: int
+    low: float
+    high: float
+    before: list[int]
+    after: list[int]
+    codes: list[int]
+    nearest: list[int]
+    scales: list[int]
+    error: float | None
+    clipped: float | None
+    entropy: float
+
+
+class WeightHistogramState(TypedDict):
+    """Synced traits of WeightHistogram. row: of the original matrix."""
+
+    status: Status
+    error: str
+    height: str
+    layer: int
+    matrix: str
+    row: int
+    _layers: list[int]
+    _matrices: list[str]
+    _rows: int
+    _original: str
+    _groups: list[GroupHistogram]
+    _protocol: int
+    _static: bool
+
+
+class ShowGroup(TypedDict):
+    """Show the group of another row."""
+
+    type: Literal["place"]
+    layer: int
+    matrix: str
+    row: int
+
+
+class Massive(NamedTuple):
+    """A massive activation of the residual stream. ratio: over the median magnitude of its layer."""
+
+    side: int
+    layer: int
+    token: int
+    channel: int
+    value: float
+    ratio: float
+
+
+class OutlierResult(TypedDict):
+    """What OutlierMap shows. points: by name. bins: columns of a map, by point; each holds `channels / bins` channels, its largest counts.
+
+    activations: by point and model, base64 of layers x bins bytes; weights: the same, of the matrix that reads the point. A byte b is
+    lows[point] * 10 ** (b * spans[point] / 255), that of weights with weight_lows and weight_spans; 0 is nothing.
+    """
+
+    labels: list[str]
+    layers: int
+    texts: list[str]
+    points: list[str]
+    channels: list[int]
+    bins: list[int]
+    activations: list[list[str]]
+    lows: list[float]
+    spans: list[float]
+    weights: list[list[str]]
+    weight_lows: list[float]
+    weight_spans: list[float]
+    massive: list[Massive]
+
+
+class GroupEffect(TypedDict):
+    """What one channel does to its group of 128: relative rounding error of the others at `bits`, with it and without it."""
+
+    layer: int
+    point: int
+    channel: int
+    bits: int
+    activation: float
+    weight: float
+    activations: list[float]
+    weights: list[float]
+
+
+class OutlierMapState(TypedDict):
+    """Synced traits of OutlierMap. point: number in `points`; channel: -1 = none is chosen."""
+
+    status: Status
+    error: str
+    height: str
+    prompt: str
+    side: int
+    point: int
+    layer: int
+    channel: int
+    _result: OutlierResult
+    _effect: list[GroupEffect]
+    _has_model: bool
+    _protocol: int
+    _static: bool
+
+
 # ---- the two directions, and the TypeScript
 
 
@@ -991,6 +1245,9 @@ ToKernel = (
     | RunPrompts
     | Sample
     | ShowFrame
+    | ReadPrompt
+    | PatchLayer
+    | ShowGroup
 )
 
 

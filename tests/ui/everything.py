@@ -34,6 +34,12 @@ def everything(llm) -> dict[str, tuple[str, dict]]:
     asked.cancel()
     explorer = w.BitrateExplorer(measured, llm, bpw=3.0, measured=[(3.0, 0.26), (4.0, 0.07)], selected=[1, "down"])
     progress = w.ProgressView("convert")
+    low = exl2nb.load(DATA, progress=None)
+    sides = {"16 bits": llm, "4 bits": low}
+    flow = w.ErrorFlow({**sides, "q4 cache": (llm, {"cache": "q4"})}, layer=3)
+    flow.patch().wait()
+    outliers = w.OutlierMap(sides)
+    outliers.look(9, 190)
     made = {
         "playground": play,
         "chat": chat,
@@ -47,12 +53,18 @@ def everything(llm) -> dict[str, tuple[str, dict]]:
         "speculation": w.Speculation(llm, "One, two, three. " * 8, max_tokens=40, temperature=0),
         "plan": w.MemoryPlan(llm, context=4096, batch=8, free=100_000_000),
         "progress": progress,
+        "errorflow": flow,
+        "layerlens": w.LayerLens(sides),
+        "attention": w.AttentionView(sides, layer=6, head=2),
+        "histogram": w.WeightHistogram({**sides, "again": DATA}, layer=3, matrix="mlp.down_proj", row=7),
+        "outliers": outliers,
     }
     states = {name: ("playground" if name == "chat" else name, state_of(widget)) for name, widget in made.items()}
     running = {"status": "running", "stage": "measure", "done": 3.0, "total": 12.0, "unit": "layers", "rate": 1.5, "elapsed_s": 2.0}
     states["progress"] = ("progress", {**states["progress"][1], **running, "share": 0.2, "eta_s": 6.0})
     for widget in made.values():
         widget.close()
+    low.close()
     return states
 
 

@@ -68,7 +68,8 @@ def test_what_is_shown_can_be_copied(page, states):
     show_all(page, states, theme="light", width=1400)
     page.evaluate("() => { navigator.clipboard ??= {}; window.copied = []; navigator.clipboard.writeText = async (t) => copied.push(t) }")
     page.evaluate("() => document.execCommand = () => { copied.push(document.activeElement.value); return true }")
-    for name in ("playground", "chat", "explorer", "bitmap", "weights", "caches", "compare"):
+    inside = ("errorflow", "layerlens", "attention", "histogram", "outliers")
+    for name in ("playground", "chat", "explorer", "bitmap", "weights", "caches", "compare", *inside):
         page.locator(f"#{name}").get_by_role("button", name="Copy").click()
         page.locator(f"#{name}").get_by_role("button", name="Copied").wait_for()
     text, chat, *tables = page.evaluate("() => copied")

@@ -10,11 +10,16 @@ import pytest
 from exl2nb.generator.speculation import AdaptiveLength
 from exl2nb.generator.speculation import Speculation as Settings
 from exl2nb.widgets import protocol, typescript
+from exl2nb.widgets.attention import AttentionView
 from exl2nb.widgets.bitmap import BitMap
 from exl2nb.widgets.caches import CacheExplorer
 from exl2nb.widgets.compare import Compare
+from exl2nb.widgets.errorflow import ErrorFlow
 from exl2nb.widgets.explorer import BitrateExplorer
+from exl2nb.widgets.histogram import WeightHistogram
+from exl2nb.widgets.layerlens import LayerLens
 from exl2nb.widgets.microscope import SamplerMicroscope
+from exl2nb.widgets.outliers import OutlierMap
 from exl2nb.widgets.pagetable import PageTable
 from exl2nb.widgets.playground import Playground
 from exl2nb.widgets.progress import ProgressView
@@ -44,6 +49,11 @@ def test_committed_typescript_is_what_python_generates():
         (partial(SamplerMicroscope, np.zeros(4, np.float32)), protocol.MicroscopeState),
         (partial(ServerMonitor, {}), protocol.ServerMonitorState),
         (partial(Speculation, ANSWER), protocol.SpeculationState),
+        (partial(ErrorFlow, result={}), protocol.ErrorFlowState),
+        (partial(LayerLens, result={}), protocol.LayerLensState),
+        (partial(AttentionView, result={"patterns": []}), protocol.AttentionViewState),
+        (partial(OutlierMap, result={}), protocol.OutlierMapState),
+        (partial(WeightHistogram, DATA / "demo-exl2-4.0bpw"), protocol.WeightHistogramState),
         (partial(WeightBrowser, DATA / "demo-exl2-4.0bpw"), protocol.WeightsState),
     ],
 )

@@ -721,9 +721,237 @@ export interface ServerMonitorState {
   _static: boolean;
 }
 
+/** Read another prompt. */
+export interface ReadPrompt {
+  type: "read";
+  prompt: string;
+}
+
+/** Mean KL of model `side` when a layer runs with the reference's weights; side 1 is the first after the reference. */
+export type PatchedKl = [side: number, layer: number, kl: number];
+
+/**
+ * What ErrorFlow shows. labels: of all models, the reference first; the lists that follow are of the others.
+ *
+ * errors: relative, by model, row and layer. flow: of the residual stream, before the first layer, then after attention and MLP of each.
+ * cosines: by model, of attention and MLP, by layer: 1 = adds to the stream's error, -1 = cancels it. kl: mean over the tokens.
+ */
+export interface FlowResult {
+  labels: string[];
+  rows: string[];
+  layers: number;
+  tokens: number;
+  errors: (((number | null)[])[])[];
+  flow: number[][];
+  cosines: number[][][];
+  kl: number[];
+  patched: PatchedKl[];
+}
+
+/** Synced traits of ErrorFlow. side: model of the map, from 1; layer: the chosen one, -1 = none. */
+export interface ErrorFlowState {
+  status: Status;
+  error: string;
+  height: string;
+  prompt: string;
+  side: number;
+  layer: number;
+  _result: FlowResult;
+  _has_model: boolean;
+  _protocol: number;
+  _static: boolean;
+}
+
+/** Run a layer with the reference's weights; -1: all layers, one after the other. */
+export interface PatchLayer {
+  type: "patch";
+  layer: number;
+}
+
+/**
+ * What LayerLens shows; probabilities travel as whole numbers of 0.01 %. Flat lists have a row for each depth.
+ *
+ * Depths: the embedding, then each layer. texts: of the tokens. words: texts of predicted tokens, by number. top, prob: by model, three
+ * for each depth and token. target: what the reference finds most likely in the end, for each token; chance: of it, by model. kl: by model
+ * after the reference.
+ */
+export interface LensResult {
+  labels: string[];
+  layers: number;
+  texts: string[];
+  words: string[];
+  top: number[][];
+  prob: number[][];
+  target: number[];
+  chance: number[][];
+  kl: number[][];
+}
+
+/** Synced traits of LayerLens. token: -1 = the last one. */
+export interface LayerLensState {
+  status: Status;
+  error: string;
+  height: string;
+  prompt: string;
+  side: number;
+  token: number;
+  _result: LensResult;
+  _has_model: boolean;
+  _protocol: number;
+  _static: boolean;
+}
+
+/**
+ * What AttentionView shows besides patterns. size: rows and columns of a pattern; of fewer than tokens, each is a mean.
+ *
+ * names: of its rows and columns. distance: by model after the reference, layer and head: mean total variation, 0 to 1.
+ */
+export interface AttentionResult {
+  labels: string[];
+  layers: number;
+  heads: number;
+  tokens: number;
+  size: number;
+  names: string[];
+  distance: number[][][];
+}
+
+/** Attention of some heads of a layer: base64 of heads x size x size bytes, by model; a byte b is a share of (b / 255) ** 2. */
+export interface Patterns {
+  layer: number;
+  head: number;
+  size: number;
+  data: string[];
+}
+
+/** Synced traits of AttentionView. _heads: all heads of the chosen layer, small; _one: the chosen head; _stored: in an export, all. */
+export interface AttentionViewState {
+  status: Status;
+  error: string;
+  height: string;
+  prompt: string;
+  side: number;
+  layer: number;
+  head: number;
+  _result: AttentionResult;
+  _heads: Patterns[];
+  _one: Patterns[];
+  _stored: Patterns[];
+  _has_model: boolean;
+  _protocol: number;
+  _static: boolean;
+}
+
+/**
+ * The group of one model that the chosen row lies in, all its columns.
+ *
+ * first: stored row that it begins with. before, after: how many values of the original (empty where it is not known) and of the model lie
+ * in each of equal bins from low to high. codes: how often each code is stored; nearest: how often it would be, were every original value
+ * rounded to the nearest level. scales: columns by scale index. error: relative, of the group (null: not known). clipped: share of
+ * original values beyond the last level. entropy: of the codes, bits.
+ */
+export interface GroupHistogram {
+  label: string;
+  bits: number;
+  group: number;
+  groups: number;
+  rows: number;
+  columns: number;
+  first: number;
+  low: number;
+  high: number;
+  before: number[];
+  after: number[];
+  codes: number[];
+  nearest: number[];
+  scales: number[];
+  error: number | null;
+  clipped: number | null;
+  entropy: number;
+}
+
+/** Synced traits of WeightHistogram. row: of the original matrix. */
+export interface WeightHistogramState {
+  status: Status;
+  error: string;
+  height: string;
+  layer: number;
+  matrix: string;
+  row: number;
+  _layers: number[];
+  _matrices: string[];
+  _rows: number;
+  _original: string;
+  _groups: GroupHistogram[];
+  _protocol: number;
+  _static: boolean;
+}
+
+/** Show the group of another row. */
+export interface ShowGroup {
+  type: "place";
+  layer: number;
+  matrix: string;
+  row: number;
+}
+
+/** A massive activation of the residual stream. ratio: over the median magnitude of its layer. */
+export type Massive = [side: number, layer: number, token: number, channel: number, value: number, ratio: number];
+
+/**
+ * What OutlierMap shows. points: by name. bins: columns of a map, by point; each holds `channels / bins` channels, its largest counts.
+ *
+ * activations: by point and model, base64 of layers x bins bytes; weights: the same, of the matrix that reads the point. A byte b is
+ * lows[point] * 10 ** (b * spans[point] / 255), that of weights with weight_lows and weight_spans; 0 is nothing.
+ */
+export interface OutlierResult {
+  labels: string[];
+  layers: number;
+  texts: string[];
+  points: string[];
+  channels: number[];
+  bins: number[];
+  activations: string[][];
+  lows: number[];
+  spans: number[];
+  weights: string[][];
+  weight_lows: number[];
+  weight_spans: number[];
+  massive: Massive[];
+}
+
+/** What one channel does to its group of 128: relative rounding error of the others at `bits`, with it and without it. */
+export interface GroupEffect {
+  layer: number;
+  point: number;
+  channel: number;
+  bits: number;
+  activation: number;
+  weight: number;
+  activations: number[];
+  weights: number[];
+}
+
+/** Synced traits of OutlierMap. point: number in `points`; channel: -1 = none is chosen. */
+export interface OutlierMapState {
+  status: Status;
+  error: string;
+  height: string;
+  prompt: string;
+  side: number;
+  point: number;
+  layer: number;
+  channel: number;
+  _result: OutlierResult;
+  _effect: GroupEffect[];
+  _has_model: boolean;
+  _protocol: number;
+  _static: boolean;
+}
+
 export type FromKernel = Delta | Snapshot | Done | Pong | Tops | Fates;
 
-export type ToKernel = Ready | Resync | Ping | Stop | Generate | ChatSend | ChatAgain | ChatEdit | ChatGo | LookAt | LookInto | Solve | SolveSize | Make | Look | RunCaches | HideNeedle | RunPrompts | Sample | ShowFrame;
+export type ToKernel = Ready | Resync | Ping | Stop | Generate | ChatSend | ChatAgain | ChatEdit | ChatGo | LookAt | LookInto | Solve | SolveSize | Make | Look | RunCaches | HideNeedle | RunPrompts | Sample | ShowFrame | ReadPrompt | PatchLayer | ShowGroup;
 
 export const SAMPLERS: readonly Sampler[] = [
   ["typical_p", "Typical-p", "1 = off", 0.05, 1, 0.05, 0.0, 1.0, 1.0],

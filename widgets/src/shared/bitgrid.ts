@@ -18,7 +18,7 @@ export interface Paint {
 }
 
 export class BitGridView {
-  readonly element = h("div", { class: "exl2nb-grid", role: "grid", "aria-label": "Bits per weight: matrices down, layers across" });
+  readonly element: HTMLElement;
   private cells: HTMLElement[] = [];
   private rows: number[][] = [];
   private places: Place[] = [];
@@ -27,7 +27,9 @@ export class BitGridView {
   constructor(
     private readonly choose: (place: Place | null) => void,
     private readonly point: (index: number) => void,
+    label = "Bits per weight: matrices down, layers across",
   ) {
+    this.element = h("div", { class: "exl2nb-grid", role: "grid", "aria-label": label });
     this.element.addEventListener("click", (event) => {
       const index = indexOf(event.target);
       if (index >= 0) this.toggle(index);

@@ -1,0 +1,287 @@
+"""What passes through a model while it reads a text, as named tensors; and what comes out where some of it is replaced."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from exl2nb.cache.modes import parse_mode
+from exl2nb.cache.pool import KVCache
+from exl2nb.core.errors import OptionError
+from exl2nb.core.options import check_range
+from exl2nb.core.show import size_text
+from exl2nb.eval.logits import check_ids
+from exl2nb.model.batch import Batch
+from exl2nb.model.model import Model
+from exl2nb.model.points import LOGITS, Edit, Edits, Point, T, matching
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+CHUNK = 1024  # tokens of a step: a long text leaves other requests their turn between two of them
+MAX_BYTES = 1 << 30
+PATTERN = "attn.hook_pattern"
+ROWS = 256  # of the residual stream that meet the head at once
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Trace(Mapping[str, Tensor]):
+    """Activations by name, on the CPU: `trace["blocks.3.attn.hook_pattern"]`.
+
+    ids: the T tokens. texts: of each. tensors: float32 (expert numbers int64), T or heads first, as `Point.shape` says. logits: float32
+    `(T, V)` where "logits" was captured, else `(1, V)` of the last token. cache: mode of the KV cache. model: its name. pooled: rows and
+    columns of attention patterns that were averaged; 0 = none were.
+    """
+
+    ids: tuple[int, ...]
+    texts: tuple[str, ...]
+    tensors: dict[str, Tensor]
+    logits: Tensor
+    cache: str
+    model: str = ""
+    pooled: int = 0
+    unembed: Callable[[Tensor], Tensor] = field(repr=False)
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self.tensors:
+            raise KeyError(f"{name!r} was not captured; this trace has {_some(self.tensors)}")
+        return self.tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the tensors and the logits."""
+        return sum(value.nbytes for value in self.tensors.values()) + self.logits.nbytes
+
+    def lens(self, layer: int, where: str = "hook_resid_post") -> Tensor:
+        """The logit lens: what the head makes of the residual stream of a layer, float32 `(T, V)`.
+
+        Args:
+            layer: its number. where: "hook_resid_pre", "hook_resid_mid" or "hook_resid_post"; it must have been captured.
+
+        Raises:
+            OptionError: it was not captured. EngineClosed: the model was closed.
+        """
+        name = f"blocks.{layer}.{where}"
+        if name not in self.tensors or "resid" not in where:
+            raise OptionError(f"lens: {name} was not captured; trace again with capture=[{name!r}], or 'blocks.*.hook_resid_post' for all")
+        stream = self.tensors[name]
+        return torch.cat([self.unembed(rows).float().cpu() for rows in stream.split(ROWS)])
+
+    def kl(self, other: Trace | Tensor) -> Tensor:
+        """KL(self || other) of each position in nats, float32 `(R,)`: how far another run's predictions are from these.
+
+        Raises:
+            OptionError: the logits have other shapes: capture "logits" in both, or in neither.
+        """
+        theirs = other.logits if isinstance(other, Trace) else other
+        if theirs.shape != self.logits.shape:
+            raise OptionError(f"kl: logits are {tuple(self.logits.shape)} and {tuple(theirs.shape)}; capture 'logits' in both traces")
+        return divergence(self.logits, theirs)
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per tensor: name, shape, rms, largest magnitude, and the token where it is (-1 where tokens are not the first axis)."""
+        import pandas as pd
+
+        rows = []
+        for name, value in self.tensors.items():
+            finite = torch.nan_to_num(value.float(), neginf=0.0)
+            largest = finite.abs().amax(tuple(range(1, value.dim()))) if value.shape[0] == len(self.ids) else None
+            top = float(finite.abs().max())
+            where = -1 if largest is None else int(largest.argmax())
+            rows.append(
+                {"name": name, "shape": tuple(value.shape), "rms": float(finite.square().mean().sqrt()), "max": top, "token": where}
+            )
+        return pd.DataFrame(rows)
+
+    def __repr__(self) -> str:
+        of = f" of {self.model}" if self.model else ""
+        return f"Trace({len(self.ids)} tokens{of}, {len(self.tensors)} tensors, {size_text(self.nbytes)}: {_some(self.tensors)})"
+
+    def _repr_html_(self) -> str:
+        left = "<td style='text-align:left'>"
+        rows = "".join(
+            f"<tr>{left}{html.escape(row['name'])}</td><td>{row['shape']}</td><td>{row['rms']:.3g}</td><td>{row['max']:.3g}</td></tr>"
+            for row in self.to_frame().head(40).to_dict("records")
+        )
+        more = f"<tr><td colspan=4>and {len(self) - 40} more</td></tr>" if len(self) > 40 else ""
+        head = "<tr><th style='text-align:left'>point</th><th>shape</th><th>rms</th><th>largest</th></tr>"
+        caption = f"{len(self.ids)} tokens, {self.cache} cache, {size_text(self.nbytes)}"
+        return f"<table><caption>{html.escape(caption)}</caption>{head}{rows}{more}</table>"
+
+
+def _some(names: Mapping[str, Any]) -> str:
+    return ", ".join(list(names)[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def divergence(reference: Tensor, other: Tensor) -> Tensor:
+    """KL(reference || other) of rows of logits `(R, V)`, float32 `(R,)`, nats; never below 0."""
+    log_p, log_q = reference.double().log_softmax(-1), other.double().log_softmax(-1)
+    return (log_p.exp() * (log_p - log_q)).sum(-1).clamp_min(0).float()
+
+
+class _Recorder:
+    """Keeps what passes, in tensors allocated beforehand."""
+
+    def __init__(self, found: Sequence[Point], tokens: int, pooled: int) -> None:
+        self._tokens, self.pooled = tokens, pooled
+        shapes = {point.name: self._shape(point) for point in found}
+        kinds = {point.name: torch.int64 if point.whole else torch.float32 for point in found}
+        self.tensors = {name: torch.zeros(shape, dtype=kinds[name]) for name, shape in shapes.items()}
+        if pooled:
+            bins = torch.arange(tokens) * pooled // tokens
+            self._bins, self._counts = bins, torch.bincount(bins, minlength=pooled).float()
+
+    def _shape(self, point: Point) -> tuple[int, ...]:
+        if self.pooled and point.name.endswith(PATTERN):
+            return point.shape[0], self.pooled, self.pooled
+        return point.sized(self._tokens)
+
+    def __call__(self, point: Point, value: Tensor, start: int) -> None:
+        kept = self.tensors[point.name]
+        if point.shape[1:] != (T, T):
+            kept[start : start + value.shape[0]] = value
+            return
+        _, n, keys = value.shape
+        if self.pooled and point.name.endswith(PATTERN):
+            queries = self._bins[start : start + n].to(value.device)
+            mass = value.new_zeros(value.shape[0], n, self.pooled).index_add_(2, self._bins[:keys].to(value.device), value.float())
+            mass /= self._counts.to(value.device)[queries][:, None]
+            kept.copy_(kept.to(value.device).index_add_(1, queries, mass))
+            return
+        if point.name.endswith("scores"):
+            kept[:, start : start + n] = float("-inf")
+        kept[:, start : start + n, :keys] = value
+
+
+def trace(
+    model: Model,
+    ids: Sequence[int],
+    capture: str | Sequence[str] = (),
+    *,
+    patch: Mapping[str, Edit] | None = None,
+    layers: Mapping[int, Any] | None = None,
+    texts: Sequence[str] = (),
+    cache: str = "fp32",
+    pattern_size: int | None = None,
+    max_bytes: int = MAX_BYTES,
+    name: str = "",
+) -> Trace:
+    """Read a text and keep what passes through the model at some points.
+
+    Args:
+        model: a loaded model, or an engine's `shared_model`. ids: at least one.
+        capture: names and patterns of the model's `points`.
+        patch: edits by name or pattern. layers: models of the same shape by the number of the layer that runs with their weights.
+        texts: of the ids, for display. cache: mode of the KV cache. name: of the model, for display.
+        pattern_size: attention patterns of more tokens are averaged to so many rows and columns: the mean over the queries of a row of the
+            attention that the keys of a column get together, so that rows still add up to 1; None = they are kept whole.
+        max_bytes: of all tensors.
+
+    Raises:
+        OptionError: an unknown name, an edit that does not fit, or tensors of more than `max_bytes`; says how many.
+        ContextOverflow: more ids than the context.
+    """
+    row = check_ids(model, torch.tensor([list(ids)]))[0].tolist()
+    check_range("max_bytes", max_bytes, 1, 1 << 50, where="trace")
+    if pattern_size is not None:
+        check_range("pattern_size", pattern_size, 2, 1 << 14, where="trace")
+    known: dict[str, Point] = model.points
+    found = matching(known, capture, where="trace") if capture else []
+    kept = [point for point in found if point.name != LOGITS]
+    pooled = int(pattern_size) if pattern_size is not None and pattern_size < len(row) else 0
+    _check_bytes(found, len(row), pooled, max_bytes)
+    edits = Edits(known, patch or {}, len(row))
+    borrowed = {layer: _borrowed(model, other, layer, len(row)) for layer, other in (layers or {}).items()}
+    recorder = _Recorder(kept, len(row), pooled)
+    spec = model.cache_spec(len(row), mode=parse_mode(cache, where="trace"))
+    pool, pages = KVCache(spec, device=model.device), list(range(spec.num_pages))
+    long = model.rope_switch is None or len(row) > model.rope_switch
+    every, wanted, logits = any(point.name == LOGITS for point in found), frozenset(recorder.tensors), list[Tensor]()
+    with torch.inference_mode():
+        for start in range(0, len(row), CHUNK):
+            rows = "all" if every else "last"
+            batch = Batch.single(row[start : start + CHUNK], start=start, pages=pages, logit_rows=rows, device=model.device, long=long)
+            out = model.trace(batch, pool, wanted=wanted, seen=recorder, edits=edits, borrowed=borrowed).float().cpu()
+            logits = [*logits, out] if every else [out]
+    tensors = {key: value.clone() for key, value in recorder.tensors.items()}  # out of inference mode: they may be edited
+    return Trace(
+        ids=tuple(row), texts=tuple(texts), tensors=tensors, logits=torch.cat(logits).clone(), cache=spec.mode, model=name, pooled=pooled,
+        unembed=model.unembed,
+    )  # fmt: skip
+
+
+def _check_bytes(found: Sequence[Point], tokens: int, pooled: int, most: int) -> None:
+    sizes = {}
+    for point in found:
+        square = pooled and point.name.endswith(PATTERN)
+        sizes[point.name] = (8 if point.whole else 4) * (point.shape[0] * pooled**2 if square else math.prod(point.sized(tokens)))
+    total = sum(sizes.values())
+    if total > most:
+        largest = max(sizes, key=lambda name: sizes[name])
+        hint = "; pattern_size=512 averages attention patterns" if largest.endswith(PATTERN) and not pooled else ""
+        raise OptionError(
+            f"trace: {len(found)} tensors of {tokens} tokens need {total} bytes ({size_text(total)}), more than max_bytes {most} "
+            f"({size_text(most)}); the largest is {largest} with {size_text(sizes[largest])}: capture fewer, or raise max_bytes{hint}"
+        )
+
+
+def _borrowed(model: Model, other: Any, layer: int, tokens: int) -> Any:
+    ours, theirs = model.config, other.config
+    names = ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "parallel", "moe")
+    unlike = [name for name in names if getattr(ours, name) != getattr(theirs, name)]
+    if unlike or model.device != other.device:
+        what = f"{unlike[0]} {getattr(theirs, unlike[0])} and not {getattr(ours, unlike[0])}" if unlike else f"its device {other.device}"
+        raise OptionError(f"patch: layer {layer} of another model cannot run here: it has {what}; use a model of the same shape and device")
+    if not 0 <= layer < ours.num_layers:
+        raise OptionError(f"patch: there is no layer {layer}; expected blocks.0 to blocks.{ours.num_layers - 1}")
+    return other.layer(layer, tokens)
+
+
+def continued(
+    model: Model,
+    ids: Sequence[int],
+    *,
+    max_tokens: int,
+    stop: Sequence[int] = (),
+    patch: Mapping[str, Edit] | None = None,
+    layers: Mapping[int, Any] | None = None,
+    cache: str = "fp32",
+) -> list[int]:
+    """Greedy continuation under edits, token by token on a cache of its own; arguments and errors as in `trace`.
+
+    An edit that is a tensor must fit any number of tokens: one row, or a function.
+    """
+    row = check_ids(model, torch.tensor([list(ids)]))[0].tolist()
+    total = min(len(row) + max_tokens, model.context)
+    spec = model.cache_spec(total, mode=parse_mode(cache, where="patch"))
+    pool, pages = KVCache(spec, device=model.device), list(range(spec.num_pages))
+    edits = Edits(model.points, patch or {}, 0)
+    borrowed = {layer: _borrowed(model, other, layer, total) for layer, other in (layers or {}).items()}
+    found: list[int] = []
+    long = model.rope_switch is None or total > model.rope_switch
+    pieces = [row[at : at + CHUNK] for at in range(0, len(row), CHUNK)]
+    start = 0
+    with torch.inference_mode():
+        while pieces:
+            piece = pieces.pop(0)
+            batch = Batch.single(piece, start=start, pages=pages, device=model.device, long=long)
+            logits = model.trace(batch, pool, edits=edits, borrowed=borrowed)
+            start += len(piece)
+            if not pieces and len(found) < max_tokens and start < total:
+                token = int(logits[-1].argmax())
+                found.append(token)
+                if token not in stop:
+                    pieces.append([token])
+    return found

@@ -1,0 +1,164 @@
+"""A look inside the model while it reads: activations by name, and what becomes of the answer when some of them are replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from exl2nb.core.errors import EngineClosed, OptionError
+from exl2nb.core.options import shown
+from exl2nb.eval import trace as traces
+from exl2nb.eval.score import token_texts
+from exl2nb.generator.engine import Engine
+from exl2nb.llm.requests import ids_of
+from exl2nb.model.model import Model
+from exl2nb.sampling.params import check_integer
+from exl2nb.tokenizer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from exl2nb.eval.trace import Trace
+    from exl2nb.model.points import Edit
+
+RESIDUAL = ("blocks.*.hook_resid_post",)
+Patch = Mapping[str, Any]
+
+
+class InsideMixin:
+    """The part of `LLM` that looks inside. It runs beside other requests, which keep their bits, on a KV cache of its own."""
+
+    model: Model
+    tokenizer: Tokenizer
+    engine: Engine
+    name: Any
+
+    def trace(
+        self,
+        prompt: str | Sequence[int],
+        capture: str | Sequence[str] = RESIDUAL,
+        *,
+        patch: Patch | None = None,
+        cache: str = "fp32",
+        pattern_size: int | None = None,
+        max_bytes: int = traces.MAX_BYTES,
+    ) -> Trace:
+        """Read a prompt and keep what passes through the model, by TransformerLens' names, as tensors on the CPU.
+
+        Args:
+            prompt: text or token ids.
+            capture: names or patterns: "blocks.3.hook_resid_pre", "blocks.*.attn.hook_pattern", "blocks.*.mlp.hook_post",
+                "ln_final.hook_normalized", "logits" (of every token); `trace_points` lists them all.
+            patch: what is replaced meanwhile, as in `patch`.
+            cache: mode of the KV cache; hook_rot_k and hook_v are what it holds.
+            pattern_size: attention patterns of more tokens are averaged to so many rows and columns; None = they are kept whole.
+            max_bytes: of all tensors together.
+
+        Raises:
+            OptionError: an unknown name, an edit that does not fit, or more than `max_bytes`; says how many. ContextOverflow: longer than
+                the context. EngineClosed: closed.
+
+        Cost: one pass over the prompt op by op, in steps of at most 1024 tokens; running requests wait for one such step.
+
+        Example:
+            >>> import exl2nb as ex
+            >>> with ex.demo(progress=None) as llm:
+            ...     found = llm.trace("It was a dark", ["blocks.*.hook_resid_post", "blocks.5.attn.hook_pattern"])
+            ...     early = found.lens(2)[-1].argmax()  # what the model would say after layer 2
+            >>> found["blocks.5.attn.hook_pattern"].shape, len(found)
+            (torch.Size([4, 5, 5]), 13)
+        """
+        ids = ids_of(prompt, self.tokenizer, where="trace", context=self.model.context)
+        edits, layers = _parts(patch or {})
+        return traces.trace(
+            self.engine.shared_model, ids, capture, patch=edits, layers=layers, texts=token_texts(self.tokenizer, ids), cache=cache,
+            pattern_size=pattern_size, max_bytes=max_bytes, name=str(self.name),
+        )  # fmt: skip
+
+    def patch(self, patch: Patch) -> Patched:
+        """The model with some activations replaced, for a `with` block; the model itself, and requests that run on it, do not change.
+
+        Args:
+            patch: by name or pattern, as in `trace`: a number, a tensor (of one token, or of all tokens of the prompt), or a function of
+                (value, hook), which edits the value in place or returns another one; hook.name, hook.layer and hook.start (position of the
+                first token) say where it is. "blocks.3": another LLM of the same shape, with whose weights this layer then runs.
+
+        Raises:
+            OptionError: an unknown name, or something that is no edit.
+
+        Example: without the second head of layer 4.
+            >>> import exl2nb as ex
+            >>> def ablate(z, hook):
+            ...     z[:, 1] = 0
+            >>> with ex.demo(progress=None) as llm:
+            ...     before = llm.trace("It was a dark", "logits")
+            ...     with llm.patch({"blocks.4.attn.hook_z": ablate}) as patched:
+            ...         after = patched.trace("It was a dark", "logits")
+            >>> bool(before.kl(after)[-1] > 0)
+            True
+        """
+        edits, _ = _parts(patch)
+        from exl2nb.model.points import matching
+
+        for name in edits:
+            matching(self.model.points, name, where="patch")
+        return Patched(self, dict(patch))
+
+    @property
+    def trace_points(self) -> list[str]:
+        """Names of the points of `trace`, in running order."""
+        return list(self.model.points)
+
+
+class Patched:
+    """A model under edits, made by `LLM.patch`; usable until its `with` block ends."""
+
+    def __init__(self, llm: Any, patch: Patch) -> None:
+        self._llm, self._patch, self._open = llm, patch, True
+
+    def __enter__(self) -> Patched:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open = False
+
+    def trace(self, prompt: str | Sequence[int], capture: str | Sequence[str] = RESIDUAL, **options: Any) -> Trace:
+        """As `LLM.trace`, under the edits; a `patch` of the call comes after them."""
+        self._check()
+        return self._llm.trace(prompt, capture, patch={**self._patch, **(options.pop("patch", None) or {})}, **options)
+
+    def generate(self, prompt: str | Sequence[int], *, max_tokens: int = 32, cache: str = "fp32") -> str:
+        """The greedy continuation under the edits.
+
+        Raises:
+            OptionError: an edit of a fixed number of tokens; otherwise as `trace`.
+        """
+        self._check()
+        llm = self._llm
+        check_integer("patch: max_tokens", max_tokens, 1, llm.model.context)
+        ids = ids_of(prompt, llm.tokenizer, where="patch", context=llm.model.context)
+        edits, layers = _parts(self._patch)
+        stop = tuple(llm.tokenizer.eos_ids)
+        found = traces.continued(llm.engine.shared_model, ids, max_tokens=max_tokens, stop=stop, patch=edits, layers=layers, cache=cache)
+        return llm.tokenizer.decode(found)
+
+    def _check(self) -> None:
+        if not self._open:
+            raise EngineClosed("patch: this with block has ended; begin another one with llm.patch")
+
+    def __repr__(self) -> str:
+        return f"Patched({self._llm.name}: {', '.join(self._patch)})"
+
+
+def _parts(patch: Any) -> tuple[dict[str, Edit], dict[int, Any]]:
+    """Edits by name, and by layer the models whose weights it runs with."""
+    if not isinstance(patch, Mapping):
+        raise OptionError(f"patch is {shown(patch)}; expected a mapping of names, such as {{'blocks.3.hook_mlp_out': 0.0}}")
+    edits, layers = {}, {}
+    for name, value in patch.items():
+        if not isinstance(value, InsideMixin):
+            edits[name] = value
+            continue
+        number = name.removeprefix("blocks.") if isinstance(name, str) else ""
+        if not number.isdecimal() or name != f"blocks.{number}":
+            raise OptionError(f"patch: {shown(name)} is given a model; expected the name of a layer, such as 'blocks.3'")
+        layers[int(number)] = value.engine.shared_model
+    return edits, layers

@@ -1,0 +1,254 @@
+"""AttentionView: what every head looks at, at several bitrates or caches beside each other, and how far they differ."""
+
+from __future__ import annotations
+
+import base64
+import html
+import threading
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import traitlets as t
+
+from exl2nb.core.errors import OptionError
+from exl2nb.core.show import colour
+from exl2nb.sampling.params import check_integer
+from exl2nb.widgets import static
+from exl2nb.widgets.protocol import AttentionResult, AttentionViewState, Patterns
+from exl2nb.widgets.sides import PASS_BYTES, InsideWidget
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from torch import Tensor
+
+LARGEST, SMALL = 256, 48
+KEPT_BYTES = 64 << 20  # patterns of one model, a byte a place
+STORED_BYTES = 900_000  # of an export
+PART = "attn.hook_pattern"
+_PICTURE_PX = 3
+
+
+class AttentionView(InsideWidget):
+    """Attention patterns of all heads, the same head at several bitrates beside each other, and their difference.
+
+    The map of heads shows the total variation: the share of attention that lies elsewhere than the reference's, mean over the queries.
+    Choosing a head there or among the thumbnails shows its pattern large. Patterns of more than 256 tokens (fewer in models of many heads)
+    are averaged: a place is the mean over the queries of a row of the attention that the keys of a column get.
+
+    Args:
+        models: one to four bitrates or caches of one model by label, the reference first: loaded models, or pairs (model, {"cache": mode}).
+        prompt: text that is read, 2 to 8192 tokens.
+        result: what `to_dict` gave, in place of models.
+
+    Traits, also keywords (synced with the page both ways):
+        prompt: as above.
+        side: index of the model that is compared with the reference. Default 1.
+        layer, head: the chosen head. Default 0, 0.
+
+    Raises:
+        OptionError: no bitrates or caches of one model, or a prompt that is too short or too long.
+
+    Example:
+        >>> AttentionView({"16 bits": llm, "4 bits": low}, "It was a dark")  # doctest: +SKIP
+        AttentionView(5 tokens, 12 layers of 4 heads; 4 bits: 4.1 % of the attention moves, most in layer 6 head 2: 12.3 %)
+    """
+
+    _esm = static.STATIC / "attention.js"
+    _css = static.STATIC / "attention.css"
+    _state_keys: ClassVar[tuple[str, ...]] = tuple(AttentionViewState.__annotations__)
+    _empty: ClassVar[Mapping[str, Any]] = {
+        **AttentionResult(labels=[], layers=0, heads=0, tokens=0, size=0, names=[], distance=[]),
+        "patterns": [],
+    }
+    _least = 1
+    _most_tokens = 8192
+
+    side = t.Int(1).tag(sync=True, option=True)
+    layer = t.Int(0).tag(sync=True, option=True)
+    head = t.Int(0).tag(sync=True, option=True)
+    _heads = t.List().tag(sync=True)
+    _one = t.List().tag(sync=True)
+    _stored = t.List().tag(sync=True)
+
+    def __init__(self, models: Any = None, prompt: str | None = None, *, result: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        self._patterns: list[Any] = []  # by model: uint8 (layers, heads, size, size)
+        super().__init__(models, prompt, result=result, **kwargs)
+        if result is not None:
+            shown: Any = dict(self._result)
+            try:
+                self._patterns = [_tensor(text, (shown["layers"], shown["heads"], shown["size"])) for text in shown.pop("patterns")]
+            except (ValueError, RuntimeError) as error:
+                raise OptionError(f"AttentionView: result cannot be read: {error}; expected what to_dict() gives") from error
+            self._result = shown
+        self._show()
+
+    def _measure(self, ids: list[int], stop: threading.Event) -> dict[str, Any] | None:
+        import torch
+
+        first = self.sides[0]
+        layers, heads = first.llm.config.num_layers, first.llm.config.num_heads
+        size = min(len(ids), LARGEST, max(16, int((KEPT_BYTES / (layers * heads)) ** 0.5)))
+        kept = [torch.zeros(layers, heads, size, size, dtype=torch.uint8) for _ in self.sides]
+        distance: list[list[list[float]]] = [[] for _ in self.sides[1:]]
+        step = max(1, PASS_BYTES // (4 * heads * size * size))
+        texts: tuple[str, ...] = ()
+        for start in range(0, layers, step):
+            some = range(start, min(start + step, layers))
+            want: dict[int, Tensor] = {}
+            for i, side in enumerate(self.sides):
+                if stop.is_set():
+                    return None
+                found = side.trace(ids, [f"blocks.{layer}.{PART}" for layer in some], pattern_size=size if size < len(ids) else None)
+                texts = found.texts
+                for layer in some:
+                    pattern = found[f"blocks.{layer}.{PART}"]
+                    kept[i][layer] = (255 * pattern.sqrt()).round().to(torch.uint8)
+                    if i:
+                        moved = (pattern - want[layer]).abs().sum(-1).mean(-1) / 2
+                        distance[i - 1].append([float(f"{value:.4g}") for value in moved.tolist()])
+                    else:
+                        want[layer] = pattern
+        self._patterns = kept
+        names = list(texts) if size == len(ids) else _bins(len(ids), size)
+        return {
+            **AttentionResult(
+                labels=[side.label for side in self.sides], layers=layers, heads=heads, tokens=len(ids), size=size, names=names,
+                distance=distance,
+            )
+        }  # fmt: skip
+
+    @t.observe("layer", "head", "_result")
+    def _follow(self, change: Mapping[str, Any]) -> None:
+        if getattr(self, "_patterns", None) and hasattr(self, "_callbacks"):
+            self._show()
+
+    def _show(self) -> None:
+        """Send the chosen layer and head; numbers past the end mean the last one."""
+        shown: Any = self._result
+        if not shown.get("layers") or not self._patterns:
+            return
+        layer, head = (min(max(0, at), shown[of] - 1) for at, of in ((self.layer, "layers"), (self.head, "heads")))
+        with self.hold_sync():
+            self._heads = [self._small(layer, SMALL)]
+            one = [_text(pattern[layer, head]) for pattern in self._patterns]
+            self._one = [dict(Patterns(layer=layer, head=head, size=shown["size"], data=one))]
+
+    def _small(self, layer: int, size: int) -> dict[str, Any]:
+        found = [_pooled(pattern[layer], size) for pattern in self._patterns]
+        return dict(Patterns(layer=layer, head=-1, size=found[0].shape[-1], data=[_text(pattern) for pattern in found]))
+
+    def look(self, layer: int, head: int = 0) -> AttentionView:
+        """Choose a head.
+
+        Raises:
+            OptionError: there is no such one.
+        """
+        shown: Any = self._result
+        check_integer("AttentionView: layer", layer, 0, shown["layers"] - 1)
+        check_integer("AttentionView: head", head, 0, shown["heads"] - 1)
+        with self.hold_trait_notifications():
+            self.layer, self.head = layer, head
+        return self
+
+    def pattern(self, layer: int, head: int, side: int = 0) -> Tensor:
+        """The pattern that is shown, float32 `(size, size)`, queries down; its precision is that of a byte."""
+        self.look(layer, head)
+        check_integer("AttentionView: side", side, 0, len(self._patterns) - 1)
+        return (self._patterns[side][layer, head].float() / 255).square()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as plain JSON values; `AttentionView(result=...)` shows it again."""
+        return {**self._result, "patterns": [_text(pattern) for pattern in self._patterns]}
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per model after the reference, layer and head: model, layer, head, moved (total variation, 0 to 1)."""
+        import pandas as pd
+
+        shown: Any = self._result
+        rows = [
+            {"model": label, "layer": layer, "head": head, "moved": value}
+            for label, table in zip(shown["labels"][1:], shown["distance"])
+            for layer, line in enumerate(table)
+            for head, value in enumerate(line)
+        ]
+        return pd.DataFrame(rows, columns=["model", "layer", "head", "moved"])
+
+    # ---- without the page
+
+    def _export_state(self) -> dict[str, Any]:
+        """With the heads of all layers, as large as fits."""
+        state, shown = super()._export_state(), self._result
+        count = len(self._patterns) * int(shown.get("layers", 0)) * int(shown.get("heads", 0))
+        size = min(SMALL, int((STORED_BYTES * 3 / 4 / max(1, count)) ** 0.5))
+        if count and size >= 8:
+            state["_stored"] = [self._small(layer, size) for layer in range(int(shown["layers"]))]
+        return state
+
+    def _summary(self) -> str:
+        shown: Any = self._result
+        parts = [f"{shown['tokens']} tokens, {shown['layers']} layers of {shown['heads']} heads"]
+        for label, table in zip(shown["labels"][1:], shown["distance"]):
+            flat = [(value, layer, head) for layer, line in enumerate(table) for head, value in enumerate(line)]
+            most, layer, head = max(flat)
+            mean = sum(value for value, *_ in flat) / len(flat)
+            parts.append(f"{label}: {100 * mean:.1f} % of the attention moves, most in layer {layer} head {head}: {100 * most:.1f} %")
+        return f"AttentionView({'; '.join(parts)})"
+
+    def _static_body(self) -> str:
+        shown: Any = self._result
+        cell = '<td style="text-align:right;padding:0 6px">'
+        tables = []
+        for label, table in zip(shown["labels"][1:], shown["distance"]):
+            head = "".join(f"<th>{head}</th>" for head in range(min(shown["heads"], 32)))
+            rows = "".join(
+                f"<tr><th>{layer}</th>{''.join(f'{cell}{100 * value:.1f}</td>' for value in line[:32])}</tr>"
+                for layer, line in enumerate(table)
+            )
+            caption = f"{html.escape(label)}: % of attention that moves, layers down, heads across"
+            tables.append(f'<table style="font-size:12px"><caption>{caption}</caption><tr><th></th>{head}</tr>{rows}</table>')
+        return f'<div style="display:flex;flex-wrap:wrap;gap:12px 24px">{"".join(tables) or html.escape(self._summary())}</div>'
+
+    def _picture(self) -> bytes | None:
+        if not self._patterns:
+            return None
+        heads = _pooled(self._patterns[0][min(max(0, self.layer), len(self._patterns[0]) - 1)], SMALL)[:12]
+        gap = [(255, 255, 255)] * _PICTURE_PX
+        pixels: list[list[static.RGB]] = []
+        for y in range(heads.shape[1]):
+            line: list[static.RGB] = []
+            for pattern in heads:
+                line += [dot for value in pattern[y].tolist() for dot in [colour(2 + 6 * value / 255)] * _PICTURE_PX] + gap
+            pixels += [line] * _PICTURE_PX
+        return static.png(pixels)
+
+
+def _bins(tokens: int, size: int) -> list[str]:
+    bounds = [-(-i * tokens // size) for i in range(size + 1)]
+    return [f"tokens {a} to {b - 1}" if b > a + 1 else f"token {a}" for a, b in pairwise(bounds)]
+
+
+def _pooled(patterns: Tensor, size: int) -> Tensor:
+    """Patterns of bytes `(heads, S, S)` with at most `size` rows and columns."""
+    import torch
+
+    count = patterns.shape[-1]
+    if count <= size:
+        return patterns
+    shares = (patterns.float() / 255).square()
+    bins = torch.arange(count) * size // count
+    rows = torch.bincount(bins, minlength=size).float()[:, None]
+    mass = torch.zeros(len(patterns), count, size).index_add_(2, bins, shares)
+    mass = torch.zeros(len(patterns), size, size).index_add_(1, bins, mass) / rows
+    return (255 * mass.clamp(0, 1).sqrt()).round().to(torch.uint8)
+
+
+def _text(pattern: Tensor) -> str:
+    return base64.b64encode(pattern.contiguous().numpy().tobytes()).decode("ascii")
+
+
+def _tensor(text: str, sizes: tuple[int, int, int]) -> Tensor:
+    import torch
+
+    layers, heads, size = sizes
+    return torch.frombuffer(bytearray(base64.b64decode(text, validate=True)), dtype=torch.uint8).view(layers, heads, size, size)

@@ -1,0 +1,277 @@
+// ErrorFlow: the residual stream's error through depth, every matrix's error as a map, and what a layer is worth when it is patched back.
+import type { AnyModel } from "@anywidget/types";
+import type { ErrorFlowState, FlowResult } from "../protocol.gen";
+import { type State, state } from "../shared/afm";
+import { BitGridView, type Paint, type Place } from "../shared/bitgrid";
+import { guardKeys, h, root, setAttributes } from "../shared/dom";
+import { perFrame } from "../shared/frame";
+import { Choice, type InsideState, PromptBar } from "../shared/inside";
+import { watchKernel } from "../shared/kernel";
+import { css, shade } from "../shared/palette";
+import { Plot } from "../shared/plot";
+import { standalone, tools, tsv } from "../shared/tools";
+import { fall, sentence, share } from "./words";
+import "./errorflow.css";
+
+const WATCHED: (keyof ErrorFlowState)[] = ["status", "error", "prompt", "side", "layer", "height", "_result"];
+
+class ErrorFlowView {
+  readonly root = root("errorflow", "Error flow");
+  private readonly title = h("b");
+  private readonly choice = new Choice("Model", (i) => this.set("side", i + 1));
+  private readonly bar: PromptBar;
+  private readonly flow = new Plot(
+    (place) => this.readout(place < 0 ? "" : this.flowWords(place)),
+    (place) => place > 0 && this.set("layer", Math.floor((place - 1) / 2)),
+  );
+  private readonly grid = new BitGridView(
+    (place) => {
+      this.row = place?.matrix ?? this.row;
+      this.set("layer", place ? place.layer : -1);
+    },
+    (index) => this.readout(index < 0 ? "" : this.paint(index).label),
+    "Relative error: outputs down, layers across",
+  );
+  private readonly scale = h("span", { class: "exl2nb-scale", "aria-hidden": "true" });
+  private readonly scaleWords = h("span", { class: "exl2nb-muted" });
+  private readonly line = h("div", { class: "exl2nb-inside-line exl2nb-muted" });
+  private readonly scroll: HTMLElement;
+  private readonly detail = h("div", { class: "exl2nb-inside-part", "aria-live": "polite" });
+  private readonly words = [h("p"), h("p"), h("p")];
+  private readonly back = h("button", { type: "button", class: "exl2nb-button" });
+  private readonly all = h("button", { type: "button", class: "exl2nb-button" }, "Patch every layer");
+  private readonly worth: Plot;
+  private readonly worthBox: HTMLElement;
+  private readonly frame = perFrame(() => this.draw());
+  private readonly undo: (() => void)[];
+  private drawn: unknown[] = [];
+  private most = 1;
+  private row = "";
+
+  constructor(private readonly widget: State<ErrorFlowState>) {
+    this.bar = new PromptBar(widget as unknown as State<InsideState>);
+    this.worth = new Plot(
+      (place) => this.readout(place < 0 ? "" : this.worthWords(place)),
+      (place) => place >= 0 && this.set("layer", place),
+      760,
+      120,
+    );
+    const taken = tools("errorflow", { text: () => this.text(), picture: () => this.picture() });
+    const head = h(
+      "div",
+      { class: "exl2nb-inside-head" },
+      this.title,
+      h("div", { class: "exl2nb-inside-right" }, this.choice.element, taken),
+    );
+    this.scroll = h("div", { class: "exl2nb-grid-scroll" }, this.grid.element);
+    const legend = h("div", { class: "exl2nb-inside-right" }, h("span", { class: "exl2nb-muted" }, "0"), this.scale, this.scaleWords);
+    const stream = h(
+      "div",
+      { class: "exl2nb-inside-part" },
+      h("h4", {}, "Relative error of the residual stream"),
+      this.flow.element,
+      this.flow.legend,
+    );
+    const map = h("div", { class: "exl2nb-inside-part" }, h("h4", {}, "Relative error of every output"), this.scroll, legend, this.line);
+    const buttons = h("div", { class: "exl2nb-inside-actions" }, this.back, this.all);
+    this.detail.append(...this.words);
+    this.worthBox = h(
+      "div",
+      { class: "exl2nb-inside-part" },
+      h("h4", {}, "Fall of the KL when a layer is patched back"),
+      this.worth.element,
+    );
+    const foot = h("div", { class: "exl2nb-inside-part", hidden: !this.able }, buttons);
+    this.root.append(
+      h("div", { class: "exl2nb-card" }, head, this.bar.element, this.bar.error, stream, map, this.detail, foot, this.worthBox),
+    );
+    this.back.addEventListener("click", () => this.patch(this.chosen));
+    this.all.addEventListener("click", () => this.patch(-1));
+    this.undo = [guardKeys(this.root), widget.observe(WATCHED, () => this.frame.request())];
+    this.draw();
+  }
+
+  close(): void {
+    for (const undo of this.undo) undo();
+    this.frame.cancel();
+    this.root.remove();
+  }
+
+  private get able(): boolean {
+    return this.widget.get("_has_model") && !this.widget.get("_static");
+  }
+
+  private get result(): FlowResult {
+    return this.widget.get("_result");
+  }
+
+  /** Index among the models after the reference. */
+  private get at(): number {
+    return Math.min(Math.max(0, this.widget.get("side") - 1), Math.max(0, this.result.labels.length - 2));
+  }
+
+  private get chosen(): number {
+    return Math.min(this.widget.get("layer"), this.result.layers - 1);
+  }
+
+  private set(name: "side" | "layer", value: number): void {
+    this.widget.set(name, value);
+    this.widget.save();
+    this.frame.request();
+  }
+
+  private patch(layer: number): void {
+    if (!this.able || this.bar.running) return;
+    this.widget.send({ type: "patch", layer });
+  }
+
+  private draw(): void {
+    const { result, at, chosen } = this;
+    const names = result.labels.slice(1);
+    this.bar.draw();
+    this.choice.draw(names, at);
+    this.title.textContent = names.length
+      ? `${names[at]} against ${result.labels[0]}: mean KL ${result.kl[at]?.toPrecision(3) ?? ""}`
+      : "Error flow";
+    this.scroll.style.maxHeight = String(this.widget.get("height"));
+    if (this.drawn[0] !== result) this.drawFlow();
+    if (this.drawn[0] !== result || this.drawn[1] !== at) this.drawMap();
+    this.drawn = [result, at];
+    this.flow.mark(chosen < 0 ? -1 : 2 * chosen + 2);
+    this.grid.mark(
+      chosen < 0
+        ? null
+        : { layer: chosen, matrix: result.rows.includes(this.row) ? this.row : (result.rows[result.rows.length - 1] ?? "") },
+    );
+    this.drawDetail();
+    this.drawWorth();
+  }
+
+  private drawFlow(): void {
+    const { result } = this;
+    const places = ["in", ...Array.from({ length: 2 * result.layers }, (_, i) => (i % 2 ? "" : String(i / 2)))];
+    this.flow.draw({
+      label: "Relative error of the residual stream by layer",
+      series: result.flow.map((values, i) => ({ name: result.labels[i + 1] ?? "", values, style: i })),
+      places: places.map((name, i) => (i % 2 === 0 && i ? String(i / 2 - 1) : i ? "" : name)),
+      format: share,
+      words: (place) => this.flowWords(place),
+      low: 0,
+    });
+  }
+
+  private flowWords(place: number): string {
+    const { result } = this;
+    const where = place === 0 ? "before layer 0" : `layer ${Math.floor((place - 1) / 2)}, after ${place % 2 ? "attention" : "the MLP"}`;
+    return `${where}: ${result.flow.map((values, i) => `${result.labels[i + 1]} ${share(values[place] ?? null)}`).join(", ")}`;
+  }
+
+  private get places(): Place[] {
+    const { rows, layers } = this.result;
+    return rows.flatMap((matrix) => Array.from({ length: layers }, (_, layer) => ({ layer, matrix })));
+  }
+
+  private drawMap(): void {
+    const { result, at } = this;
+    if (this.drawn[0] !== result)
+      this.grid.build(
+        result.rows,
+        Array.from({ length: result.layers }, (_, i) => i),
+        this.places,
+      );
+    const known = (result.errors[at] ?? []).flat().filter((value): value is number => value !== null);
+    this.most = Math.max(1e-9, ...known);
+    this.grid.paint((index) => this.paint(index));
+    const stops = Array.from({ length: 9 }, (_, i) => css(shade(i / 8)));
+    this.scale.style.background = `linear-gradient(to right, ${stops.join(", ")})`;
+    this.scaleWords.textContent = `${share(this.most)} of the reference's length, mean over ${result.tokens} tokens`;
+  }
+
+  private paint(index: number): Paint {
+    const { result, at } = this;
+    const [row, layer] = [Math.floor(index / Math.max(1, result.layers)), index % Math.max(1, result.layers)];
+    const value = result.errors[at]?.[row]?.[layer] ?? null;
+    const label = `layer ${layer}, ${result.rows[row]}: ${value === null ? "not there" : share(value)}`;
+    if (value === null) return { text: "", colour: null, label };
+    return { text: (100 * value).toFixed(value < 0.0995 ? 1 : 0), colour: shade(value / this.most), label };
+  }
+
+  private drawDetail(): void {
+    const { result, at, chosen } = this;
+    const [attention, mlp, worth] = this.words as unknown as [HTMLElement, HTMLElement, HTMLElement];
+    this.detail.hidden = chosen < 0 && !result.layers;
+    this.back.hidden = chosen < 0;
+    setAttributes(this.back, { "aria-disabled": String(this.bar.running) });
+    setAttributes(this.all, { "aria-disabled": String(this.bar.running) });
+    if (chosen < 0) {
+      attention.textContent = "Choose a layer in the curve or in the map.";
+      mlp.textContent = worth.textContent = "";
+      return;
+    }
+    attention.textContent = `Layer ${chosen}. ${sentence(result, at, chosen, 0)}`;
+    mlp.textContent = sentence(result, at, chosen, 1);
+    this.back.textContent = `Patch layer ${chosen} back to ${result.labels[0]}`;
+    const left = this.left(chosen);
+    worth.textContent = left === null ? "" : `Patched back, this layer alone: ${fall(result.kl[at] ?? 0, left)}.`;
+  }
+
+  private left(layer: number): number | null {
+    return this.result.patched.find(([side, number]) => side === this.at + 1 && number === layer)?.[2] ?? null;
+  }
+
+  private drawWorth(): void {
+    const { result, at } = this;
+    const known = result.patched.filter(([side]) => side === at + 1);
+    this.worthBox.hidden = known.length === 0;
+    if (!known.length) return;
+    const values = Array.from({ length: result.layers }, (_, layer) => {
+      const left = this.left(layer);
+      return left === null ? null : (result.kl[at] ?? 0) - left;
+    });
+    this.worth.draw({
+      label: "Fall of the KL by layer that is patched back",
+      series: [{ name: "fall of the KL", values, style: 0 }],
+      places: values.map((_, i) => String(i)),
+      format: (value) => (value === 0 ? "0" : value.toPrecision(2)),
+      words: (place) => this.worthWords(place),
+      bars: true,
+      low: 0,
+    });
+    this.worth.mark(this.chosen);
+  }
+
+  private worthWords(layer: number): string {
+    const left = this.left(layer);
+    return `layer ${layer} patched back: ${left === null ? "not measured" : fall(this.result.kl[this.at] ?? 0, left)}`;
+  }
+
+  private readout(words: string): void {
+    this.line.textContent = words;
+  }
+
+  private text(): string {
+    const { result, at } = this;
+    const layers = Array.from({ length: result.layers }, (_, layer) => layer);
+    const head = ["layer", ...result.rows, "KL if patched back"];
+    return tsv([
+      head,
+      ...layers.map((layer) => [layer, ...result.rows.map((_, row) => result.errors[at]?.[row]?.[layer] ?? null), this.left(layer)]),
+    ]);
+  }
+
+  private picture(): string {
+    return standalone(this.flow.svg, getComputedStyle(this.root).getPropertyValue("background-color") || "#fff");
+  }
+}
+
+export default {
+  render({ model, el }: { model: AnyModel; el: HTMLElement }) {
+    const view = new ErrorFlowView(state<ErrorFlowState>(model));
+    el.append(view.root);
+    const undo = watchKernel(view.root, model);
+    return () => {
+      undo();
+      view.close();
+    };
+  },
+};
