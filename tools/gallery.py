@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from links import GALLERY, badges, notebooks
+from site_widgets import WIDGETS
 
 LIVE = "application/vnd.jupyter.widget-view+json"
 MOST_BYTES = 600_000
@@ -77,15 +78,17 @@ def joined(outputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def index() -> str:
-    """docs/gallery/README.md: a line, a picture and the badges of each notebook."""
-    parts = ["# The course, executed", "", "Each notebook as it ran, for readers without a kernel; `exl2nb lab` opens your own copies.", ""]
+    """docs/gallery/README.md: widgets and notebooks as thumbnails, with a sentence and the badges of each notebook."""
+    parts = ["# Gallery", "", "The widgets [live](widgets.md), without a kernel, and the course as it ran. `exl2nb lab` opens your own copies.", ""]
+    parts += ["## Widgets", "", '<div class="grid cards" markdown>', ""]
+    parts += [f"- [![](../pictures/{name}-light.png) {title}](widgets.md#{title.lower()})\n" for name, (title, _) in WIDGETS.items()]
+    parts += ["</div>", "", "## Course", "", '<div class="grid cards" markdown>', ""]
     for path in notebooks():
         cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
         title, first = heading("".join(cells[0]["source"]))
-        parts += [f"## [{title}]({path.name})", "", first, ""]
-        parts += [line, ""] if (line := badges(path.name)) else []
-        parts += [f"![{title}](../pictures/{PICTURES[path.name[:2]]}-light.png)", ""]
-    return "\n".join(parts).rstrip() + "\n"
+        parts += [f"- [![](../pictures/{PICTURES[path.name[:2]]}-light.png) {title}]({path.name})", "", f"    {first}", ""]
+        parts += [f"    {line}", ""] if (line := badges(path.name)) else []
+    return "\n".join([*parts, "</div>"]) + "\n"
 
 
 def heading(source: str) -> tuple[str, str]:
