@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results.json"
-WIDTH, LABEL, RIGHT, BAR, GAP = 640, 128, 64, 18, 10
+WIDTH, LABEL, RIGHT, BAR, GAP = 480, 116, 56, 18, 10
 Chart = dict[str, Any]
 
 
@@ -54,12 +54,12 @@ def figure(one: Chart) -> str:
 def table(one: Chart) -> str:
     """The numbers, a row for each value of x."""
     names = list(dict.fromkeys(x for series in one["series"] for x, _ in series["points"]))
-    head = "".join(f"<th scope=col>{escape(series['name'])}, {escape(one['unit'])}</th>" for series in one["series"])
+    head = "".join(f'<th scope="col">{escape(series["name"])}, {escape(one["unit"])}</th>' for series in one["series"])
     rows = ""
     for name in names:
-        cells = (dict(map(tuple, series["points"])).get(name, "") for series in one["series"])
-        rows += f"<tr><th scope=row>{escape(str(name))}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
-    return f"<table><thead><tr><th scope=col>{escape(one.get('x', ''))}</th>{head}</tr></thead><tbody>{rows}</tbody></table>"
+        cells = "".join(f"<td>{dict(map(tuple, series['points'])).get(name, '')}</td>" for series in one["series"])
+        rows += f'<tr><th scope="row">{escape(str(name))}</th>{cells}</tr>'
+    return f'<table><thead><tr><th scope="col">{escape(one.get("x", ""))}</th>{head}</tr></thead><tbody>{rows}</tbody></table>'
 
 
 def scale(one: Chart, low: float, high: float) -> Callable[[float], float]:
@@ -78,7 +78,7 @@ def opened(one: Chart, height: int) -> str:
 
 
 def bars(one: Chart) -> str:
-    """A group of bars for each name, one bar for each series that has it."""
+    """A group of bars for each name, one bar for each series that has it; dots on a logarithmic axis."""
     names = list(dict.fromkeys(x for series in one["series"] for x, _ in series["points"]))
     place, y, parts = scale(one, 0, WIDTH - LABEL - RIGHT), 4, []
     for name in names:
@@ -87,7 +87,11 @@ def bars(one: Chart) -> str:
         parts.append(f'<text x="{LABEL - 10}" y="{middle:.0f}" text-anchor="end">{escape(name)}</text>')
         for i, value in present:
             width = max(2.0, place(value))
-            parts.append(f'<rect class="chart-{i}" x="{LABEL}" y="{y + 1}" width="{width:.1f}" height="{BAR - 3}" rx="2"/>')
+            if one.get("log"):  # the length of a bar would say nothing
+                parts.append(f'<line class="chart-grid" x1="{LABEL}" y1="{y + 9}" x2="{LABEL + width - 4:.1f}" y2="{y + 9}"/>')
+                parts.append(f'<circle class="chart-{i}" cx="{LABEL + width - 4:.1f}" cy="{y + 9}" r="5"/>')
+            else:
+                parts.append(f'<rect class="chart-{i}" x="{LABEL}" y="{y + 1}" width="{width:.1f}" height="{BAR - 3}" rx="2"/>')
             parts.append(f'<text x="{LABEL + width + 6:.1f}" y="{y + 13}">{value:g}</text>')
             y += BAR
         y += GAP
@@ -97,7 +101,7 @@ def bars(one: Chart) -> str:
 
 def lines(one: Chart) -> str:
     """A line with marked points for each series."""
-    height, bottom, top = 300, 250, 16
+    height, bottom, top = 300, 250, 30
     xs = sorted({x for series in one["series"] for x, _ in series["points"]})
     across, up = (lambda x: 60 + (WIDTH - 90) * (x - xs[0]) / (xs[-1] - xs[0])), scale(one, bottom, top)
     parts = [f'<line class="chart-axis" x1="60" y1="{bottom}" x2="{WIDTH - 20}" y2="{bottom}"/>']

@@ -39,9 +39,15 @@ OUTSIDE = {
     **{f"benchmarks/log/{path.name}": f"benchmarks/log/{path.name}" for path in sorted((ROOT / "benchmarks" / "log").glob("*.md"))},
 }
 """Documents outside of docs/ -> their pages."""
-FOLDERS = {"docs/pictures": "gallery/README.md", "benchmarks/log": "benchmarks/results.md"}
+FOLDERS = {"docs/pictures": "gallery/README.md", "benchmarks/log": "benchmarks/results.md", "benchmarks": "benchmarks/index.md"}
 """Folders that documents link to -> the page that shows what is in them."""
 MIGRATION = ("migrate.md", "exllamav2.md", "transformers.md", "langchain.md", "lm_eval.md")
+FOREIGN = re.compile(
+    r'<(script|style|clipboard-copy)\b.*?</\1>|<div class="clipboard-copy-txt".*?</div>|<link\b[^>]*>', re.S
+)
+"""What the plugin adds to a notebook besides its cells."""
+PAIR = "".join(rf'<img class="{theme}" loading="lazy" \1-{theme}.png"\2>' for theme in ("light", "dark"))
+"""A picture in both themes, of which the style sheet shows one."""
 WIDGETS = ROOT / "build" / "site-widgets"
 WORDS = "The playground streams an answer; the sampler microscope and the bitrate explorer follow their sliders"
 LOOP = "".join(
@@ -182,9 +188,10 @@ def drawing(source: str) -> str:
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """A notebook keeps its cells alone: the plugin's page brings 600 kB of styles and a script from another host."""
+    html = re.sub(r'<img ([^>]*?)-light\.png"([^>]*)>', PAIR, html)
     if not page.file.src_uri.endswith(".ipynb"):
         return html
-    html = re.sub(r"<script\b.*?</script>|<style\b.*?</style>|<clipboard-copy\b.*?</clipboard-copy>|<link\b[^>]*>", "", html, flags=re.S)
+    html = FOREIGN.sub("", html)
     html = html.replace("highlight-ipynb", "highlight").replace('data-jp-theme-light="true" data-jp-theme-name="JupyterLab Light"', "")
     html = re.sub(r'<div class="jp-(?:InputPrompt|OutputPrompt)[^"]*">[^<]*</div>', "", html)
-    return html.replace("<pre>", '<pre tabindex="0">')
+    return re.sub(r'(<div class="[^"]*highlight hl-[^"]*">)<pre>(.*?)</pre>', r"\1<pre><code>\2</code></pre>", html, flags=re.S)

@@ -41,5 +41,12 @@
   }).observe(document.body, { attributes: true, attributeFilter: ["data-md-color-scheme"] });
 
   // What scrolls sideways can be reached with the keyboard.
-  for (const box of document.querySelectorAll(".md-typeset pre > code, .md-typeset__scrollwrap, .jp-OutputArea-output")) box.tabIndex = 0;
+  const boxes = ".md-typeset pre, .md-typeset pre > code, .md-typeset__scrollwrap, .md-typeset__table, .jp-OutputArea-output, .jp-OutputArea-output div";
+  const reach = () => {
+    for (const box of document.querySelectorAll(boxes)) {
+      if (box.scrollWidth > box.clientWidth && getComputedStyle(box).overflowX !== "visible") box.tabIndex = 0;
+    }
+  };
+  addEventListener("load", () => setTimeout(reach, 100)); // the theme wraps tables first
+  addEventListener("resize", reach);
 })();
