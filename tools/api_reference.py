@@ -64,7 +64,9 @@ def pages() -> dict[str, str]:
         names = public(module) if module in PUBLIC else []
         title = TITLES.get(module) or MODULES[module]
         index += [f"- [`{module}`]({module}.md) - {title}"]
-        index += [f"    - [`{name}`]({module}.md#{defined(module, name, value)})" for name, value in names if module != "exl2nb.core.errors"]
+        index += [
+            f"    - [`{name}`]({module}.md#{defined(module, name, value)})" for name, value in names if module != "exl2nb.core.errors"
+        ]
         parts = [f"# {module}", "", title, ""]
         if names:
             parts += [line for name, value in names for line in (f"::: {defined(module, name, value)}", "")]

@@ -79,7 +79,12 @@ def joined(outputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def index() -> str:
     """docs/gallery/README.md: widgets and notebooks as thumbnails, with a sentence and the badges of each notebook."""
-    parts = ["# Gallery", "", "The widgets [live](widgets.md), without a kernel, and the course as it ran. `exl2nb lab` opens your own copies.", ""]
+    parts = [
+        "# Gallery",
+        "",
+        "The widgets [live](widgets.md), without a kernel, and the course as it ran. `exl2nb lab` opens your own copies.",
+        "",
+    ]
     parts += ["## Widgets", "", '<div class="grid cards" markdown>', ""]
     parts += [f"- [![](../pictures/{name}-light.png) {title}](widgets.md#{title.lower()})\n" for name, (title, _) in WIDGETS.items()]
     parts += ["</div>", "", "## Course", "", '<div class="grid cards" markdown>', ""]

@@ -64,7 +64,11 @@ def scores(address: str, *, desktop: bool) -> dict[str, Any]:
         if audit["score"] is not None and audit["score"] < 0.9 and audit["scoreDisplayMode"] in ("binary", "numeric", "metricSavings"):
             print(f"  {audit['id']}: {audit.get('displayValue') or audit['title']}", file=sys.stderr)
     result = {name: round(100 * found["categories"][name]["score"]) for name in CATEGORIES}
-    return {**result, "bytes": audits["total-byte-weight"]["numericValue"], "lcp_ms": round(audits["largest-contentful-paint"]["numericValue"])}
+    return {
+        **result,
+        "bytes": audits["total-byte-weight"]["numericValue"],
+        "lcp_ms": round(audits["largest-contentful-paint"]["numericValue"]),
+    }
 
 
 def main() -> int:

@@ -145,7 +145,12 @@ def element(number: int, content: bytes | int) -> bytes:
 def container(chunks: list[tuple[int, bool, bytes]], duration_ms: int) -> bytes:
     """Chunks (time in ms, key frame?, VP9 data) as WebM: one cluster, whose 16-bit times reach 32 s."""
     head = element(0x1A45DFA3, b"".join([element(0x4282, b"webm"), element(0x4287, 2), element(0x4285, 2)]))
-    info = element(0x2AD7B1, 1_000_000) + element(0x4489, struct.pack(">d", duration_ms)) + element(0x4D80, b"exl2nb") + element(0x5741, b"exl2nb")
+    info = (
+        element(0x2AD7B1, 1_000_000)
+        + element(0x4489, struct.pack(">d", duration_ms))
+        + element(0x4D80, b"exl2nb")
+        + element(0x5741, b"exl2nb")
+    )
     video = element(0xB0, WIDTH) + element(0xBA, HEIGHT)
     track = element(0xD7, 1) + element(0x73C5, 1) + element(0x83, 1) + element(0x86, b"V_VP9") + element(0xE0, video)
     blocks = [element(0xA3, b"\x81" + struct.pack(">hB", ms, 0x80 if key else 0) + data) for ms, key, data in chunks]
@@ -178,7 +183,9 @@ def main() -> None:
                 for i in range(0, len(pictures), 10):
                     pictures[i].save(args.frames / f"{theme}-{i:03}.png")
             page.close()
-            print(f"{len(frames)} frames, {sum(times) / 1000:.1f} s: {', '.join(f'{path.name} {path.stat().st_size / 1000:.0f} kB' for path in made)}")
+            print(
+                f"{len(frames)} frames, {sum(times) / 1000:.1f} s: {', '.join(f'{path.name} {path.stat().st_size / 1000:.0f} kB' for path in made)}"
+            )
         browser.close()
 
 

@@ -82,7 +82,9 @@ def bars(one: Chart) -> str:
     names = list(dict.fromkeys(x for series in one["series"] for x, _ in series["points"]))
     place, y, parts = scale(one, 0, WIDTH - LABEL - RIGHT), 4, []
     for name in names:
-        present = [(i, dict(map(tuple, series["points"]))[name]) for i, series in enumerate(one["series"]) if name in dict(series["points"])]
+        present = [
+            (i, dict(map(tuple, series["points"]))[name]) for i, series in enumerate(one["series"]) if name in dict(series["points"])
+        ]
         middle = y + len(present) * BAR / 2 + 4
         parts.append(f'<text x="{LABEL - 10}" y="{middle:.0f}" text-anchor="end">{escape(name)}</text>')
         for i, value in present:

@@ -42,9 +42,7 @@ OUTSIDE = {
 FOLDERS = {"docs/pictures": "gallery/README.md", "benchmarks/log": "benchmarks/results.md", "benchmarks": "benchmarks/index.md"}
 """Folders that documents link to -> the page that shows what is in them."""
 MIGRATION = ("migrate.md", "exllamav2.md", "transformers.md", "langchain.md", "lm_eval.md")
-FOREIGN = re.compile(
-    r'<(script|style|clipboard-copy)\b.*?</\1>|<div class="clipboard-copy-txt".*?</div>|<link\b[^>]*>', re.S
-)
+FOREIGN = re.compile(r'<(script|style|clipboard-copy)\b.*?</\1>|<div class="clipboard-copy-txt".*?</div>|<link\b[^>]*>', re.S)
 """What the plugin adds to a notebook besides its cells."""
 PAIR = "".join(rf'<img class="{theme}" loading="lazy" \1-{theme}.png"\2>' for theme in ("light", "dark"))
 """A picture in both themes, of which the style sheet shows one."""
@@ -75,7 +73,13 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
         {"Home": "index.md"},
         {"Guide": [page for page in guide if Path(page).name not in MIGRATION]},
         {"Migration": [f"guide/{name}" for name in MIGRATION]},
-        {"Gallery": ["gallery/README.md", "gallery/widgets.md", {"Course": [f"gallery/{path.name}" for path in sorted((docs / "gallery").glob("*.ipynb"))]}]},
+        {
+            "Gallery": [
+                "gallery/README.md",
+                "gallery/widgets.md",
+                {"Course": [f"gallery/{path.name}" for path in sorted((docs / "gallery").glob("*.ipynb"))]},
+            ]
+        },
         {"Benchmarks": ["benchmarks/index.md", "benchmarks/results.md", "benchmarks/scripts.md", {"Log": log}]},
         {"API": ["api/index.md", *(f"api/{module}.md" for module in (*api_reference.PUBLIC, *api_reference.MODULES))]},
         {"Internals": [*internals, *(page for page in OUTSIDE.values() if page.startswith("internals/"))]},
@@ -195,3 +199,8 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
     html = html.replace("highlight-ipynb", "highlight").replace('data-jp-theme-light="true" data-jp-theme-name="JupyterLab Light"', "")
     html = re.sub(r'<div class="jp-(?:InputPrompt|OutputPrompt)[^"]*">[^<]*</div>', "", html)
     return re.sub(r'(<div class="[^"]*highlight hl-[^"]*">)<pre>(.*?)</pre>', r"\1<pre><code>\2</code></pre>", html, flags=re.S)
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """The theme's search is a dialog without a name."""
+    return output.replace('role="dialog"', 'role="dialog" aria-label="Search"', 1)

@@ -59,7 +59,9 @@ def opened(browser):  # noqa: F811
         page.set_default_timeout(20_000)
         page.on("pageerror", lambda error: problems.append(str(error)))
         page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
-        page.on("request", lambda request: foreign.append(request.url) if urlsplit(request.url).hostname not in (None, "127.0.0.1") else None)
+        page.on(
+            "request", lambda request: foreign.append(request.url) if urlsplit(request.url).hostname not in (None, "127.0.0.1") else None
+        )
         page.goto(address)
         return page
 
