@@ -101,7 +101,16 @@ lint: build $(VENV)/.dev
 	@if command -v npm >/dev/null; then cd widgets && { test -d node_modules || npm ci --silent; } && npm run --silent lint && npm run --silent check; \
 	else echo "no npm: widgets not checked"; fi
 
-docs: build $(VENV)/.docs
+# the engine and the model that the site runs in the reader's browser
+build/wasm/engine.wasm: tools/wasm.py $(SRC) | $(VENV)/.docs
+	@mkdir -p build/wasm
+	$(BIN)/python tools/wasm.py engine $@
+
+build/wasm/model.bin: tools/wasm.py $(SRC) $(wildcard tests/data/demo-exl2-4.0bpw/*) | $(VENV)/.built
+	@mkdir -p build/wasm
+	$(BIN)/python tools/wasm.py model $@
+
+docs: build $(VENV)/.docs build/wasm/engine.wasm build/wasm/model.bin
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # with another port: make site PORT=8100

@@ -46,6 +46,7 @@ FOREIGN = re.compile(r'<(script|style|clipboard-copy)\b.*?</\1>|<div class="clip
 """What the plugin adds to a notebook besides its cells."""
 PAIR = "".join(rf'<img class="{theme}" loading="lazy" \1-{theme}.png"\2>' for theme in ("light", "dark"))
 """A picture in both themes, of which the style sheet shows one."""
+WASM = ROOT / "build" / "wasm"
 WIDGETS = ROOT / "build" / "site-widgets"
 WORDS = "The playground streams an answer; the sampler microscope and the bitrate explorer follow their sliders"
 LOOP = "".join(
@@ -76,6 +77,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
         {
             "Gallery": [
                 "gallery/README.md",
+                "gallery/browser.md",
                 "gallery/widgets.md",
                 {"Course": [f"gallery/{path.name}" for path in sorted((docs / "gallery").glob("*.ipynb"))]},
             ]
@@ -105,8 +107,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name, text in pages.items():
         files.append(File.generated(config, name, content=text))
     site_widgets.export(WIDGETS)
-    for name in site_widgets.WIDGETS:
+    for name in (*site_widgets.WIDGETS, "browser"):
         files.append(File.generated(config, f"gallery/live/{name}.html", abs_src_path=str(WIDGETS / f"{name}.html")))
+    for path in (WASM / "engine.wasm", WASM / "model.bin", ROOT / "tests" / "data" / "demo-exl2-4.0bpw" / "tokenizer.json"):
+        if not path.is_file():
+            raise PluginError(f"{path} is missing; `make docs` makes it")
+        files.append(File.generated(config, f"site/{path.name}", abs_src_path=str(path)))
     return files
 
 
@@ -144,7 +150,7 @@ def relinked(found: re.Match[str], source: str, page: str) -> str:
 
 def live(name: str, page: str) -> str:
     """A live widget in a frame; site.js tells it the page's colours and gives it its height."""
-    title, words = site_widgets.WIDGETS[name]
+    title, words = site_widgets.BROWSER if name == "browser" else site_widgets.WIDGETS[name]
     link = posixpath.relpath(f"gallery/live/{name}.html", posixpath.dirname(page) or ".")
     return (
         f'<iframe class="live" data-widget="{name}" src="{link}" loading="lazy" title="{escape(title)}: {escape(words)}" height="420"></iframe>\n'

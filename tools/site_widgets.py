@@ -5,9 +5,11 @@ Each is what `widget.to_html()` writes, with a few lines more: the page around i
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 ASK = "It was a dark night, and the old man"
@@ -24,6 +26,7 @@ WIDGETS = {
     "speculation": ("Speculation", "Accepted and rejected draft tokens."),
 }
 """Bundle -> class, and one sentence."""
+BROWSER = ("Playground", "The demo model at 4 bits per weight, run by this page. Nothing is sent anywhere.")
 FRAME = """<script>
 if (parent !== window) {
   addEventListener("message", ({ data }) => {
@@ -40,7 +43,8 @@ if (parent !== window) {
 def export(folder: Path) -> None:
     """Write one page for each widget; nothing where all of them are newer than their bundles and the widgets' code."""
     sources = [*(ROOT / "exl2nb" / "static").iterdir(), *(ROOT / "exl2nb" / "widgets").glob("*.py"), Path(__file__)]
-    wanted = [folder / f"{name}.html" for name in WIDGETS]
+    sources.append(ROOT / "docs" / "site" / "browser.js")
+    wanted = [folder / f"{name}.html" for name in (*WIDGETS, "browser")]
     newest = max(path.stat().st_mtime for path in sources)
     if all(path.is_file() and path.stat().st_mtime > newest for path in wanted):
         return
@@ -48,6 +52,33 @@ def export(folder: Path) -> None:
     for name, text in made():
         frame = FRAME.replace("NAME", f'"{name}"')
         (folder / f"{name}.html").write_text(text.replace("</body>", f"{frame}</body>"), encoding="utf-8")
+
+
+def browser_page(play: Any, eos: list[int]) -> str:
+    """A Playground whose kernel is the page itself: docs/site/browser.js with the engine in WebAssembly."""
+    plain = {
+        k: v for k, v in play.get_state().items() if isinstance(v, (str, int, float, list, dict, type(None))) and k not in ("_esm", "_css")
+    }
+    files = {"engine": "../../site/engine.wasm", "model": "../../site/model.bin", "tokenizer": "../../site/tokenizer.json"}
+    data = json.dumps({"esm": str(play._esm), "state": {**plain, "_has_model": True}, "files": files, "eos": eos}).replace("<", "\\u003c")
+    script = (ROOT / "docs" / "site" / "browser.js").read_text(encoding="utf-8").replace("</", "<\\/")
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{BROWSER[0]} in the browser</title>
+<style>body{{font-family:system-ui,sans-serif}}
+{play._css}</style>
+</head>
+<body>
+<main id="exl2nb-root"></main>
+<script type="application/json" id="exl2nb-browser">{data}</script>
+<script type="module">{script}</script>
+</body>
+</html>
+"""
 
 
 def made() -> Iterator[tuple[str, str]]:
@@ -80,6 +111,10 @@ def made() -> Iterator[tuple[str, str]]:
             "pagetable": pages,
             "speculation": w.Speculation(llm, "One, two, three. " * 8, max_tokens=40, temperature=0),
         }
+        with ex.load(packed, device="cpu", progress=None) as small:
+            running = w.Playground(small, prompt=ASK, max_tokens=100, temperature=0.8, top_p=0.95, seed=7)
+            yield "browser", browser_page(running, sorted(small.tokenizer.eos_ids))
+            running.close()
         for name, widget in widgets.items():
             yield name, widget.to_html(title=WIDGETS[name][0]) or ""
             widget.close()

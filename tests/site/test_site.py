@@ -1,11 +1,7 @@
 """The built site: links, anchors, other hosts, accessibility, size, live widgets, the search from a folder. `make docs` builds what is looked at."""
 
-import http.server
-import os
 import re
 import sys
-import threading
-from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -15,8 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SITE = ROOT / "build" / "site"
 sys.path.insert(0, str(ROOT / "tests" / "ui"))
-from conftest import browser  # noqa: E402, F401 - tests/ui/conftest.py: one Chromium for the session
-from mock_host import violations  # noqa: E402
+from mock_host import violations  # noqa: E402 - the line above finds it
 
 pytestmark = pytest.mark.slow
 MOST_BYTES = 1_500_000
@@ -24,52 +19,6 @@ LOOKED_AT = [
     "index.html", "guide/server.html", "guide/migrate.html", "gallery/index.html", "gallery/widgets.html", "gallery/01_quickstart.html",
     "gallery/06_sampling_microscope.html", "benchmarks/index.html", "api/index.html", "api/exl2nb.html", "internals/architecture.html",
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def site():
-    if not (SITE / "index.html").is_file():
-        (pytest.fail if os.environ.get("CI", "").lower() == "true" else pytest.skip)("the site is not built: make docs")
-    return SITE
-
-
-@pytest.fixture(scope="module")
-def address(site):
-    """The site on a port of this machine."""
-
-    class Quiet(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, *args):
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=site)) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-
-
-@pytest.fixture
-def opened(browser):  # noqa: F811
-    """Opens pages in colours and at a width; what they ask of other hosts or report as errors fails the test."""
-    foreign, problems, contexts = [], [], []
-
-    def open_page(address, theme="light", width=1400):
-        context = browser.new_context(viewport={"width": width, "height": 1000}, color_scheme=theme)
-        contexts.append(context)
-        page = context.new_page()
-        page.set_default_timeout(20_000)
-        page.on("pageerror", lambda error: problems.append(str(error)))
-        page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
-        page.on(
-            "request", lambda request: foreign.append(request.url) if urlsplit(request.url).hostname not in (None, "127.0.0.1") else None
-        )
-        page.goto(address)
-        return page
-
-    yield open_page
-    for context in contexts:
-        context.close()
-    assert not foreign, f"fetched from other hosts: {foreign}"
-    assert not problems, problems
 
 
 class Page(HTMLParser):
@@ -136,7 +85,7 @@ def test_axe_finds_nothing(opened, address, theme, width):
     assert not found
 
 
-def test_the_landing_page_is_small_and_its_loop_plays(opened, address, browser):  # noqa: F811
+def test_the_landing_page_is_small_and_its_loop_plays(opened, address):
     page = opened("about:blank")
     sizes = {}
     page.on("response", lambda response: sizes.setdefault(response.url, response))
