@@ -82,7 +82,8 @@ def index() -> str:
     parts = [
         "# Gallery",
         "",
-        "A model that [runs in your browser](browser.md), the widgets [live](widgets.md) without a kernel, the course as it ran. `exl2nb lab` opens your own copies.",
+        "A model that [runs in your browser](browser.md), the widgets [live](widgets.md) without a kernel, the course as it ran.",
+        "`exl2nb lab` opens your own copies.",
         "",
     ]
     parts += ["## Widgets", "", '<div class="grid cards" markdown>', ""]

@@ -1,7 +1,10 @@
-"""Lighthouse on the landing page: python tools/lighthouse.py [--build build/site] [--least 95]
+"""Lighthouse on the landing page.
 
-Serves the built site on a port of this machine and runs npm's `lighthouse` on it with the Chromium that is installed, as a telephone and as a
-desktop computer. Ends with 1 where accessibility or performance is below `--least`. Performance is a matter of the machine: run it on an idle one.
+    python tools/lighthouse.py [--build build/site] [--least 95]
+
+Serves the built site on a port of this machine and runs npm's `lighthouse` on it with the Chromium that is installed, as a telephone and as
+a desktop computer. Ends with 1 where accessibility or performance is below `--least`. Performance depends on the machine: run it on an idle
+one.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ class Compressed(http.server.SimpleHTTPRequestHandler):
         """Nothing."""
 
     def do_GET(self) -> None:
+        """Answer with a file."""
         path = Path(self.translate_path(self.path))
         path = path / "index.html" if path.is_dir() else path
         if not path.is_file() or path.suffix not in TEXTS or "gzip" not in self.headers.get("Accept-Encoding", ""):

@@ -2,7 +2,8 @@
 
     python tools/moving_picture.py [--frames FOLDER]      # needs Pillow, playwright and Chromium
 
-docs/pictures/widgets.webp is the README's. loop-light.webm and loop-dark.webm are the landing page's, with a still each; Chromium encodes them.
+docs/pictures/widgets.webp is the README's. loop-light.webm and loop-dark.webm are the landing page's, with a still each; Chromium encodes
+them.
 
 Three scenes: the Playground streams an answer, the SamplerMicroscope follows two sliders, the BitrateExplorer follows its slider. The page
 has the bundles that JupyterLab gets; this script takes the kernel's part, frame by frame, so that a slow machine makes the same picture.

@@ -1,4 +1,4 @@
-"""The charts of the site: benchmarks/results.json as SVG inside the page, each with its numbers as a table. Colours are the style sheet's."""
+"""The charts of the site: benchmarks/results.json as SVG inside the page, each with a table. The style sheet colours them."""
 
 from __future__ import annotations
 

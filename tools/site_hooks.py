@@ -6,6 +6,7 @@ becomes a link to its page of the site; a file without one is linked at the publ
 
 from __future__ import annotations
 
+import itertools
 import posixpath
 import re
 import sys
@@ -153,7 +154,8 @@ def live(name: str, page: str) -> str:
     title, words = site_widgets.BROWSER if name == "browser" else site_widgets.WIDGETS[name]
     link = posixpath.relpath(f"gallery/live/{name}.html", posixpath.dirname(page) or ".")
     return (
-        f'<iframe class="live" data-widget="{name}" src="{link}" loading="lazy" title="{escape(title)}: {escape(words)}" height="420"></iframe>\n'
+        f'<iframe class="live" data-widget="{name}" src="{link}" loading="lazy" height="420" '
+        f'title="{escape(title)}: {escape(words)}"></iframe>\n'
         f'<p class="live-link"><a href="{link}">{escape(title)} on a page of its own</a></p>'
     )
 
@@ -182,7 +184,7 @@ def drawing(source: str) -> str:
                         home[each] = len(lanes) - 1
                         lanes[-1][1].append(each)
             else:
-                arrows += zip(ids, ids[1:])
+                arrows += itertools.pairwise(ids)
 
     def step(name: str) -> str:
         first, _, file = label.get(name, name).partition("<br/>")

@@ -27,6 +27,7 @@ WIDGETS = {
 }
 """Bundle -> class, and one sentence."""
 BROWSER = ("Playground", "The demo model at 4 bits per weight, run by this page. Nothing is sent anywhere.")
+ICON = '<link rel="icon" href="data:,">'
 FRAME = """<script>
 if (parent !== window) {
   addEventListener("message", ({ data }) => {
@@ -51,7 +52,9 @@ def export(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in made():
         frame = FRAME.replace("NAME", f'"{name}"')
-        (folder / f"{name}.html").write_text(text.replace("</body>", f"{frame}</body>"), encoding="utf-8")
+        (folder / f"{name}.html").write_text(
+            text.replace("</title>", f"</title>\n{'' if ICON in text else ICON}", 1).replace("</body>", f"{frame}</body>"), encoding="utf-8"
+        )
 
 
 def browser_page(play: Any, eos: list[int]) -> str:
@@ -68,6 +71,7 @@ def browser_page(play: Any, eos: list[int]) -> str:
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
+{ICON}
 <title>{BROWSER[0]} in the browser</title>
 <style>body{{font-family:system-ui,sans-serif}}
 {play._css}</style>

@@ -22,10 +22,22 @@ SOURCES = (
     *(f"csrc/cpu/{name}.cpp" for name in ("step", "engine", "moe", "memory", "fused_step", "draw", "dispatch")),
 )
 FAMILIES = ("kernels", "draw")
-FLAGS = (
-    "-target wasm32-wasi -mexec-model=reactor -std=c++20 -O3 -msimd128 -mbulk-memory -fno-exceptions -ffp-contract=off -fno-math-errno "
-    "-fno-trapping-math -Wall -Wl,--strip-all -Icsrc"
-).split()
+FLAGS = [
+    "-target",
+    "wasm32-wasi",
+    "-mexec-model=reactor",
+    "-std=c++20",
+    "-O3",
+    "-msimd128",
+    "-mbulk-memory",
+    "-fno-exceptions",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-Wall",
+    "-Wl,--strip-all",
+    "-Icsrc",
+]
 MAGIC, VERSION = 0x314D534157324C45, 1
 
 

@@ -171,7 +171,8 @@ EXL2NB_EXPORT(open_model) const char* open_model() {
   const int64_t pages = (m.header.context + kPage - 1) / kPage;
   m.pages.resize(size_t(pages));
   for (int64_t i = 0; i < pages; i++) m.pages[size_t(i)] = int32_t(i);
-  m.pools.assign(size_t(2 * m.header.layers * pages * m.header.num_kv_heads * pool_row_bytes(kCacheF16, int64_t(kPage), int(m.header.head_dim))), 0);
+  m.pools.assign(
+      size_t(2 * m.header.layers * pages * m.header.num_kv_heads * pool_row_bytes(kCacheF16, int64_t(kPage), int(m.header.head_dim))), 0);
   m.logits.resize(size_t(vocab_of(program)));
   m.ids.resize(size_t(m.header.context));
   m.open = true;
@@ -194,8 +195,25 @@ EXL2NB_EXPORT(step) const char* step(int32_t count, int32_t position) {
   for (int32_t i = 0; i < count; i++) positions[size_t(i)] = position + i;
   slots = positions;  // page i holds the tokens from 256 * i on
   const int32_t ends[2] = {0, count}, context_len = position + count, last = count - 1;
-  StepBatch batch{m.ids.data(), positions.data(), slots.data(), m.pages.data(), ends, &context_len, &last, count, 1, 1, int64_t(m.pages.size()),
-                  {},  {},               int64_t(m.pages.size()), m.header.num_kv_heads, kPage, m.header.head_dim, kCacheF16, kCacheF16};
+  StepBatch batch{m.ids.data(),
+                  positions.data(),
+                  slots.data(),
+                  m.pages.data(),
+                  ends,
+                  &context_len,
+                  &last,
+                  count,
+                  1,
+                  1,
+                  int64_t(m.pages.size()),
+                  {},
+                  {},
+                  int64_t(m.pages.size()),
+                  m.header.num_kv_heads,
+                  kPage,
+                  m.header.head_dim,
+                  kCacheF16,
+                  kCacheF16};
   const int64_t pool = int64_t(m.pages.size()) * m.header.num_kv_heads * pool_row_bytes(kCacheF16, int64_t(kPage), int(m.header.head_dim));
   for (int64_t layer = 0; layer < m.header.layers; layer++) {
     batch.k_pools.push_back(m.pools.data() + 2 * layer * pool);
@@ -208,9 +226,10 @@ EXL2NB_EXPORT(step) const char* step(int32_t count, int32_t position) {
   return nullptr;
 }
 
-// Draws from the logits. Four numbers, id, log probability, rank and choices, then pairs of id and log probability of the `top` best; or null:
-// the settings are out of range, or nothing can be drawn.
-EXL2NB_EXPORT(draw_token) const double* draw_token(double temperature, double top_k, double top_p, double min_p, double uniform, int32_t top) {
+// Draws from the logits. Four numbers, id, log probability, rank and choices, then pairs of id and log probability of the `top` best; or
+// null: the settings are out of range, or nothing can be drawn.
+EXL2NB_EXPORT(draw_token)
+const double* draw_token(double temperature, double top_k, double top_p, double min_p, double uniform, int32_t top) {
   Model& m = model();
   const draw::Settings settings{temperature, top_k, top_p, min_p, uniform};
   if (!m.open || !draw::valid(settings) || top < 0 || size_t(top) > m.logits.size()) return nullptr;

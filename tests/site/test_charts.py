@@ -2,8 +2,8 @@
 
 import re
 import sys
-import xml.etree.ElementTree as tree
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -29,7 +29,7 @@ def test_every_number_is_in_the_results(chart):
 
 @pytest.mark.parametrize("chart", CHARTS, ids=lambda chart: chart["id"])
 def test_a_mark_and_a_row_for_every_number(chart):
-    figure = tree.fromstring(site_charts.figure(chart))
+    figure = ElementTree.fromstring(site_charts.figure(chart))
     marks = [mark for mark in figure.iter() if mark.tag in ("rect", "circle")]
     assert len(marks) == len(points(chart))
     cells = [cell.text for cell in figure.iter("td")]
@@ -44,8 +44,8 @@ def test_a_mark_and_a_row_for_every_number(chart):
 
 def test_larger_is_longer_and_higher():
     chart = next(one for one in CHARTS if one["id"] == "batch")
-    widths = [float(mark.get("width")) for mark in tree.fromstring(site_charts.figure(chart)).iter("rect")]
+    widths = [float(mark.get("width")) for mark in ElementTree.fromstring(site_charts.figure(chart)).iter("rect")]
     assert widths == sorted(widths) and widths[-1] / widths[0] == pytest.approx(11112 / 657, rel=0.01)
     quality = next(one for one in CHARTS if one["id"] == "quality")
-    heights = [float(mark.get("cy")) for mark in tree.fromstring(site_charts.figure(quality)).iter("circle")]
+    heights = [float(mark.get("cy")) for mark in ElementTree.fromstring(site_charts.figure(quality)).iter("circle")]
     assert heights[:6] == sorted(heights[:6]), "KL falls as the bits rise: the points go down the page"
