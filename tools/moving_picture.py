@@ -184,9 +184,8 @@ def main() -> None:
                 for i in range(0, len(pictures), 10):
                     pictures[i].save(args.frames / f"{theme}-{i:03}.png")
             page.close()
-            print(
-                f"{len(frames)} frames, {sum(times) / 1000:.1f} s: {', '.join(f'{path.name} {path.stat().st_size / 1000:.0f} kB' for path in made)}"
-            )
+            sizes = ", ".join(f"{path.name} {path.stat().st_size / 1000:.0f} kB" for path in made)
+            print(f"{len(frames)} frames, {sum(times) / 1000:.1f} s: {sizes}")
         browser.close()
 
 

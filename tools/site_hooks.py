@@ -108,7 +108,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name, text in pages.items():
         files.append(File.generated(config, name, content=text))
     site_widgets.export(WIDGETS)
-    for name in (*site_widgets.WIDGETS, "browser"):
+    for name in (*site_widgets.WIDGETS, *site_widgets.BROWSER):
         files.append(File.generated(config, f"gallery/live/{name}.html", abs_src_path=str(WIDGETS / f"{name}.html")))
     for path in (WASM / "engine.wasm", WASM / "model.bin", ROOT / "tests" / "data" / "demo-exl2-4.0bpw" / "tokenizer.json"):
         if not path.is_file():
@@ -151,7 +151,7 @@ def relinked(found: re.Match[str], source: str, page: str) -> str:
 
 def live(name: str, page: str) -> str:
     """A live widget in a frame; site.js tells it the page's colours and gives it its height."""
-    title, words = site_widgets.BROWSER if name == "browser" else site_widgets.WIDGETS[name]
+    title, words = {**site_widgets.WIDGETS, **site_widgets.BROWSER}[name]
     link = posixpath.relpath(f"gallery/live/{name}.html", posixpath.dirname(page) or ".")
     return (
         f'<iframe class="live" data-widget="{name}" src="{link}" loading="lazy" height="420" '

@@ -26,7 +26,11 @@ WIDGETS = {
     "speculation": ("Speculation", "Accepted and rejected draft tokens."),
 }
 """Bundle -> class, and one sentence."""
-BROWSER = ("Playground", "The demo model at 4 bits per weight, run by this page. Nothing is sent anywhere.")
+BROWSER = {
+    "browser_playground": ("Playground", "The demo model at 4 bits per weight, run by this page. Nothing is sent anywhere."),
+    "browser_microscope": ("SamplerMicroscope", "The same model: every slider draws again, from logits that this page computes."),
+}
+"""Page -> class, and one sentence: the page itself is their kernel."""
 ICON = '<link rel="icon" href="data:,">'
 FRAME = """<script>
 if (parent !== window) {
@@ -45,7 +49,7 @@ def export(folder: Path) -> None:
     """Write one page for each widget; nothing where all of them are newer than their bundles and the widgets' code."""
     sources = [*(ROOT / "exl2nb" / "static").iterdir(), *(ROOT / "exl2nb" / "widgets").glob("*.py"), Path(__file__)]
     sources.append(ROOT / "docs" / "site" / "browser.js")
-    wanted = [folder / f"{name}.html" for name in (*WIDGETS, "browser")]
+    wanted = [folder / f"{name}.html" for name in (*WIDGETS, *BROWSER)]
     newest = max(path.stat().st_mtime for path in sources)
     if all(path.is_file() and path.stat().st_mtime > newest for path in wanted):
         return
@@ -57,13 +61,17 @@ def export(folder: Path) -> None:
         )
 
 
-def browser_page(play: Any, eos: list[int]) -> str:
-    """A Playground whose kernel is the page itself: docs/site/browser.js with the engine in WebAssembly."""
+def browser_page(widget: Any, kind: str, **rest: Any) -> str:
+    """A widget whose kernel is the page itself: docs/site/browser.js with the engine in WebAssembly."""
     plain = {
-        k: v for k, v in play.get_state().items() if isinstance(v, (str, int, float, list, dict, type(None))) and k not in ("_esm", "_css")
+        k: v
+        for k, v in widget.get_state().items()
+        if isinstance(v, (str, int, float, list, dict, type(None))) and k not in ("_esm", "_css")
     }
     files = {"engine": "../../site/engine.wasm", "model": "../../site/model.bin", "tokenizer": "../../site/tokenizer.json"}
-    data = json.dumps({"esm": str(play._esm), "state": {**plain, "_has_model": True}, "files": files, "eos": eos}).replace("<", "\\u003c")
+    data = json.dumps(
+        {"esm": str(widget._esm), "state": {**plain, **rest.pop("state", {})}, "files": files, "widget": kind, **rest}
+    ).replace("<", "\\u003c")
     script = (ROOT / "docs" / "site" / "browser.js").read_text(encoding="utf-8").replace("</", "<\\/")
     return f"""<!doctype html>
 <html lang="en">
@@ -72,9 +80,9 @@ def browser_page(play: Any, eos: list[int]) -> str:
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 {ICON}
-<title>{BROWSER[0]} in the browser</title>
+<title>{type(widget).__name__} in the browser</title>
 <style>body{{font-family:system-ui,sans-serif}}
-{play._css}</style>
+{widget._css}</style>
 </head>
 <body>
 <main id="exl2nb-root"></main>
@@ -117,8 +125,11 @@ def made() -> Iterator[tuple[str, str]]:
         }
         with ex.load(packed, device="cpu", progress=None) as small:
             running = w.Playground(small, prompt=ASK, max_tokens=100, temperature=0.8, top_p=0.95, seed=7)
-            yield "browser", browser_page(running, sorted(small.tokenizer.eos_ids))
+            yield "browser_playground", browser_page(running, "playground", eos=sorted(small.tokenizer.eos_ids), state={"_has_model": True})
+            scope = w.SamplerMicroscope(small, ASK, max_tokens=12, temperature=0.8, top_p=0.9, seed=7, at=4)
+            yield "browser_microscope", browser_page(scope, "microscope", eos=[])
             running.close()
+            scope.close()
         for name, widget in widgets.items():
             yield name, widget.to_html(title=WIDGETS[name][0]) or ""
             widget.close()

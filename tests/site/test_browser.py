@@ -20,11 +20,11 @@ ROOT = Path(__file__).parents[2]
 PACKED = ROOT / "tests" / "data" / "demo-exl2-4.0bpw"
 ASK = "It was a dark night, and the old man"
 OPEN = """async () => {
-  const { Engine, Tokenizer, uniform } = await import('/site/browser.js');
+  const { Engine, explain, Tokenizer, uniform } = await import('/site/browser.js');
   const bytes = async (name) => new Uint8Array(await (await fetch('/site/' + name)).arrayBuffer());
   const [wasm, file] = [await bytes('engine.wasm'), await bytes('model.bin')];
   const tokenizer = new Tokenizer(await (await fetch('/site/tokenizer.json')).json());
-  window.made = { Engine, wasm, file, tokenizer, uniform, engine: await Engine.open(wasm, file) };
+  window.made = { Engine, wasm, file, tokenizer, uniform, explain, engine: await Engine.open(wasm, file) };
   window.row = () => {
     const view = new Uint8Array(made.engine.logits().slice().buffer);
     let text = '';
@@ -96,7 +96,7 @@ def test_logits_are_the_native_engines(page, small):
 def test_a_seed_gives_the_same_text(opened, address, small, options):
     settings = {"temperature": 0.8, "top_p": 0.95, **options}
     native = small.generate(ASK, max_tokens=30, seed=11, **settings)
-    page = opened(f"{address}/gallery/live/browser.html")
+    page = opened(f"{address}/gallery/live/browser_playground.html")
     state = "() => JSON.parse(document.getElementById('exl2nb-browser').textContent).state"
     assert page.evaluate(state)["seed"] == 7
     page.get_by_role("button", name="Generate").wait_for()
@@ -117,6 +117,48 @@ def test_a_seed_gives_the_same_text(opened, address, small, options):
     assert page.locator(".exl2nb-error:visible").count() == 0, page.locator(".exl2nb-error").inner_text()
     shown = page.locator("[role=log], .exl2nb-log").first.inner_text()  # a line break may show as an empty line
     assert " ".join((ASK + native.text).split()) == " ".join(shown.split())
+
+
+CHAINS = [
+    {"temperature": 0.8, "top_p": 0.9},
+    {"temperature": 1.5, "top_k": 40, "top_p": 0.8, "min_p": 0.02},
+    {"top_k": 1},
+    {"min_p": 0.5},
+    {"temperature": 0},
+    {},
+]
+
+
+@pytest.mark.parametrize("settings", CHAINS, ids=str)
+def test_every_step_of_the_chain_is_the_microscopes(page, small, settings):
+    scope = ex.widgets.SamplerMicroscope(small, ASK, max_tokens=6, seed=5, **settings)
+    whole = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, **settings}
+    ids, answer = [int(i) for i in small.tokenizer.encode(ASK)], [token for token, _ in scope._answer]
+    for at in (0, 3, 5):
+        page.evaluate("([ids, rest]) => made.engine.read([...ids, ...rest], 0)", [ids, answer[:at]])
+        here = page.evaluate(
+            "([s, at]) => made.explain(made.engine.logits().slice(), s, 5, at, (id) => made.tokenizer.text(id))", [whole, at]
+        )
+        scope.look(at)
+        assert (here["token"], here["uniform"]) == (scope.token, scope.uniform)
+        assert here["tokens"] == scope._tokens and here["prob"] == pytest.approx(scope.prob, abs=1e-6)
+        for mine, theirs in zip(here["steps"], scope._steps):
+            assert mine[:4] == theirs[:4] and mine[4:7] == pytest.approx(theirs[4:7], abs=2e-4)
+            assert [p is None for p in mine[7]] == [p is None for p in theirs[7]]
+            assert [p for p in mine[7] if p is not None] == pytest.approx([p for p in theirs[7] if p is not None], abs=1e-6)
+        assert len(here["steps"]) == len(scope._steps)
+        assert [part[:2] for part in here["line"]] == [part[:2] for part in scope._line]
+        assert [part[2] for part in here["line"]] == pytest.approx([part[2] for part in scope._line], abs=1e-6)
+    scope.close()
+
+
+def test_the_microscopes_sliders_draw_again(opened, address):
+    page = opened(f"{address}/gallery/live/browser_microscope.html")
+    table = page.locator("main").inner_text()
+    page.get_by_role("slider", name="Temperature, slider").fill("1.6")
+    page.wait_for_function("(before) => document.querySelector('main').innerText !== before", arg=table)
+    page.wait_for_function("() => document.querySelector('main').innerText.includes('temperature 1.6')")
+    assert page.locator(".exl2nb-error:visible").count() == 0
 
 
 def test_files_that_are_not_whole_are_refused(page):
@@ -153,7 +195,7 @@ def test_files_that_are_not_whole_are_refused(page):
 
 def test_the_page_says_how_fast_it_is(opened, address, record_property):
     page = opened(f"{address}/gallery/browser.html")
-    frame = page.locator("iframe[data-widget=browser]")
+    frame = page.locator("iframe[data-widget=browser_playground]")
     frame.scroll_into_view_if_needed()
     inside = frame.content_frame
     inside.get_by_role("button", name="Generate").click()

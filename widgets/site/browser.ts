@@ -1,15 +1,21 @@
-// The kernel's part of a Playground, in the page: fetches engine, model and tokenizer when they are first needed, and generates.
-import type { PlaygroundState, TokenItem } from "../src/protocol.gen";
+// The kernel's part of a Playground or a SamplerMicroscope, in the page: fetches engine, model and tokenizer when they are first needed.
+import type { MicroscopeState, PlaygroundState, TokenItem } from "../src/protocol.gen";
 import { Tokenizer } from "./bpe";
+import { explain } from "./chain";
 import { Engine, uniform } from "./engine";
 
-interface Page {
+interface Page<State = PlaygroundState> {
+  widget: "playground" | "microscope";
   esm: string;
-  state: PlaygroundState;
+  state: State;
   files: { engine: string; model: string; tokenizer: string };
   eos: number[];
 }
 type Message = { type: string; prompt?: string; settings?: Record<string, number | boolean | null>; run?: number; at?: number };
+interface Loaded {
+  engine: Engine;
+  tokenizer: Tokenizer;
+}
 
 const SUPPORTED = new Set(["max_tokens", "temperature", "top_k", "top_p", "min_p", "seed"]);
 const TOP = 5;
@@ -74,10 +80,70 @@ async function fetched(url: string, progress: (share: number) => void): Promise<
   return whole;
 }
 
-export { Engine, Tokenizer, uniform }; // for the tests
+async function load({ files }: Pick<Page, "files">, progress: (share: number) => void): Promise<Loaded> {
+  const [wasm, file, words] = await Promise.all([
+    fetched(files.engine, () => {}),
+    fetched(files.model, progress),
+    fetched(files.tokenizer, () => {}),
+  ]);
+  return {
+    engine: await Engine.open(wasm as BufferSource, file),
+    tokenizer: new Tokenizer(JSON.parse(new TextDecoder().decode(words))),
+  };
+}
+
+export { Engine, explain, Tokenizer, uniform }; // for the tests
+
+/** Draws again with other settings, at any place of the answer: the rows of logits are computed here, once. */
+class MicroscopeKernel {
+  private rows: Promise<{ tokenizer: Tokenizer; logits: Float32Array[] }> | undefined;
+  readonly host: Host;
+
+  constructor(private readonly page: Page<MicroscopeState>) {
+    this.host = new Host({ ...page.state }, (message) => void this.receive(message));
+  }
+
+  private async receive(message: Message): Promise<void> {
+    if (message.type === "ping") this.host.deliver({ type: "pong" });
+    if (message.type !== "sample") return;
+    const { host } = this;
+    try {
+      const changed = { ...(host.get("settings") as Record<string, number>), ...message.settings } as Record<string, number>;
+      const { seed: typed, ...settings } = changed;
+      const other = Object.entries(settings).find(([name, value]) => !SUPPORTED.has(name) && value !== this.page.state.settings[name]);
+      if (other) throw new Error(`${other[0]} works in the notebook; in this page: temperature, top_k, top_p, min_p and the seed`);
+      const seed = Number(typed ?? host.get("seed"));
+      this.rows ??= this.compute();
+      const { tokenizer, logits } = await this.rows;
+      const at = Math.min(Math.max(message.at ?? 0, 0), logits.length - 1);
+      const { temperature = 1, top_k = 0, top_p = 1, min_p = 0 } = settings;
+      const found = explain(logits[at] as Float32Array, { temperature, top_k, top_p, min_p }, seed, at, (id) => tokenizer.text(id));
+      host.put({
+        ...{ at, error: "", status: "idle", settings, seed: String(seed), _index: at, uniform: found.uniform },
+        ...{ token: found.token, token_text: tokenizer.text(found.token), prob: found.prob },
+        ...{ _steps: found.steps, _tokens: found.tokens, _line: found.line },
+      });
+    } catch (problem) {
+      host.put({ status: "error", error: problem instanceof Error ? problem.message : String(problem) });
+    }
+  }
+
+  private async compute(): Promise<{ tokenizer: Tokenizer; logits: Float32Array[] }> {
+    const { engine, tokenizer } = await load(this.page, () => {});
+    const before = tokenizer.encode(this.page.state._prompt);
+    const answer = this.page.state._answer.map(([id]) => id);
+    engine.read(before, 0);
+    const logits = [engine.logits().slice()];
+    for (let i = 0; i + 1 < answer.length; i++) {
+      engine.read([answer[i] as number], before.length + i);
+      logits.push(engine.logits().slice());
+    }
+    return { tokenizer, logits };
+  }
+}
 
 class Kernel {
-  private loaded: Promise<{ engine: Engine; tokenizer: Tokenizer }> | undefined;
+  private loaded: Promise<Loaded> | undefined;
   private run = 0;
   private stopped = false;
   private items: TokenItem[] = [];
@@ -104,19 +170,10 @@ class Kernel {
     this.host.deliver({ type: "snapshot", run, seq: items.length - 1, prompt, items: [...items], stats });
   }
 
-  private load(): Promise<{ engine: Engine; tokenizer: Tokenizer }> {
-    this.loaded ??= (async () => {
-      const { engine, model, tokenizer } = this.page.files;
-      const label = this.page.state._model_label;
-      const show = (share: number) => this.host.set("_model_label", `loading the model: ${Math.round(100 * share)} %`);
-      const [wasm, file, words] = await Promise.all([fetched(engine, () => {}), fetched(model, show), fetched(tokenizer, () => {})]);
-      const made = {
-        engine: await Engine.open(wasm as BufferSource, file),
-        tokenizer: new Tokenizer(JSON.parse(new TextDecoder().decode(words))),
-      };
-      this.host.set("_model_label", label);
-      return made;
-    })();
+  private load(): Promise<Loaded> {
+    const label = this.page.state._model_label;
+    const show = (share: number) => this.host.set("_model_label", `loading the model: ${Math.round(100 * share)} %`);
+    this.loaded ??= load(this.page, show).finally(() => this.host.set("_model_label", label));
     return this.loaded;
   }
 
@@ -202,8 +259,8 @@ async function start(): Promise<void> {
     el.textContent = "Pages from a folder may not fetch the model. `make site` serves this one.";
     return;
   }
-  const page = JSON.parse(text) as Page;
-  const kernel = new Kernel(page);
+  const page = JSON.parse(text) as Page & Page<MicroscopeState>;
+  const kernel = page.widget === "microscope" ? new MicroscopeKernel(page) : new Kernel(page);
   const url = URL.createObjectURL(new Blob([page.esm], { type: "text/javascript" }));
   const exported = (await import(/* @vite-ignore */ url)).default as Widget | (() => Widget);
   URL.revokeObjectURL(url);
