@@ -1,5 +1,6 @@
 # make demo   from a fresh clone to a streamed, measured model      make test   the tests            make lab    JupyterLab on the course
-# make lint   all linters     make wheel   dist/*.whl, for here     make bench  benchmarks           make docs   API reference in build/api
+# make lint   all linters     make wheel   dist/*.whl, for here     make bench  benchmarks           make docs   the site in build/site
+# make site   builds it and serves it at http://127.0.0.1:8000             make lighthouse   scores of its landing page (npm, Chromium)
 # make release   sdist, manylinux wheels, checks, notes (tools/release.py)
 # make test-gpu   the tests that need a GPU                         make sanitize   compute-sanitizer (memcheck, racecheck) over some of them
 # make fuzz SECONDS=60   hostile inputs (tests/fuzz)              make sanitize-cpu   ASan, UBSan and TSan over the CPU engine
@@ -28,7 +29,7 @@ ifeq ($(origin CC),default)
 export CC := $(firstword $(foreach c,gcc clang cc,$(shell command -v $(c))))
 endif
 
-.PHONY: demo test test-gpu sanitize sanitize-cpu fuzz soak lab lint docs wheel release bench build clean
+.PHONY: demo test test-gpu sanitize sanitize-cpu fuzz soak lab lint docs site lighthouse wheel release bench build clean
 .DELETE_ON_ERROR:
 
 build: $(VENV)/.built
@@ -58,6 +59,11 @@ $(VENV)/.dev: pyproject.toml | $(VENV)/.built
 	@echo "[3/3] installing JupyterLab and the test tools"
 	@$(PIP) install --no-build-isolation -e ".[dev]"
 	@touch $@ $(VENV)/.lab
+
+$(VENV)/.docs: pyproject.toml | $(VENV)/.built
+	@echo "installing what the site is built with"
+	@$(PIP) install --no-build-isolation -e ".[docs]"
+	@touch $@
 
 demo: build
 	@echo "[3/3] running the demo"
@@ -105,8 +111,26 @@ lint: build $(VENV)/.dev
 	@if command -v npm >/dev/null; then cd widgets && { test -d node_modules || npm ci --silent; } && npm run --silent lint && npm run --silent check; \
 	else echo "no npm: widgets not checked"; fi
 
-docs: build $(VENV)/.dev
-	$(BIN)/python tools/api_reference.py build/api
+# the engine and the model that the site runs in the reader's browser
+build/wasm/engine.wasm: tools/wasm.py $(SRC) | $(VENV)/.docs
+	@mkdir -p build/wasm
+	$(BIN)/python tools/wasm.py engine $@
+
+build/wasm/model.bin: tools/wasm.py $(SRC) $(wildcard tests/data/demo-exl2-4.0bpw/*) | $(VENV)/.built
+	@mkdir -p build/wasm
+	$(BIN)/python tools/wasm.py model $@
+
+docs: build $(VENV)/.docs build/wasm/engine.wasm build/wasm/model.bin
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+# with another port: make site PORT=8100
+PORT ?= 8000
+site: docs
+	@echo "http://127.0.0.1:$(PORT)/index.html (Ctrl-C ends it)"
+	@$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/site $(PORT)
+
+lighthouse: docs
+	$(BIN)/python tools/lighthouse.py
 
 wheel: $(VENV)/.torch
 	$(PIP) wheel --no-deps --no-build-isolation -w dist .

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from links import GALLERY, badges, notebooks
+from site_widgets import WIDGETS
 
 LIVE = "application/vnd.jupyter.widget-view+json"
 MOST_BYTES = 600_000
@@ -25,7 +26,7 @@ TEMPORARY = re.compile(r"/[\w./-]*/exl2nb-[a-z0-9_]{8}")
 """Folders that tempfile named; another run has other names."""
 PICTURES = {
     "01": "playground", "02": "weights", "03": "explorer", "04": "bitmap", "05": "caches", "06": "microscope", "07": "speculation",
-    "08": "plan", "09": "compare", "10": "pagetable", "14": "errorflow", "15": "outliers", "16": "attention",
+    "08": "plan", "09": "compare", "10": "pagetable", "11": "compare", "14": "errorflow", "15": "outliers", "16": "attention",
 }  # fmt: skip
 
 
@@ -77,15 +78,23 @@ def joined(outputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def index() -> str:
-    """docs/gallery/README.md: a line, a picture and the badges of each notebook."""
-    parts = ["# The course, executed", "", "Each notebook as it ran, for readers without a kernel; `exl2nb lab` opens your own copies.", ""]
+    """docs/gallery/README.md: widgets and notebooks as thumbnails, with a sentence and the badges of each notebook."""
+    parts = [
+        "# Gallery",
+        "",
+        "A model that [runs in your browser](browser.md), the widgets [live](widgets.md) without a kernel, the course as it ran.",
+        "`exl2nb lab` opens your own copies.",
+        "",
+    ]
+    parts += ["## Widgets", "", '<div class="grid cards" markdown>', ""]
+    parts += [f"- [![](../pictures/{name}-light.png) {title}](widgets.md#{title.lower()})\n" for name, (title, _) in WIDGETS.items()]
+    parts += ["</div>", "", "## Course", "", '<div class="grid cards" markdown>', ""]
     for path in notebooks():
         cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
         title, first = heading("".join(cells[0]["source"]))
-        parts += [f"## [{title}]({path.name})", "", first, ""]
-        parts += [line, ""] if (line := badges(path.name)) else []
-        parts += [f"![{title}](../pictures/{PICTURES[path.name[:2]]}-light.png)", ""]
-    return "\n".join(parts).rstrip() + "\n"
+        parts += [f"- [![](../pictures/{PICTURES[path.name[:2]]}-light.png) {title}]({path.name})", "", f"    {first}", ""]
+        parts += [f"    {line}", ""] if (line := badges(path.name)) else []
+    return "\n".join([*parts, "</div>"]) + "\n"
 
 
 def heading(source: str) -> tuple[str, str]:

@@ -1,4 +1,5 @@
-// Bundles every src/<widget>/index.ts into ../exl2nb/static/<widget>.{js,css}. The output is committed, so installing never needs node.
+// Bundles site/browser.ts, the kernel of the site's page without one, into ../docs/site/browser.js, and
+// every src/<widget>/index.ts into ../exl2nb/static/<widget>.{js,css}. The output is committed, so installing never needs node.
 // A notebook page holds the style sheets of all widgets shown on it. In each of them `.exl2nb`, the root in src/shared, becomes the root of
 // its own widget, so that no rule of one widget can match inside another; tests/css.test.ts holds that.
 // --watch rebuilds with source maps; --tests compiles tests/*.test.ts for `node --test`; --check fails when the committed bundles are stale.
@@ -51,6 +52,10 @@ const options = {
   logLevel: "warning",
 };
 
+const site = resolve(here, "../docs/site/browser.js");
+const { outdir: _, ...shared } = options;
+const siteOptions = { ...shared, entryPoints: [join(here, "site/browser.ts")], outfile: site, plugins: [], sourcemap: false };
+
 async function buildTests() {
   const tests = readdirSync(join(here, "tests")).filter((name) => name.endsWith(".test.ts"));
   rmSync(join(here, "tests/.build"), { recursive: true, force: true });
@@ -69,16 +74,20 @@ async function buildTests() {
 }
 
 async function check() {
-  const result = await esbuild.build(options);
-  const stale = result.outputFiles.filter((file) => {
-    try {
-      return !readFileSync(file.path).equals(file.contents);
-    } catch {
-      return true;
-    }
-  });
+  const results = await Promise.all([esbuild.build(options), esbuild.build(siteOptions)]);
+  const stale = results
+    .flatMap((result) => result.outputFiles)
+    .filter((file) => {
+      try {
+        return !readFileSync(file.path).equals(file.contents);
+      } catch {
+        return true;
+      }
+    });
   if (stale.length) {
-    console.error(`stale: ${stale.map((file) => file.path).join(", ")}; run \`npm run build\` and commit exl2nb/static`);
+    console.error(
+      `stale: ${stale.map((file) => file.path).join(", ")}; run \`npm run build\` and commit exl2nb/static and docs/site/browser.js`,
+    );
     process.exitCode = 1;
   }
 }
@@ -88,6 +97,7 @@ else if (checking) await check();
 else if (watch) await (await esbuild.context(options)).watch();
 else {
   await esbuild.build(options);
+  await esbuild.build({ ...siteOptions, write: true });
   for (const name of readdirSync(out).sort()) {
     const bytes = statSync(join(out, name)).size;
     console.log(`${name} ${(bytes / 1000).toFixed(1)} kB`);

@@ -1,6 +1,6 @@
 // Threads for the kernels, without a torch header. Their number is torch's (ops_cpu.cpp); the pool is in parallel.cpp.
 #pragma once
-#if !defined(_WIN32)
+#if !defined(_WIN32) && !defined(__wasm__)
 #include <pthread.h>
 #endif
 
@@ -140,7 +140,7 @@ class Team {
 template <class T>
 T& process_singleton() {
   static std::atomic<T*> one{nullptr};
-#if !defined(_WIN32)
+#if !defined(_WIN32) && !defined(__wasm__)
   static const int forked = pthread_atfork(nullptr, nullptr, [] { one.store(new T); });
   (void)forked;
 #endif

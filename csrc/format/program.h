@@ -51,7 +51,7 @@ struct Op {
   OP(RoutedOp, NormedOp, EXL2NB_NORMED_FIELDS, 7, routed_mlp, EXL2NB_ROUTED_FIELDS)
 // clang-format on
 
-#define EXL2NB_FIELD(type, name) type name;
+#define EXL2NB_FIELD(type, name) alignas(8) type name;  // a pointer may have 4 bytes (WebAssembly)
 #define EXL2NB_COUNT(type, name) +1
 #define EXL2NB_STRUCT(Struct, Base, PREFIX, number, name, FIELDS) \
   struct Struct : Base {                                          \

@@ -20,12 +20,14 @@ import api_reference
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-GUIDE = sorted((ROOT / "docs" / "guide").glob("*.md"))
+GUIDE = sorted((ROOT / "docs" / "guide").glob("*.md"))  # their Python blocks: tests/site/test_code.py
 CLIENTS = sorted((ROOT / "docs" / "guide" / "clients").glob("*.md"))  # their examples need a server: tests/server/test_client_pages.py
 DOCUMENTS = [
     *GUIDE,
     *CLIENTS,
     *(ROOT / "docs" / "internals").glob("*.md"),
+    *(ROOT / "docs" / "gallery").glob("*.md"),
+    ROOT / "docs" / "index.md",
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     *(ROOT / ".github").glob("*.md"),
@@ -113,20 +115,6 @@ def test_pages_name_files_that_exist():
 
 
 # ---- docs/guide
-
-
-@pytest.mark.cpu
-@pytest.mark.parametrize("page", [page for page in GUIDE if page.stem != "README"], ids=lambda page: page.stem)
-def test_guide_examples_run(page, llm, tmp_path, monkeypatch):
-    """The Python blocks of a page, from top to bottom."""
-    monkeypatch.chdir(tmp_path)
-    text, known = page.read_text(encoding="utf-8"), {"ex": ex, "llm": llm}
-    if "regex=" in text:
-        pytest.importorskip("llguidance")
-    blocks = re.findall(r"```python\n(.*?)```", text, re.S)
-    for block in blocks:
-        exec(block, known)
-    assert len(blocks) == text.count("```python"), "a block is not closed"
 
 
 def test_the_index_lists_every_page():

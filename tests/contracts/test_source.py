@@ -17,7 +17,7 @@ MOST_FILES, MOST_CALLS = 20, 20
 TOP = {
     "exl2nb", "csrc", "notebooks", "widgets", "tests", "binder", "docs", "tools", "benchmarks", ".ci", ".github", ".devcontainer",
     "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "CITATION.cff", "LICENSE", "NOTICE", "pyproject.toml", "CMakeLists.txt", "Makefile",
-    ".clang-format", ".gitignore", ".pre-commit-config.yaml",
+    ".clang-format", ".gitignore", ".pre-commit-config.yaml", "mkdocs.yml",
 }  # fmt: skip
 
 

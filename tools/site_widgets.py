@@ -1,0 +1,139 @@
+"""The live widgets of the site: exports of real results of the demo model, which need no kernel. tools/site_hooks.py calls `export`.
+
+Each is what `widget.to_html()` writes, with a few lines more: the page around it tells its colours, and hears its height.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+ASK = "It was a dark night, and the old man"
+WIDGETS = {
+    "explorer": ("BitrateExplorer", "Bits of every matrix at a bitrate. The slider, the curve and the map work."),
+    "microscope": ("SamplerMicroscope", "What each sampler removes from the choice of one token. Click a token or a step."),
+    "playground": ("Playground", "Streamed text, tinted by probability. Hover or tap a token for its alternatives."),
+    "bitmap": ("BitMap", "Bits per weight of every matrix, at 3.5 and at 5 bits."),
+    "plan": ("MemoryPlan", "Weights, cache and activations against free memory. All sliders work."),
+    "weights": ("WeightBrowser", "One weight, from the packed words to its value."),
+    "caches": ("CacheExplorer", "One prompt under fp16, q8 and q4 caches, with the KL of every token."),
+    "compare": ("Compare", "The same prompts at 16 and 4 bits, and sampled."),
+    "pagetable": ("PageTable", "Pages of the KV cache while three requests share a prefix."),
+    "speculation": ("Speculation", "Accepted and rejected draft tokens."),
+}
+"""Bundle -> class, and one sentence."""
+BROWSER = {
+    "browser_playground": ("Playground", "The demo model at 4 bits per weight, run by this page. Nothing is sent anywhere."),
+    "browser_microscope": ("SamplerMicroscope", "The same model: every slider draws again, from logits that this page computes."),
+}
+"""Page -> class, and one sentence: the page itself is their kernel."""
+ICON = '<link rel="icon" href="data:,">'
+FRAME = """<script>
+if (parent !== window) {
+  addEventListener("message", ({ data }) => {
+    if (data && data.theme) document.documentElement.style.colorScheme = data.theme;
+  });
+  const say = () => parent.postMessage({ widget: NAME, height: Math.ceil(document.body.getBoundingClientRect().height) }, "*");
+  new ResizeObserver(say).observe(document.body);
+}
+</script>
+<style>body{margin:0 !important;padding:2px !important;max-width:none !important;overflow-x:auto}</style>
+"""
+
+
+def export(folder: Path) -> None:
+    """Write one page for each widget; nothing where all of them are newer than their bundles and the widgets' code."""
+    sources = [*(ROOT / "exl2nb" / "static").iterdir(), *(ROOT / "exl2nb" / "widgets").glob("*.py"), Path(__file__)]
+    sources.append(ROOT / "docs" / "site" / "browser.js")
+    wanted = [folder / f"{name}.html" for name in (*WIDGETS, *BROWSER)]
+    newest = max(path.stat().st_mtime for path in sources)
+    if all(path.is_file() and path.stat().st_mtime > newest for path in wanted):
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in made():
+        frame = FRAME.replace("NAME", f'"{name}"')
+        (folder / f"{name}.html").write_text(
+            text.replace("</title>", f"</title>\n{'' if ICON in text else ICON}", 1).replace("</body>", f"{frame}</body>"), encoding="utf-8"
+        )
+
+
+def browser_page(widget: Any, kind: str, **rest: Any) -> str:
+    """A widget whose kernel is the page itself: docs/site/browser.js with the engine in WebAssembly."""
+    plain = {
+        k: v
+        for k, v in widget.get_state().items()
+        if isinstance(v, (str, int, float, list, dict, type(None))) and k not in ("_esm", "_css")
+    }
+    files = {"engine": "../../site/engine.wasm", "model": "../../site/model.bin", "tokenizer": "../../site/tokenizer.json"}
+    data = json.dumps(
+        {"esm": str(widget._esm), "state": {**plain, **rest.pop("state", {})}, "files": files, "widget": kind, **rest}
+    ).replace("<", "\\u003c")
+    script = (ROOT / "docs" / "site" / "browser.js").read_text(encoding="utf-8").replace("</", "<\\/")
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+{ICON}
+<title>{type(widget).__name__} in the browser</title>
+<style>body{{font-family:system-ui,sans-serif}}
+{widget._css}</style>
+</head>
+<body>
+<main id="exl2nb-root"></main>
+<script type="application/json" id="exl2nb-browser">{data}</script>
+<script type="module">{script}</script>
+</body>
+</html>
+"""
+
+
+def made() -> Iterator[tuple[str, str]]:
+    """Name and page of each widget."""
+    import exl2nb as ex
+
+    w, measured, packed = ex.widgets, ex.demo_measurement(), ROOT / "tests" / "data" / "demo-exl2-4.0bpw"
+    with ex.demo(progress=None) as llm:
+        play = w.Playground(llm, prompt=ASK, max_tokens=60, seed=7)
+        play.start().wait()
+        caches = w.CacheExplorer(llm, prompt=ASK, modes=["q8", "q4"], max_tokens=16, needle={"sentences": 4}, free=2 * 10**9)
+        caches.start().wait().hide_needle().wait()
+        columns = {"16 bits": llm, "4 bits": packed, "sampled": (llm, {"temperature": 0.9, "seed": 3})}
+        pages, rain = w.PageTable(llm), "The rain fell on the town. " * 70
+        llm.generate(rain, max_tokens=1)
+        asked = llm.stream([rain + "Who came?", rain + "Who left?", "It was"], max_tokens=200, ignore_eos=True)
+        for _, _chunk in zip(range(12), asked.chunks()):
+            pass
+        pages.take("three requests, two with a common prefix")
+        asked.cancel()
+        widgets = {
+            "explorer": w.BitrateExplorer(measured, llm, bpw=3.0, measured=[(3.0, 0.26), (4.0, 0.07)], selected=[1, "down"]),
+            "microscope": w.SamplerMicroscope(llm, ASK, max_tokens=12, temperature=0.8, top_p=0.9, seed=7, at=4),
+            "playground": play,
+            "bitmap": w.BitMap(measured.solve(bpw=3.5), other=measured.solve(bpw=5), selected=[0, "q"]),
+            "plan": w.MemoryPlan(llm, context=4096, batch=8, free=100_000_000),
+            "weights": w.WeightBrowser(packed, Path(ex.__file__).parent / "demo_model", column=17),
+            "caches": caches,
+            "compare": w.Compare(columns, prompts=[ASK, "She opened the letter and"], max_tokens=16).start().wait(),
+            "pagetable": pages,
+            "speculation": w.Speculation(llm, "One, two, three. " * 8, max_tokens=40, temperature=0),
+        }
+        with ex.load(packed, device="cpu", progress=None) as small:
+            running = w.Playground(small, prompt=ASK, max_tokens=100, temperature=0.8, top_p=0.95, seed=7)
+            yield "browser_playground", browser_page(running, "playground", eos=sorted(small.tokenizer.eos_ids), state={"_has_model": True})
+            scope = w.SamplerMicroscope(small, ASK, max_tokens=12, temperature=0.8, top_p=0.9, seed=7, at=4)
+            yield "browser_microscope", browser_page(scope, "microscope", eos=[])
+            running.close()
+            scope.close()
+        for name, widget in widgets.items():
+            yield name, widget.to_html(title=WIDGETS[name][0]) or ""
+            widget.close()
+
+
+if __name__ == "__main__":
+    export(Path(sys.argv[1]))
