@@ -89,7 +89,7 @@ def load(src: Path, device: torch.device) -> nn.Module:
             "is never run: a newer Transformers may know it"
         ) from error
     model.requires_grad_(False)
-    return model.to(device).eval()
+    return nn.Module.to(model, device).eval()
 
 
 def layer_of(name: str) -> int:
@@ -189,7 +189,7 @@ class _Inputs:
         self._react, self._names = react, dict[int, tuple[str, Tensor]]()
         self._hooks = [one.module.register_forward_hook(functools.partial(self._see, one)) for one in linears]
 
-    def _see(self, one: Found, _: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
+    def _see(self, one: Found, module: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
         x = arguments[0].detach()
         name, _ = self._names.setdefault(x.data_ptr(), (one.linear.key, x))  # kept until the pass has ended: no other has this address
         self._react(one, name, x.flatten(0, -2).float(), output)
