@@ -35,7 +35,11 @@ def convert(source: Path, dst: Path, told: int) -> None:
     from tests.converter.test_job import OPTIONS
 
     job = ConversionJob(source, dst, bpw=4.0, polish=True, rounding=Rounding(folded=True), device="cpu", **OPTIONS)
-    job.run(lambda event: os.write(told, f"{event.stage}\n".encode()) and None)
+
+    def tell(event: Any) -> None:
+        os.write(told, f"{event.stage}\n".encode())
+
+    job.run(tell)
 
 
 def run(source: Path, dst: Path, kill_after_s: float | None) -> tuple[bool, str, float]:

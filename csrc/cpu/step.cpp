@@ -46,12 +46,13 @@ class Checker {
     return check_range("a token id", b_.ids, b_.T, op.vocab);
   }
   std::string operator()(const QkvOp& op) {
-    if (op.num_heads <= 0 || op.num_kv_heads <= 0 || op.num_heads % op.num_kv_heads) return "num_heads is no multiple of num_kv_heads";
+    if (op.num_heads <= 0 || op.num_kv_heads <= 0 || op.num_heads % op.num_kv_heads || op.num_heads >= int64_t(1) << 30)
+      return "num_heads is no multiple of num_kv_heads";
     if (op.num_kv_heads != b_.num_kv_heads || op.head_dim != b_.head_dim)
       return "the pools hold " + number(b_.num_kv_heads) + " heads of " + number(b_.head_dim) + "; expected " + number(op.num_kv_heads) +
              " of " + number(op.head_dim);
     if (op.layer < 0 || op.layer >= layers()) return no_pool(op.layer);
-    if (op.rope_half < 0 || 2 * op.rope_half > op.head_dim) return "rotary_dim is larger than head_dim";
+    if (op.rope_half < 0 || op.rope_half > op.head_dim / 2) return "rotary_dim is larger than head_dim";
     const std::string wrong = check_matrix(op.blob, H_, (op.num_heads + 2 * op.num_kv_heads) * op.head_dim);
     if (!wrong.empty()) return wrong;
     q_width_ = op.num_heads * op.head_dim;
@@ -96,7 +97,8 @@ class Checker {
 
 std::string check_range(const char* what, const int32_t* values, int64_t n, int64_t limit) {
   for (int64_t i = 0; i < n; i++)
-    if (values[i] < 0 || values[i] >= limit) return std::string(what) + " is " + number(values[i]) + "; expected 0 to " + number(limit - 1);
+    if (values[i] < 0 || values[i] >= limit)
+      return std::string(what) + " is " + number(values[i]) + "; expected 0 to " + number(limit > 0 ? limit - 1 : -1);
   return "";
 }
 

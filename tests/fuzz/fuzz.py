@@ -6,7 +6,8 @@
     python tests/fuzz/fuzz.py template --minimize crash-1f2e   the smallest input that still fails, written beside it
 
 The corpus that grows is kept in build/fuzz/TARGET; inputs that crash, hang or take 512 MiB are in build/fuzz/finds. A find, minimised and
-mended, becomes a file in tests/fuzz/finds/TARGET, which test_fuzz.py replays. Without clang and its fuzzer library (Debian: clang
+mended, becomes a file in tests/fuzz/finds/TARGET, which test_fuzz.py replays, and each run of a
+native target. Without clang and its fuzzer library (Debian: clang
 libclang-rt-14-dev) the native targets are skipped, which a line says.
 """
 
@@ -103,8 +104,9 @@ def command_of(name: str, own: list[str], *, minimize: bool) -> list[str]:
         return [sys.executable, __file__, "--worker", name, *own]
     corpus = CORPUS / name
     corpus.mkdir(parents=True, exist_ok=True)
-    limits = [f"-rss_limit_mb={MEMORY_MIB}", "-use_value_profile=1"]
-    return [str(CORPUS / "native" / name), *limits, *own, *([] if minimize else [str(corpus)])]
+    limits, finds = [f"-rss_limit_mb={MEMORY_MIB}", "-use_value_profile=1"], ROOT / "tests" / "fuzz" / "finds" / name
+    inputs = [] if minimize else [str(corpus), *([str(finds)] if finds.is_dir() else [])]  # the first is where new ones go
+    return [str(CORPUS / "native" / name), *limits, *own, *inputs]
 
 
 def main() -> int:

@@ -7,7 +7,8 @@ import pytest
 
 from .targets import TARGETS
 
-FINDS = [(path.parent.name, path.name) for path in sorted((Path(__file__).parent / "finds").glob("*/*"))]
+FOLDER = Path(__file__).parent / "finds"
+FINDS = [(path.parent.name, path.name) for path in sorted(FOLDER.glob("*/*")) if path.parent.name in TARGETS]
 
 
 def mutated(seed, rng):

@@ -64,7 +64,7 @@ void walk(const Program& program) {
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const std::vector<int64_t> raw = [&] {  // any words
     std::vector<int64_t> made(size / 8);
-    std::memcpy(made.data(), data, made.size() * 8);
+    if (!made.empty()) std::memcpy(made.data(), data, made.size() * 8);
     return made;
   }();
   const Program any(raw.data(), int64_t(raw.size()));
