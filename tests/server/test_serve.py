@@ -16,6 +16,23 @@ from exl2nb.core.errors import MissingDependency
 LONG = {"prompt": "It was", "max_tokens": 400, "ignore_eos": True}
 
 
+@pytest.mark.parametrize("route", ["completions", "chat/completions"])
+def test_tokens_of_a_stream_join_within_the_interval(route, llm, events):
+    asked = {"prompt": "It was"} if route == "completions" else {"messages": [{"role": "user", "content": "It was"}]}
+    body = {**asked, "max_tokens": 40, "temperature": 0, "ignore_eos": True, "stream": True}
+    made = {}
+    for interval in (0, 10_000):
+        with llm.serve(stream_interval_ms=interval, template="chatml") as server:
+            *data, last = events(httpx.post(f"{server.url}/v1/{route}", json=body, timeout=60))
+            assert last == "[DONE]"
+            choices = [one["choices"][0] for one in data]
+            texts = [one["text"] if route == "completions" else one["delta"].get("content", "") for one in choices]
+            assert choices[-1]["finish_reason"] == "length"
+            made[interval] = [text for text in texts if text]
+    assert len(made[10_000]) == 2 < len(made[0])
+    assert "".join(made[0]) == "".join(made[10_000])
+
+
 def test_beside_a_cell_and_after_the_end(llm):
     handlers = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)]
     with llm.serve() as server:

@@ -29,6 +29,22 @@ def last_message(host):
     return [message for message in host.sent if message["type"] != "save"][-1]
 
 
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_reasoning_and_calls(page, theme):
+    host = mounted(page, theme)
+    call = f"add({HOSTILE})"
+    turns = [[0, "user", "1 and 2?", 0, 1, "", []], [1, "assistant", "", 0, 1, f"A sum. {HOSTILE}", [call]], [2, "tool", "3", 0, 1, "", []]]
+    host.put(_turns=[*turns, [3, "assistant", "Well then", 0, 1, "Fine.", ["end({})"]]], status="done")
+    host.deliver(snapshot("Well", " then"))
+    thought = page.locator("details.exl2nb-turn-reasoning")
+    assert thought.count() == 1 and not thought.locator(".exl2nb-turn-text").is_visible()
+    thought.locator("summary").click()
+    assert thought.locator(".exl2nb-turn-text").inner_text() == f"A sum. {HOSTILE}"
+    assert page.locator(".exl2nb-turn-call code").all_text_contents() == [call, "end({})"]
+    assert page.locator("img").count() == 0
+    assert violations(page) == []
+
+
 def test_send_stream_again_and_switch(page):
     host = mounted(page)
     box = page.get_by_label("Message", exact=True)
