@@ -203,3 +203,18 @@ def test_the_page_says_how_fast_it_is(opened, address, record_property):
     words = inside.locator("body").inner_text()
     assert "tok/s" in words
     print(json.dumps([line for line in words.splitlines() if "tok/s" in line]))
+
+
+def test_a_failed_fetch_is_told_and_tried_again(browser, address):
+    """The page says what failed; the next click fetches again."""
+    context = browser.new_context()
+    page = context.new_page()
+    page.set_default_timeout(20_000)
+    page.route("**/site/model.bin", lambda route: route.fulfill(status=503, body="busy"))
+    page.goto(f"{address}/gallery/live/browser_playground.html")
+    page.get_by_role("button", name="Generate").click()
+    page.locator(".exl2nb-error", has_text="503").wait_for()
+    page.unroute("**/site/model.bin")
+    page.get_by_role("button", name="Generate").click()
+    page.locator("text=/^Done/").first.wait_for()
+    context.close()

@@ -113,7 +113,10 @@ class MicroscopeKernel {
       const other = Object.entries(settings).find(([name, value]) => !SUPPORTED.has(name) && value !== this.page.state.settings[name]);
       if (other) throw new Error(`${other[0]} works in the notebook; in this page: temperature, top_k, top_p, min_p and the seed`);
       const seed = Number(typed ?? host.get("seed"));
-      this.rows ??= this.compute();
+      this.rows ??= this.compute().catch((problem) => {
+        this.rows = undefined; // the next click tries again
+        throw problem;
+      });
       const { tokenizer, logits } = await this.rows;
       const at = Math.min(Math.max(message.at ?? 0, 0), logits.length - 1);
       const { temperature = 1, top_k = 0, top_p = 1, min_p = 0 } = settings;
@@ -173,7 +176,12 @@ class Kernel {
   private load(): Promise<Loaded> {
     const label = this.page.state._model_label;
     const show = (share: number) => this.host.set("_model_label", `loading the model: ${Math.round(100 * share)} %`);
-    this.loaded ??= load(this.page, show).finally(() => this.host.set("_model_label", label));
+    this.loaded ??= load(this.page, show)
+      .catch((problem) => {
+        this.loaded = undefined; // the next click tries again
+        throw problem;
+      })
+      .finally(() => this.host.set("_model_label", label));
     return this.loaded;
   }
 
