@@ -82,7 +82,7 @@ def load(src: Path, device: torch.device) -> nn.Module:
         ) from error
     options: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": False, "local_files_only": True, "use_safetensors": True}
     try:
-        model = AutoModelForCausalLM.from_pretrained(src, **options)
+        model: Any = AutoModelForCausalLM.from_pretrained(src, **options)
     except (ValueError, KeyError, ImportError, OSError) as error:
         raise UnknownArchitecture(
             f"{src}: neither exl2nb nor Transformers can build this model ({' '.join(str(error).split())[:300]}); code in its repository "
@@ -189,7 +189,7 @@ class _Inputs:
         self._react, self._names = react, dict[int, tuple[str, Tensor]]()
         self._hooks = [one.module.register_forward_hook(functools.partial(self._see, one)) for one in linears]
 
-    def _see(self, one: Found, _: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
+    def _see(self, one: Found, module: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
         x = arguments[0].detach()
         name, _ = self._names.setdefault(x.data_ptr(), (one.linear.key, x))  # kept until the pass has ended: no other has this address
         self._react(one, name, x.flatten(0, -2).float(), output)

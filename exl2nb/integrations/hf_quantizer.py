@@ -23,7 +23,8 @@ from exl2nb.core.errors import ConfigError, MissingDependency, ModelNotFound, Op
 
 try:
     from transformers.pytorch_utils import Conv1D
-    from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+    from transformers.quantizers.auto import register_quantization_config, register_quantizer
+    from transformers.quantizers.base import HfQuantizer
     from transformers.utils.quantization_config import QuantizationConfigMixin
 except ImportError as error:
     raise MissingDependency(f"exl2nb.integrations.hf_quantizer needs Transformers ({error}); pip install 'transformers>=5'") from error
@@ -105,7 +106,7 @@ class Exl2Config(QuantizationConfigMixin):
     """`quantization_config` of an EXL2 model's config.json: what it was converted with; nothing of it is needed to read the files."""
 
     def __init__(self, **values: Any) -> None:
-        self.quant_method = METHOD
+        self.quant_method: Any = METHOD
         for name, value in values.items():
             if name != "quant_method":
                 setattr(self, name, value)

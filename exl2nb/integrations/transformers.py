@@ -19,7 +19,8 @@ from exl2nb.core.options import shown
 try:
     from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
     from transformers.cache_utils import Cache
-    from transformers.generation import EosTokenCriteria, MaxLengthCriteria, logits_process
+    from transformers.generation import logits_process
+    from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
     from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerationMixin
     from transformers.modeling_outputs import CausalLMOutputWithPast
 except ImportError as error:
@@ -343,10 +344,11 @@ class Exl2ForCausalLM(PreTrainedModel, GenerationMixin):
         drawn = generation_config.do_sample or len(logits_processor) > 0
         if drawn and (len(input_ids) > 1 or not all(_is_plain(one) for one in logits_processor)):
             ours = False  # Transformers draws a batch at once, and a processor of the caller's may call the model
-        if not ours:
+        if not ours or limit is None:
             return super()._sample(input_ids, logits_processor, stopping_criteria, generation_config, *args, **kwargs)  # pyright: ignore
         ends = [one.eos_token_id.flatten().tolist() for one in stopping_criteria if isinstance(one, EosTokenCriteria)]
-        options: dict[str, Any] = {"stop": sorted({i for some in ends for i in some}), "ignore_eos": True, "temperature": 0}
+        known_ends = {i for some in ends for i in some if i < self.llm.config.vocab_size}
+        options: dict[str, Any] = {"stop": sorted(known_ends), "ignore_eos": True, "temperature": 0}
         if drawn:
             draw = _Drawing(input_ids, logits_processor, sample=generation_config.do_sample)
             options |= {"post_sampling": draw, "speculation": "off"}
