@@ -29,6 +29,8 @@ REQUIRED = [
     "exl2nb/demo_model/config.json",
     "exl2nb/demo_model/tokenizer.json",
     "exl2nb/demo_model/README.md",
+    "exl2nb/calibration_text/mixed.jsonl.xz",
+    "exl2nb/calibration_text/README.md",
     "exl2nb/quant/FORMAT.md",
 ]
 MOST_BYTES = 40_000_000

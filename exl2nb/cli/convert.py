@@ -40,6 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, console: Console) -> int:
     """Convert and print what came out."""
     from exl2nb.converter.job import ConversionJob
+    from exl2nb.io.hf_config import read_config
+    from exl2nb.model.archs import ARCHS
 
     job = ConversionJob(
         locate(args.source, console.sink, revision=args.revision),
@@ -68,7 +70,13 @@ def run(args: argparse.Namespace, console: Console) -> int:
         "quality": done.quality.to_dict() if done.quality else None,
         "matrices": {matrix.key: matrix.bpw for matrix in done.matrices},
     }
-    console.result(data, f"{done}\n{mega(done.nbytes)} in all; try: exl2nb generate {done.path} --prompt 'It was'")
+    ours = read_config(done.path)["architectures"][0] in ARCHS
+    then = (
+        f"try: exl2nb generate {done.path} --prompt 'It was'"
+        if ours
+        else "Transformers reads it after `import exl2nb.integrations.transformers`"
+    )
+    console.result(data, f"{done}\n{mega(done.nbytes)} in all; {then}")
     return 0
 
 

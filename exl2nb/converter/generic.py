@@ -82,7 +82,7 @@ def load(src: Path, device: torch.device) -> nn.Module:
         ) from error
     options: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": False, "local_files_only": True, "use_safetensors": True}
     try:
-        model = AutoModelForCausalLM.from_pretrained(src, **options)
+        model: Any = AutoModelForCausalLM.from_pretrained(src, **options)
     except (ValueError, KeyError, ImportError, OSError) as error:
         raise UnknownArchitecture(
             f"{src}: neither exl2nb nor Transformers can build this model ({' '.join(str(error).split())[:300]}); code in its repository "

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from exl2nb import ops
-from exl2nb.core.errors import ConfigError, MissingDependency, OptionError
+from exl2nb.core.errors import ConfigError, MissingDependency, ModelNotFound, OptionError
 
 try:
     from transformers.pytorch_utils import Conv1D
@@ -176,8 +177,10 @@ def _files_of_exl2(found_by_transformers: Callable[..., Any]) -> Callable[..., A
         _expected.set(False)
         options = keywords.get("download_kwargs") or {}
         folder = hub.resolve(place, None if Path(place).is_dir() else options.get("revision")) / (options.get("subfolder") or "")
-        with TensorStore(folder) as store:
-            return [str(path) for path in store.files], None
+        with suppress(ModelNotFound), TensorStore(folder) as store:
+            if store.is_exl2:  # it is not, where an earlier model failed before its files were looked for
+                return [str(path) for path in store.files], None
+        return found_by_transformers(*arguments, **keywords)
 
     return find
 

@@ -347,7 +347,8 @@ class Exl2ForCausalLM(PreTrainedModel, GenerationMixin):
         if not ours or limit is None:
             return super()._sample(input_ids, logits_processor, stopping_criteria, generation_config, *args, **kwargs)  # pyright: ignore
         ends = [one.eos_token_id.flatten().tolist() for one in stopping_criteria if isinstance(one, EosTokenCriteria)]
-        options: dict[str, Any] = {"stop": sorted({i for some in ends for i in some}), "ignore_eos": True, "temperature": 0}
+        known_ends = {i for some in ends for i in some if i < self.llm.config.vocab_size}
+        options: dict[str, Any] = {"stop": sorted(known_ends), "ignore_eos": True, "temperature": 0}
         if drawn:
             draw = _Drawing(input_ids, logits_processor, sample=generation_config.do_sample)
             options |= {"post_sampling": draw, "speculation": "off"}

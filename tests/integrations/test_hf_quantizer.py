@@ -12,6 +12,7 @@ import exl2nb as ex
 import exl2nb.integrations.transformers
 from exl2nb.converter.quantization import Rounding
 from exl2nb.core.errors import ConfigError, ConversionError, OptionError, UnknownArchitecture
+from exl2nb.integrations import hf_quantizer
 from exl2nb.integrations.hf_quantizer import Exl2Config, Exl2Linear, register
 from tests.converter.test_job import TEXT, write_model
 from tests.model.zoo import write_tokenizer
@@ -181,6 +182,8 @@ def test_refusals(tmp_path, pair):
     with pytest.raises(ValueError, match="pre-quantized"):
         AutoModelForCausalLM.from_pretrained(DEMO, quantization_config=Exl2Config(bits=4))
     register()
+    hf_quantizer._expected.set(True)  # as after an EXL2 model that failed early: a plain one is read as ever
+    assert not any(isinstance(module, Exl2Linear) for module in AutoModelForCausalLM.from_pretrained(DEMO).modules())
     layer = next(module for module in made.modules() if isinstance(module, Exl2Linear))
     layer.blob, blob = None, layer.blob
     with pytest.raises(OptionError, match="cannot be moved between CPU and GPU"):
