@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 CHUNK = 1024  # tokens of a step: a long text leaves other requests their turn between two of them
+ATTENTION_CHUNK = 128  # the same where attention patterns are seen, whose work grows with the tokens before
 MAX_BYTES = 1 << 30
 PATTERN = "attn.hook_pattern"
 ROWS = 256  # of the residual stream that meet the head at once
@@ -209,10 +210,12 @@ def trace(
     pool, pages = KVCache(spec, device=model.device), list(range(spec.num_pages))
     long = model.rope_switch is None or len(row) > model.rope_switch
     every, wanted, logits = any(point.name == LOGITS for point in found), frozenset(recorder.tensors), list[Tensor]()
+    squares = edits.any(name for name, point in known.items() if point.shape[1:] == (T, T)) or any(p.shape[1:] == (T, T) for p in kept)
+    step = min(CHUNK, ATTENTION_CHUNK) if squares else CHUNK
     with torch.inference_mode():
-        for start in range(0, len(row), CHUNK):
+        for start in range(0, len(row), step):
             rows = "all" if every else "last"
-            batch = Batch.single(row[start : start + CHUNK], start=start, pages=pages, logit_rows=rows, device=model.device, long=long)
+            batch = Batch.single(row[start : start + step], start=start, pages=pages, logit_rows=rows, device=model.device, long=long)
             out = model.trace(batch, pool, wanted=wanted, seen=recorder, edits=edits, borrowed=borrowed).float().cpu()
             logits = [*logits, out] if every else [out]
     tensors = {key: value.clone() for key, value in recorder.tensors.items()}  # out of inference mode: they may be edited

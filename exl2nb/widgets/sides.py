@@ -148,7 +148,8 @@ class InsideWidget(BackgroundWidget):
             self._result = found
 
     def _measure(self, ids: list[int], stop: threading.Event) -> dict[str, Any] | None:
-        raise NotImplementedError
+        """What the widget shows of a prompt; None when it was stopped. Every subclass has its own."""
+        return None
 
     def start(self, prompt: str | None = None) -> InsideWidget:
         """Begin to read the prompt, or another one, and return at once.

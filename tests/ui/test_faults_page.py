@@ -1,5 +1,6 @@
 """Every widget's bundle against hostile text, a silent kernel, a second view and lost messages. The kernel is played by the test."""
 
+import base64
 from functools import lru_cache
 from pathlib import Path
 
@@ -11,16 +12,21 @@ from mock_host import state_of as plain
 
 import exl2nb
 from exl2nb.widgets import (
+    AttentionView,
     BitMap,
     BitrateExplorer,
     CacheExplorer,
     Compare,
+    ErrorFlow,
+    LayerLens,
     MemoryPlan,
+    OutlierMap,
     PageTable,
     Playground,
     ProgressView,
     SamplerMicroscope,
     WeightBrowser,
+    WeightHistogram,
 )
 
 NOTHING = {"n": 0, "tps": 0.0, "ttft_s": None}
@@ -104,9 +110,46 @@ def plan(text: str) -> dict:
     return {**plain(MemoryPlan(Path(exl2nb.__file__).parent / "demo_model", free=10**9)), "name": text}
 
 
+PIXELS = base64.b64encode(bytes(range(4))).decode()  # one layer of 4 places
+
+
+def errorflow(text: str) -> dict:
+    flow = {"rows": [text[:2000]], "layers": 2, "tokens": 3, "errors": [[[0.1, 0.2]]], "flow": [[0.0, 0.1, 0.1, 0.2, 0.2]]}
+    result = {"labels": [text[:2000], text], **flow, "cosines": [[[0.0, 0.5]] * 2], "kl": [0.2], "patched": [[1, 1, 0.1]]}
+    return {**plain(ErrorFlow(result=result)), "prompt": text, "layer": 1}
+
+
+def layerlens(text: str) -> dict:
+    lists = {"top": [[0, 0, 0] * 4] * 2, "prob": [[5000] * 12] * 2, "target": [0, 0], "chance": [[5000] * 4] * 2, "kl": [[0.1] * 4]}
+    return {**plain(LayerLens(result={"labels": [text, "b"], "layers": 1, "texts": [text, "b"], "words": [text], **lists})), "prompt": text}
+
+
+def attention(text: str) -> dict:
+    sizes = {"layers": 1, "heads": 1, "tokens": 2, "size": 2, "names": [text, text]}
+    result = {"labels": [text, "b"], **sizes, "distance": [[[0.1]]], "patterns": [PIXELS] * 2}
+    return {**plain(AttentionView(result=result)), "prompt": text}
+
+
+def outliers(text: str) -> dict:
+    maps = {"activations": [[PIXELS]], "lows": [0.1], "spans": [2.0], "weights": [[PIXELS]], "weight_lows": [0.1], "weight_spans": [1.0]}
+    result = {"labels": [text], "layers": 1, "texts": [text], "points": [text[:2000]], "channels": [4], "bins": [4], **maps}
+    return {**plain(OutlierMap(result={**result, "massive": [[0, 0, 0, 1, 9.0, 50.0]]})), "prompt": text, "channel": 1}
+
+
+@lru_cache
+def counted() -> dict:
+    return plain(WeightHistogram(Path(__file__).parents[1] / "data" / "demo-exl2-4.0bpw"))
+
+
+def histogram(text: str) -> dict:
+    groups = [{**group, "label": text} for group in counted()["_groups"]]
+    return {**counted(), "_original": text, "matrix": text, "_matrices": [text], "_groups": groups}
+
+
+INSIDE = {"errorflow": errorflow, "layerlens": layerlens, "attention": attention, "outliers": outliers, "histogram": histogram}
 INSPECTORS = {"weights": weights, "microscope": microscope, "pagetable": pagetable, "speculation": speculation, "plan": plan}
 WIDGETS = {"playground": playground, "explorer": explorer, "caches": caches, "compare": compare, "progress": progress, "bitmap": bitmap}
-WIDGETS |= INSPECTORS
+WIDGETS |= INSPECTORS | INSIDE
 STREAMING = {"playground": playground, "caches": caches, "compare": compare}
 
 
@@ -132,7 +175,9 @@ def test_a_line_of_a_megabyte(page, name):
     assert page.evaluate("() => document.documentElement.scrollWidth <= window.innerWidth"), "the line widens the page"
 
 
-@pytest.mark.parametrize("name", ["playground", "explorer", "caches", "compare", "progress", "pagetable"])
+@pytest.mark.parametrize(
+    "name", ["playground", "explorer", "caches", "compare", "progress", "pagetable", "errorflow", "layerlens", "attention", "outliers"]
+)
 def test_a_silent_kernel_is_noticed_and_forgiven(page, name):
     page.clock.install()
     host = MockHost(page, name, {**WIDGETS[name]("text"), "status": "running"})
@@ -160,6 +205,8 @@ ASK = {
     "microscope": lambda page: page.get_by_role("slider", name="Top-k, slider").fill("1"),
     "pagetable": lambda page: page.get_by_role("button", name="Live").click(),
     "playground": lambda page: page.get_by_role("button", name="Generate").click(),
+    "errorflow": lambda page: page.get_by_role("button", name="Patch every layer").click(),
+    "histogram": lambda page: page.get_by_label("Row").fill("3"),
 }
 
 
