@@ -393,8 +393,7 @@ class LLM(ScoringMixin, InsideMixin, ChatMixin):
             group: requests of one group share a turn. where: the caller, for messages.
         """
         vocab, context = self.config.vocab_size, self.engine.context
-        options = self.loras.resolved(options, where=where)
-        request = request_of(prompt, options, self.tokenizer, vocab, context=context, where=where, stream=stream)
+        request = request_of(prompt, self._with_loras(options, where), self.tokenizer, vocab, context=context, where=where, stream=stream)
         handle = self.engine.submit(request, group=group)
         handle.owner = self
         return handle
@@ -469,13 +468,16 @@ class LLM(ScoringMixin, InsideMixin, ChatMixin):
     def _submit_all(self, prompts: Sequence[Any], where: str, options: Sequence[dict[str, Any]], *, stream: bool) -> list[Handle]:
         vocab, context = self.config.vocab_size, self.engine.context
         requests = [
-            request_of(prompt, self.loras.resolved(one, where=where), self.tokenizer, vocab, context=context, where=where, stream=stream)
+            request_of(prompt, self._with_loras(one, where), self.tokenizer, vocab, context=context, where=where, stream=stream)
             for prompt, one in zip(prompts, options)
         ]
         handles = self.engine.submit_many(requests, group=object() if len(requests) > 1 else None)
         for handle, request in zip(handles, requests):
             handle.owner, handle.reply_format = self, request.reply
         return handles
+
+    def _with_loras(self, options: dict[str, Any], where: str) -> dict[str, Any]:
+        return options if options.get("lora") is None else self.loras.resolved(options, where=where)
 
     def _compiled(self, options: dict[str, Any], where: str) -> dict[str, Any]:
         """The options with their structure compiled, once for all requests made of them."""

@@ -224,7 +224,9 @@ class DelayedExecutor:
     def launch(self, step):
         assert self.unread <= 1, "three steps in flight"
         self.ahead += self.unread
-        batch = Batch(**{name: getattr(step.batch, name).clone() for name in step.batch.__dataclass_fields__ if name != "long"})
+        batch = Batch(
+            **{name: getattr(step.batch, name).clone() for name in step.batch.__dataclass_fields__ if name not in ("long", "adapters")}
+        )
         feed = None if step.feed is None else step.feed.copy()
         self.fed += feed is not None
         states = [draw and draw.state for draw in step.draws]

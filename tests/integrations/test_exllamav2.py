@@ -271,18 +271,6 @@ def test_tokenizer(parts):
     assert len(tokenizer.get_id_to_piece_list()) == tokenizer.get_vocab_size() == 4096
 
 
-def test_jobs_queued_before_a_refused_one_end_with_it(generator):
-    from exllamav2.generator import ExLlamaV2DynamicJob
-
-    from exl2nb.core.errors import ContextOverflow
-
-    fine, long = (ExLlamaV2DynamicJob(torch.full((1, count), 5), 500, gen_settings=greedy()) for count in (4, 5000))
-    with pytest.raises(ContextOverflow):
-        generator.enqueue([fine, long])
-    assert generator.num_remaining_jobs() == 0 and fine.handle is not None
-    assert fine.handle.result(30).finish_reason == "cancelled"
-
-
 def test_settings_become_options():
     from exllamav2.generator import ExLlamaV2Sampler
 

@@ -1,7 +1,8 @@
 """Every Python block of the documents runs, page by page from top to bottom, on the demo model.
 
 A block that begins with `# not run by the tests: WHY` is not run. It must compile, its names must exist, and its calls of this package must
-take their arguments. Notebooks are executed by tests/notebooks, examples in docstrings by tests/contracts/test_documents.py.
+take their arguments. Pages of clients need a server: tests/server/test_client_pages.py runs them. Notebooks are executed by
+tests/notebooks, examples in docstrings by tests/contracts/test_documents.py.
 """
 
 import ast
@@ -43,7 +44,7 @@ def blocks(page: Path) -> list[str]:
 
 
 @pytest.mark.cpu
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=name)
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page) and page.parent.name != "clients"], ids=name)
 def test_blocks_run(page, llm, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     known = {"ex": ex, "llm": llm, "__name__": "page"}
