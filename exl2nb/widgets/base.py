@@ -70,12 +70,19 @@ class ExlWidget(anywidget.AnyWidget):
         check_keywords(kwargs, self._keywords(), where=name)
         self._callbacks: dict[str, list[Callable[..., Any]]] = {}
         self._display_id: str | None = None
+        self._own_layout = "layout" not in kwargs
         try:
             super().__init__(**kwargs)
         except t.TraitError as cause:
             raise OptionError(f"{name}: {cause}") from cause
         self._unpin_replies()
         self.on_msg(self._dispatch)
+
+    def close(self) -> None:
+        """Remove the widget from the page, and the layout that it made: ipywidgets would keep that for ever."""
+        super().close()
+        if getattr(self, "_own_layout", False):
+            self.layout.close()
 
     @classmethod
     def _keywords(cls) -> list[str]:

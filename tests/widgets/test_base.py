@@ -26,6 +26,22 @@ def test_unknown_keyword_names_the_nearest():
         Playground(view="rainbow")
 
 
+def test_a_closed_widget_leaves_nothing_registered():
+    """Neither itself nor the layout that it made; a caller's own layout stays his."""
+    from ipywidgets import Layout
+    from ipywidgets.widgets.widget import _instances
+
+    layout = Layout(width="50%")
+    before = len(_instances)
+    for _ in range(5):
+        for widget in (Playground(), ProgressView(), Playground(layout=layout)):
+            assert widget.layout is not None
+            widget.close()
+            widget.close()
+    assert len(_instances) == before and layout.comm is not None
+    layout.close()
+
+
 def test_a_constructor_that_was_not_reached_is_closed_in_silence(monkeypatch):
     """The garbage collector closes what Python refused to make."""
     seen = []
