@@ -320,22 +320,19 @@ class TestThreads:
 
 class TestAsync:
     def test_stream_and_result(self, running):
-        model = fakes.FakeModel(step_s=0.001)
+        model = fakes.FakeModel()
+        model.gate = threading.Event()
         engine = running(model)
 
         async def work():
-            handle, ticks = engine.submit(greedy([5], 30)), 0
-
             async def tick():
-                nonlocal ticks
-                while True:
-                    ticks += 1
+                for _ in range(4):
                     await asyncio.sleep(0.002)
+                model.gate.set()  # the first step waits for it: it is reached only where the loop stays free meanwhile
 
-            clock = asyncio.create_task(tick())
+            handle, clock = engine.submit(greedy([5], 30)), asyncio.create_task(tick())
             found = [token.id async for chunk in handle for token in chunk.tokens]
-            clock.cancel()
-            assert ticks > 3  # the loop stayed free
+            await clock
             return found, await engine.submit(greedy([6], 5, stream=False)).aresult()
 
         found, completion = asyncio.run(work())
