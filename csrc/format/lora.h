@@ -29,7 +29,8 @@ class LoraTable {
   struct Header {
     int64_t magic, version, words, adapters, ops, max_width;
   };
-  explicit LoraTable(const int64_t* words = nullptr) : words_(words) {}
+  LoraTable() = default;
+  explicit LoraTable(const int64_t* words) : words_(words) {}
   explicit operator bool() const { return words_ != nullptr; }
   const Header& header() const { return *reinterpret_cast<const Header*>(words_); }
   // Whether `words` numbers are a table for a program of `ops` ops.
@@ -46,7 +47,7 @@ class LoraTable {
   }
 
  private:
-  const int64_t* words_;
+  const int64_t* words_ = nullptr;
 };
 
 }  // namespace exl2nb
