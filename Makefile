@@ -95,9 +95,10 @@ soak: build $(VENV)/.dev
 
 # SECONDS: of all targets together
 SECONDS ?= 60
+SEED ?= 0
 fuzz: build $(VENV)/.dev
 	@$(BIN)/python -c 'import atheris' 2>/dev/null || $(PIP) install "atheris>=3"
-	$(BIN)/python tests/fuzz/fuzz.py --seconds $(SECONDS) $(TARGETS)
+	$(BIN)/python tests/fuzz/fuzz.py --seconds $(SECONDS) --seed $(SEED) $(TARGETS)
 
 lab: build $(VENV)/.lab
 	$(BIN)/exl2nb lab

@@ -116,6 +116,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=int, default=60)
     parser.add_argument("--runs", type=int, help="executions of each target, instead of seconds")
     parser.add_argument("--hang", type=int, default=HANG_S, help="seconds after which an input counts as hanging")
+    parser.add_argument("--seed", type=int, default=0, help="of the mutations; 0 = another one each time")
     parser.add_argument("--minimize", type=Path)
     parser.add_argument("--worker", nargs="*", help=argparse.SUPPRESS)
     args, flags = parser.parse_known_args()
@@ -134,7 +135,7 @@ def main() -> int:
     failed, seconds = [], max(1, args.seconds // max(1, len(names)))
     for name in names:
         own = [f"-artifact_prefix={finds}/{name}-"]
-        own += [f"-timeout={args.hang}", "-print_final_stats=1"]
+        own += [f"-timeout={args.hang}", "-print_final_stats=1", f"-seed={args.seed}"]
         own += [f"-runs={args.runs}"] if args.runs else [f"-max_total_time={seconds}"]
         if args.minimize:
             own += ["-minimize_crash=1", f"-exact_artifact_path={args.minimize}.minimized", str(args.minimize)]

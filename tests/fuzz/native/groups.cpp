@@ -20,7 +20,7 @@ void use(const std::vector<uint8_t>& blob) {
 void exl2(FuzzedDataProvider& in) {
   static constexpr int kWidths[] = {2, 3, 4, 5, 6, 8};
   Exl2Source s{};
-  s.N = 8 * in.ConsumeIntegralInRange(1, 5), s.G = in.ConsumeIntegralInRange(1, 5);
+  s.N = 32 * in.ConsumeIntegralInRange(1, 3), s.G = in.ConsumeIntegralInRange(1, 5);  // callers check that N is a multiple of 32
   std::vector<int16_t> table;
   for (int64_t g = 0; g < s.G; g++) {
     const int bits = in.PickValueInArray(kWidths), units = in.ConsumeIntegralInRange(1, 3);
