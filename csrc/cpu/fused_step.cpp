@@ -131,10 +131,10 @@ class FusedStep::Worker {
       : s_(s),
         b_(s.b),
         member_(s.team, index),
-        step_changes_(s.b),
         normed_(s.thread_buffers + index * s.per_thread),
         padded_(normed_ + s.rows * s.sizes.widest),
-        scratch_(normed_ + align64(s.rows * s.sizes.widest + s.sizes.widest + 1)) {}
+        scratch_(normed_ + align64(s.rows * s.sizes.widest + s.sizes.widest + 1)),
+        step_changes_(s.b) {}
 
   void run() {
     const Program& program = s_.program;
