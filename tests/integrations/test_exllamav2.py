@@ -12,6 +12,7 @@ import torch
 import exl2nb as ex
 from exl2nb.core.errors import ContextOverflow, OptionError
 from exl2nb.integrations import exllamav2 as ours
+from exl2nb.model.lora import save_lora
 
 pytestmark = pytest.mark.cpu
 DEMO = str(Path(ex.__file__).parent / "demo_model")
@@ -288,14 +289,43 @@ def test_settings_become_options():
     assert few.options(4096)["allowed_tokens"] == [7, 9] and few.options(4096)["logit_bias"] == {9: 2.5}
 
 
+def test_adapters(parts, generator, tmp_path):
+    from exllamav2 import ExLlamaV2Lora
+
+    from exl2nb.core.errors import ModelNotFound
+
+    llm = generator.llm
+    g, hidden = torch.Generator().manual_seed(0), llm.config.hidden_size
+    pairs = [
+        {
+            f"model.layers.{i}.self_attn.o_proj": (torch.randn(4, hidden, generator=g) / 9, torch.randn(hidden, 4, generator=g) / 2)
+            for i in range(9)
+        }
+        for _ in range(2)
+    ]
+    one, other = (save_lora(tmp_path / name, pair) for name, pair in zip(("one", "other"), pairs))
+    loras = [ExLlamaV2Lora.from_directory(parts[0], str(one)), ExLlamaV2Lora.from_directory(parts[0], str(other), 0.5)]
+    plain = generator.generate("The old man", 8, gen_settings=greedy())
+    generator.set_loras(loras)
+    both = generator.generate("The old man", 8, gen_settings=greedy())
+    generator.set_loras(loras[0])
+    first = generator.generate("The old man", 8, gen_settings=greedy())
+    assert len({plain, both, first}) == 3 and [*llm.loras] == [loras[0].name]
+    options, ids = greedy().options(llm.config.vocab_size), parts[2].encode("The old man")[0].tolist()
+    assert first == "The old man" + llm.generate(ids, lora=loras[0].name, max_tokens=8, **options).text
+    generator.set_loras(None)
+    assert generator.generate("The old man", 8, gen_settings=greedy()) == plain and not llm.loras.list()
+    with pytest.raises(ModelNotFound, match="adapter_config"):
+        ExLlamaV2Lora.from_directory(parts[0], str(tmp_path))
+
+
 def test_what_is_refused_has_a_name(parts, generator):
-    from exllamav2 import ExLlamaV2Cache_TP, ExLlamaV2Config, ExLlamaV2Lora
+    from exllamav2 import ExLlamaV2Cache_TP, ExLlamaV2Config
     from exllamav2.generator import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler, ExLlamaV2StreamingGenerator
 
     model, cache, tokenizer = parts
     calls = [
-        (lambda: ExLlamaV2Lora.from_directory(model, "x"), "adapters are not offered here"),
-        (lambda: generator.set_loras([object()]), "adapters are not offered here"),
+        (lambda: generator.set_loras([object()]), "expected ExLlamaV2Lora"),
         (lambda: model.load_tp(), "tensor parallelism"),
         (lambda: ExLlamaV2Cache_TP(model), "tensor parallelism"),
         (lambda: model.load(gpu_split=[10, 10]), "gpu_split"),

@@ -120,6 +120,8 @@ class ExLlamaV2DynamicJob:
         options["ignore_eos"] = not any(stop in ends for stop in self.stops)
         options["stop"] = [stop for stop in self.stops if stop not in ends]
         options["speculation"] = generator.speculation
+        if generator.loras:
+            options["lora"] = generator.loras
         if self.filters:
             options["structure"] = FilterStructure(self.filters, llm.config.vocab_size, ends)
             options["ignore_eos"] = False
@@ -244,19 +246,27 @@ class ExLlamaV2DynamicGenerator:
         elif use_ngram_draft:
             self.speculation = {"kind": "ngram", "max_tokens": min(num_draft_tokens, 7)}
         self.jobs: list[ExLlamaV2DynamicJob] = []
+        self.loras: dict[str, float] = {}
 
     def warmup(self) -> None:
         """Run one short job."""
         self.llm.generate([self.llm.tokenizer.bos_id or 0, 5, 6], max_tokens=8, temperature=0)
 
     def set_loras(self, loras: ExLlamaV2Lora | list[ExLlamaV2Lora] | None) -> None:
-        """None is fine.
+        """Adapters of the jobs that are enqueued from now on, all of them together; None = none.
 
         Raises:
-            OptionError: adapters were given.
+            OptionError: something else than ExLlamaV2Lora. As `llm.loras.load`.
         """
-        if loras:
-            raise OptionError("set_loras: adapters are not offered here; merge them into the model, and convert that")
+        several = [] if not loras else loras if isinstance(loras, list) else [loras]
+        if wrong := [one for one in several if not isinstance(one, ExLlamaV2Lora)]:
+            raise OptionError(f"set_loras: {shown(wrong[0])} was given; expected ExLlamaV2Lora objects")
+        for one in several:
+            if one.name not in self.llm.loras:
+                self.llm.loras.load(one.directory, name=one.name, progress=None)
+        for name in self.loras.keys() - {one.name for one in several}:
+            self.llm.loras.unload(name)
+        self.loras = {one.name: one.lora_scaling for one in several}
 
     def num_remaining_jobs(self) -> int:
         """Jobs that have not ended."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from exl2nb.core.options import shown
 from exl2nb.core.progress import SilentSink, Sink
 from exl2nb.io import hub
 from exl2nb.model.loader import read_model_config
+from exl2nb.model.lora import read_lora
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
 MULTIPLE = 256  # tokens of a page
@@ -266,16 +269,26 @@ class ExLlamaV2Cache_TP(ExLlamaV2CacheBase):  # noqa: N801
 
 
 class ExLlamaV2Lora:
-    """Refused by name until the engine has adapters."""
+    """An adapter in PEFT's format: directory and weight. A generator loads it when it is set (`set_loras`)."""
+
+    _numbers = itertools.count()
+
+    def __init__(self, model: ExLlamaV2, directory: str, lora_scaling: float = 1.0) -> None:
+        self.model, self.directory, self.lora_scaling = model, directory, lora_scaling
+        self.name = f"exllamav2-{next(self._numbers)}"
 
     @staticmethod
     def from_directory(model: ExLlamaV2, directory: str, lora_scaling: float = 1.0) -> ExLlamaV2Lora:
-        """Refuse.
+        """Check the adapter against the model's config.
 
         Raises:
-            OptionError: always.
+            ModelNotFound, FormatError, ConfigError: it cannot be used with this model; says why.
         """
-        raise OptionError(f"ExLlamaV2Lora: {directory}: adapters are not offered here; merge it into the model, and convert that")
+        read_lora(Path(directory), read_model_config(hub.resolve(model.config.model_dir)))
+        return ExLlamaV2Lora(model, directory, lora_scaling)
+
+    def unload(self) -> None:
+        """Nothing: it is dropped when another is set."""
 
 
 class ExLlamaV2Tokenizer:
