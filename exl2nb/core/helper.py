@@ -53,7 +53,7 @@ class Limits:
     answer_bytes: int = 64 << 20
 
 
-_forking = threading.RLock()  # no fork while pipes are made or closed: the child would keep an end that nobody closes
+_forking = threading.RLock()  # held while pipes are made or closed: a child forked in between would keep one of their ends open
 _helpers: weakref.WeakSet[Helper] = weakref.WeakSet()
 
 

@@ -333,7 +333,7 @@ class _LoopWaker:
         self.loop.call_soon_threadsafe(self._set)
 
     async def rest(self, interval_s: float, channels: Sequence[Channel]) -> None:
-        """Wait for the next multiple of `interval_s`, or for the end of a request; meanwhile tokens of these channels wake nobody."""
+        """Wait for the next multiple of `interval_s`, or for the end of a request. Tokens of these channels do not wake the loop before."""
         loop, woken = self.loop, self.listen()
         for channel in channels:
             channel.wakes = WAKE_AT_END

@@ -45,7 +45,7 @@ _PATTERN = re.compile(r"\^?(?:[\w-]|\\?\.|\.\*|\\d\+|\\d)+\$?")
 
 @dataclass(frozen=True, kw_only=True)
 class LoraTarget:
-    """What a file says of one module: y += scale * (x @ a.T) @ b.T, then, where there is a magnitude, every output to that length (DoRA).
+    """The adapter of one module: y += scale * (x @ a.T) @ b.T. With a magnitude (DoRA), each row of the sum is rescaled to that norm.
 
     a: `(r, K)`, of an embedding `(V, r)`. b: `(N, r)`, its rows in the order of the roles. magnitude, bias: `(N,)` or None. All f32.
     """

@@ -1,8 +1,7 @@
-"""A forward pass op by op that shows, and can replace, what passes through the model at the points of `points`.
+"""A forward pass op by op that captures, and can edit, the activations at the points of `model.points`.
 
-The ops are the engine's own, so that what nobody edits has the engine's bits; what they compute in one piece (the queries before their
-rotation, attention's pattern, the gate) is computed a second time beside them, in fp32, where somebody wants to see it, and in their place
-where somebody edits it.
+It runs the engine's own ops, so activations that are not edited have the engine's bits. Values inside a fused op (the queries before RoPE,
+the attention pattern, the gate) are computed again in fp32: beside the op to capture them, in its place to edit them.
 """
 
 from __future__ import annotations

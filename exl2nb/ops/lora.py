@@ -1,7 +1,7 @@
 """Low-rank adapters of a program: which ops they change and how, as the table that every walker reads. Knows nothing of files or names.
 
-An adapter adds `b^T (scale * (a x))` to some outputs of some matrices. A step takes a table and, per token, a row of it; the products run
-row by row, so a token gives the same bits whatever else is in the batch.
+An adapter adds `(scale * (x @ a)) @ b` to some outputs of some matrices. A step takes a table and, for each token, the row of its adapter.
+The products are computed token by token, so a token's bits do not depend on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class LoraPart:
 
 @dataclass(frozen=True, kw_only=True)
 class LoraChange:
-    """What an adapter does to one op: its parts, then y += gain * y, then y += bias; `norm` and `norm_bias` replace the op's own.
+    """What an adapter changes in one op: it adds its parts to y, then gain * y, then bias; `norm` and `norm_bias` replace the op's own.
 
     gain, bias: f32 `(N,)`; norm, norm_bias: f32 `(H,)`; None = nothing.
     """
