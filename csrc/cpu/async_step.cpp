@@ -43,7 +43,7 @@ void execute(AsyncStep& s) {
 
 // Results of a step that ran out of memory: nothing drawn.
 void mark_failed(AsyncStep& s) {
-  const int64_t width = 4 + 2 * s.top, vocab = vocab_of(s.program);
+  const int64_t width = 4 + 2 * s.top, vocab = output_width(s.program);
   std::fill(s.drawn, s.drawn + s.batch.R * width, -1.0);
   std::fill(s.logits, s.logits + s.batch.R * vocab, NAN);
 }

@@ -95,7 +95,7 @@ Sizes sizes_of(const Program& program, int64_t rows) {
 struct FusedStep::Shared {
   const Program program;
   const StepBatch& b;
-  float* logits;
+  float* out;
   const Draws draws;
   const Sizes sizes;
   const int64_t rows, per_thread;  // rows: of the largest product; per_thread: floats of what each thread has for itself
@@ -103,10 +103,10 @@ struct FusedStep::Shared {
   Team team;
   Buffer<float> x, q, act, side, columns, thread_buffers, low;  // low: what adapters make of a product's inputs
   Buffer<uint8_t> codes;
-  Shared(const Program& program, const StepBatch& b, float* logits, const Draws& draws, int64_t threads)
+  Shared(const Program& program, const StepBatch& b, float* out, const Draws& draws, int64_t threads)
       : program(program),
         b(b),
-        logits(logits),
+        out(out),
         draws(draws),
         sizes(sizes_of(program, std::max(b.T, b.R))),
         rows(std::max(b.T, b.R)),
@@ -226,8 +226,12 @@ class FusedStep::Worker {
     const int64_t tasks = (prepares_rows(blob) ? R : 0) + shares(tiles_of(blob));
     for (int r = 0; r < R && !member_.over(tasks); r++)
       normalize_or_copy(s_.x + int64_t(b_.logit_rows[r]) * H, H, norm_of(op), normed_ + int64_t(r) * H, change(r));
-    if (R) product(blob, normed_, R, {nullptr, 0.0f}, op.bias, s_.logits, false);
+    if (R) product(blob, normed_, R, {nullptr, 0.0f}, op.bias, s_.out, false);
     vocab_ = header(blob).N;
+  }
+  void operator()(const ResidualOutOp&) {
+    const int64_t H = s_.program.hidden();
+    member_.each(b_.T, [&](int64_t t) { std::memcpy(s_.out + t * H, s_.x + t * H, size_t(H) * sizeof(float)); });
   }
 
  private:
@@ -325,7 +329,7 @@ class FusedStep::Worker {
     const Draws& d = s_.draws;
     const int64_t width = 4 + 2 * d.top;
     member_.each(b_.R,
-                 [&](int64_t r) { draw::draw_into(s_.logits + r * vocab_, nullptr, vocab_, d.settings[r], d.top, d.out + r * width); });
+                 [&](int64_t r) { draw::draw_into(s_.out + r * vocab_, nullptr, vocab_, d.settings[r], d.top, d.out + r * width); });
   }
 
   Shared& s_;
@@ -340,8 +344,8 @@ class FusedStep::Worker {
   int64_t vocab_ = 0;
 };
 
-FusedStep::FusedStep(const Program& program, const StepBatch& b, float* logits, const Draws& draws, int64_t threads)
-    : shared_(std::make_unique<Shared>(program, b, logits, draws, threads)) {
+FusedStep::FusedStep(const Program& program, const StepBatch& b, float* out, const Draws& draws, int64_t threads)
+    : shared_(std::make_unique<Shared>(program, b, out, draws, threads)) {
   run_embed(program.embed(), b, int(program.hidden()), shared_->x);
 }
 

@@ -21,8 +21,8 @@ struct Draws {
 // Bit-identical to running the ops one by one. The program must have no RoutedOp.
 class FusedStep {
  public:
-  // Team of up to `threads` threads. The batch must outlive it.
-  FusedStep(const Program& program, const StepBatch& b, float* logits, const Draws& draws, int64_t threads);
+  // Team of up to `threads` threads. The batch must outlive it. out: as in `run_step`.
+  FusedStep(const Program& program, const StepBatch& b, float* out, const Draws& draws, int64_t threads);
   ~FusedStep();
   // Runs as thread `index` of the team; each index at most once. When a call returns, the step is complete.
   void run(int64_t index) noexcept;

@@ -83,6 +83,7 @@ class Checker {
     return check_matrix(op.blob, H_, op.experts);
   }
   std::string operator()(const HeadOp& op) { return check_matrix(op.blob, H_, 0); }
+  std::string operator()(const ResidualOutOp&) { return ""; }
 
  private:
   int64_t layers() const { return int64_t(b_.k_pools.size()); }
@@ -172,10 +173,10 @@ namespace {
 // Runs every op for all rows of the batch.
 class StepRunner {
  public:
-  StepRunner(const Program& program, const StepBatch& b, float* logits)
+  StepRunner(const Program& program, const StepBatch& b, float* out)
       : program_(program),
         b_(b),
-        logits_(logits),
+        out_(out),
         H_(program.hidden()),
         widths_(widths(program)),
         x_(b.T * H_),
@@ -226,8 +227,9 @@ class StepRunner {
   void operator()(const HeadOp& op) {
     Buffer<float> rows(b_.R * H_);
     for (int64_t r = 0; r < b_.R; r++) std::memcpy(rows + r * H_, x_ + b_.logit_rows[r] * H_, size_t(H_) * sizeof(float));
-    norm_linear(rows, int(b_.R), norm_of(op), op.blob, op.bias, logits_, nullptr, changes_.of(index_, true));
+    norm_linear(rows, int(b_.R), norm_of(op), op.blob, op.bias, out_, nullptr, changes_.of(index_, true));
   }
+  void operator()(const ResidualOutOp&) { std::memcpy(out_, x_, size_t(b_.T * H_) * sizeof(float)); }
 
  private:
   struct Widths {
@@ -248,7 +250,7 @@ class StepRunner {
 
   const Program& program_;
   const StepBatch& b_;
-  float* logits_;
+  float* out_;
   const int64_t H_;
   const Widths widths_;
   Buffer<float> x_, q_, act_, side_;
@@ -296,9 +298,9 @@ bool suits_fused_step(const Program& program, const StepBatch& b) {
 
 }  // namespace
 
-void run_step(const Program& program, const StepBatch& b, float* logits) {
-  if (!suits_fused_step(program, b)) return StepRunner(program, b, logits).run();
-  FusedStep step(program, b, logits, {}, available_threads());
+void run_step(const Program& program, const StepBatch& b, float* out) {
+  if (!suits_fused_step(program, b)) return StepRunner(program, b, out).run();
+  FusedStep step(program, b, out, {}, available_threads());
   step.run_on_all(0);
 }
 

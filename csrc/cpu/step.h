@@ -23,9 +23,11 @@ struct StepBatch {
 
 // What is wrong with the program or the batch, or an empty string. Nothing has been written then.
 std::string check_step(const Program& program, const StepBatch& batch);
-void run_step(const Program& program, const StepBatch& batch, float* logits);
-// Logits per row.
-inline int64_t vocab_of(const Program& program) { return header(program.head().blob).N; }
+// out: (output_rows, output_width).
+void run_step(const Program& program, const StepBatch& batch, float* out);
+// What a step returns: logits of the rows that want them; or, of a program without head, the residual stream of every token.
+inline int64_t output_width(const Program& program) { return program.head() ? header(program.head()->blob).N : program.hidden(); }
+inline int64_t output_rows(const Program& program, const StepBatch& batch) { return program.head() ? batch.R : batch.T; }
 
 // An op's arguments for the kernels of engine.h.
 inline Norm norm_of(const NormedOp& op) { return {op.norm, float(op.eps), op.norm_bias, op.layer_norm != 0}; }

@@ -15,7 +15,7 @@
 
 namespace exl2nb {
 
-constexpr int64_t kProgramMagic = 0x3147525032584558, kProgramVersion = 3;
+constexpr int64_t kProgramMagic = 0x3147525032584558, kProgramVersion = 4;
 
 struct Op {
   int64_t code;
@@ -48,7 +48,8 @@ struct Op {
   OP(ResidualOp, Op, EXL2NB_NO_FIELDS, 4, linear_residual, EXL2NB_RESIDUAL_FIELDS) \
   OP(GateUpOp, NormedOp, EXL2NB_NORMED_FIELDS, 5, norm_gate_up, EXL2NB_GATE_UP_FIELDS) \
   OP(HeadOp, NormedOp, EXL2NB_NORMED_FIELDS, 6, norm_head, EXL2NB_HEAD_FIELDS) \
-  OP(RoutedOp, NormedOp, EXL2NB_NORMED_FIELDS, 7, routed_mlp, EXL2NB_ROUTED_FIELDS)
+  OP(RoutedOp, NormedOp, EXL2NB_NORMED_FIELDS, 7, routed_mlp, EXL2NB_ROUTED_FIELDS) \
+  OP(ResidualOutOp, Op, EXL2NB_NO_FIELDS, 8, residual_out, EXL2NB_NO_FIELDS)
 // clang-format on
 
 #define EXL2NB_FIELD(type, name) alignas(8) type name;  // a pointer may have 4 bytes (WebAssembly)
@@ -98,7 +99,7 @@ inline const uint8_t* matrix_of(const Op* op) {
   const auto* residual = as<ResidualOp>(op);
   return residual ? residual->blob : nullptr;
 }
-inline bool known_op(int64_t code) { return code >= EmbedOp::kCode && code <= RoutedOp::kCode; }
+inline bool known_op(int64_t code) { return code >= EmbedOp::kCode && code <= ResidualOutOp::kCode; }
 // Bytes of an op with a known code.
 inline int64_t op_bytes(const Op* op) {
   return visit(op, [](const auto& o) { return static_cast<int64_t>(sizeof(o)); });
@@ -128,21 +129,27 @@ class Program {
     constexpr int64_t kHeader = sizeof(Header) / 8;
     if (words_ < kHeader || header().magic != kProgramMagic || header().version != kProgramVersion || header().words != words_)
       return "the program is not the code of a Program";
+    constexpr const char* kOrder = "a program starts with embed and ends with norm_head or residual_out";
     bool ended = false;
     for (int64_t at = kHeader; at < words_;) {
       const Op* op = reinterpret_cast<const Op*>(code_ + at);
       if (!known_op(op->code) || at + op_bytes(op) / 8 > words_) return "the program holds an unknown op";
-      if (ended || (at == kHeader) != (op->code == EmbedOp::kCode)) return "a program starts with embed and ends with norm_head";
-      ended = op->code == HeadOp::kCode;
+      if (ended || (at == kHeader) != (op->code == EmbedOp::kCode)) return kOrder;
+      ended = op->code == HeadOp::kCode || op->code == ResidualOutOp::kCode;
       at += op_bytes(op) / 8;
     }
-    return ended ? nullptr : "a program starts with embed and ends with norm_head";
+    return ended ? nullptr : kOrder;
   }
   const Header& header() const { return *reinterpret_cast<const Header*>(code_); }
   int64_t hidden() const { return header().hidden; }
   const Op* first() const { return reinterpret_cast<const Op*>(code_ + sizeof(Header) / 8); }
   const EmbedOp& embed() const { return static_cast<const EmbedOp&>(*first()); }
-  const HeadOp& head() const { return *reinterpret_cast<const HeadOp*>(code_ + words_ - static_cast<int64_t>(sizeof(HeadOp) / 8)); }
+  // The op that ends it with logits, or null where the residual stream is what it leaves.
+  const HeadOp* head() const {
+    const Op* last = first();
+    for (const Op* op = last; op; op = next(op)) last = op;
+    return as<HeadOp>(last);
+  }
   // The op after `op`, or null.
   const Op* next(const Op* op) const {
     const auto* after = reinterpret_cast<const Op*>(reinterpret_cast<const uint8_t*>(op) + op_bytes(op));

@@ -312,9 +312,9 @@ Tensor decode_step_cpu(const Tensor& program, const Tensor& ids, const Tensor& p
                                  v_pools, lora, adapters);
   const Program ops = program_of(program);
   check_text("decode_step", check_step(ops, b));
-  Tensor logits = empty_f32({b.R, vocab_of(ops)});
-  run_step(ops, b, out_f32(logits));
-  return logits;
+  Tensor out = empty_f32({output_rows(ops, b), output_width(ops)});
+  run_step(ops, b, out_f32(out));
+  return out;
 }
 
 std::tuple<Tensor, Tensor> step_draw_cpu(const Tensor& program, const Tensor& ids, const Tensor& positions, const Tensor& slots,
@@ -363,7 +363,8 @@ std::tuple<Tensor, Tensor> draw_ahead_cpu(const Tensor& program, const Tensor& i
   const StepBatch& b = step->batch;
   step->program = program_of(program);
   check_text(op, check_step(step->program, b));
-  const int64_t vocab = vocab_of(step->program), known = step->program.embed().vocab;
+  STD_TORCH_CHECK(step->program.head(), op, ": the program has no head; expected one that ends with norm_head");
+  const int64_t vocab = output_width(step->program), known = step->program.embed().vocab;
   STD_TORCH_CHECK(b.T <= kMaxAsyncRows && b.R >= 1 && b.R <= kMaxAsyncRows, op, ": the step has ", b.T, " tokens and ", b.R,
                   " rows of logits; expected at least one and at most ", kMaxAsyncRows);
   STD_TORCH_CHECK(vocab <= known, op, ": the model draws from ", vocab, " ids; expected at most the ", known, " that it has embeddings of");

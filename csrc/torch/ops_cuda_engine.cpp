@@ -184,13 +184,13 @@ Tensor linear_cuda(const Tensor& x, const Tensor& blob, const std::optional<Tens
 Tensor step_bytes(const Tensor& program, int64_t capacity) {
   require("gpu_step_bytes", "program", program, ScalarType::Long, -1, false);
   size_t bytes = 0;
-  int64_t vocab = 0;
-  const std::string wrong = step_workspace({program.const_data_ptr<int64_t>(), program.numel()}, int(capacity), bytes, vocab);
+  int64_t width = 0;
+  const std::string wrong = step_workspace({program.const_data_ptr<int64_t>(), program.numel()}, int(capacity), bytes, width);
   STD_TORCH_CHECK(wrong.empty(), "gpu_step_bytes: ", wrong);
   const std::vector<int64_t> two{2};
   Tensor out = torch::stable::empty(two, ScalarType::Long);
   static_cast<int64_t*>(out.mutable_data_ptr())[0] = int64_t(bytes);
-  static_cast<int64_t*>(out.mutable_data_ptr())[1] = vocab;
+  static_cast<int64_t*>(out.mutable_data_ptr())[1] = width;
   return out;
 }
 
@@ -215,11 +215,12 @@ void step_cuda(const Tensor& program, Tensor& workspace, int64_t capacity, const
   if (logit_rows) require(op, "logit_rows", *logit_rows, ScalarType::Int, -1);
   require(op, "logits", logits, ScalarType::Float, -1);
   size_t bytes = 0;
-  int64_t vocab = 0;
+  int64_t width = 0;
   const Program ops(program.const_data_ptr<int64_t>(), program.numel());
-  std::string wrong = step_workspace(ops, int(capacity), bytes, vocab);
+  std::string wrong = step_workspace(ops, int(capacity), bytes, width);
   STD_TORCH_CHECK(wrong.empty(), op, ": ", wrong);
-  STD_TORCH_CHECK(logits.numel() == rows * vocab, op, ": logits has ", logits.numel(), " elements; expected ", rows, " x ", vocab);
+  STD_TORCH_CHECK(logits.numel() == rows * width, op, ": logits has ", logits.numel(), " elements; expected ", rows, " x ", width);
+  STD_TORCH_CHECK(ops.head() || !logit_rows, op, ": the program has no head; expected no logit_rows");
   std::vector<void*> k, v;
   for (size_t i = 0; i < k_pools.size(); i++) k.push_back(k_pools[i].mutable_data_ptr()), v.push_back(v_pools[i].mutable_data_ptr());
   const DeviceGuard guard(ids.get_device_index());

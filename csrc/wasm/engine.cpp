@@ -119,6 +119,7 @@ class Bounds {
     if (op.bias && wrong.empty()) array(op.bias, int64_t(exl2nb::header(op.blob).N) * 4, "a bias");
   }
   void operator()(const RoutedOp&) { wrong = "mixtures of experts do not run in the browser"; }
+  void operator()(const ResidualOutOp&) { wrong = "the program has no head"; }
   std::string wrong;
 
  private:
@@ -173,7 +174,7 @@ EXL2NB_EXPORT(open_model) const char* open_model() {
   for (int64_t i = 0; i < pages; i++) m.pages[size_t(i)] = int32_t(i);
   m.pools.assign(
       size_t(2 * m.header.layers * pages * m.header.num_kv_heads * pool_row_bytes(kCacheF16, int64_t(kPage), int(m.header.head_dim))), 0);
-  m.logits.resize(size_t(vocab_of(program)));
+  m.logits.resize(size_t(output_width(program)));
   m.ids.resize(size_t(m.header.context));
   m.open = true;
   return nullptr;

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from itertools import groupby
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from exl2nb.cache.spec import CacheSpec
 from exl2nb.cache.storage import STORAGES
@@ -13,6 +17,14 @@ from exl2nb.core.show import facts
 from exl2nb.ops.memory import large_pages
 
 LARGE_BYTES = 2 << 20  # caches of at least this size use large pages
+
+
+class CachePart(NamedTuple):
+    """The pools of some layers, all on one device; spec is that of the whole cache."""
+
+    spec: CacheSpec
+    k: list[Tensor]
+    v: list[Tensor]
 
 
 class KVCache:
@@ -24,23 +36,29 @@ class KVCache:
 
     Args:
         spec: the sizes and the mode.
-        device: of the pools.
+        device: of the pools, or the device of each layer.
 
     Raises:
         OptionError: the cache is larger than the memory of this machine; names both and what to lower.
+
+    Attributes:
+        device: the one device, or all of them, as "cpu+cuda:0".
     """
 
-    def __init__(self, spec: CacheSpec, device: str = "cpu") -> None:
-        self.spec, self.device = spec, device
-        _check_memory(spec, device)
-        # A step reads from hundreds of places: eight requests are a tenth slower with pages of 4 KiB (demo model, 2 cores, 2026-11).
-        memory = large_pages(spec.total_bytes) if device == "cpu" and spec.total_bytes >= LARGE_BYTES else None
-        if memory is None:
-            memory = torch.zeros(spec.total_bytes, dtype=torch.uint8, device=device)  # one tensor: a GPU gives each its own segments
-        pieces = memory.split([spec.pool_bytes(mode) for mode in (spec.k_mode, spec.v_mode) for _ in range(spec.num_layers)])
-        shape = (spec.num_pages, spec.num_kv_heads, spec.page_size, spec.head_dim)
-        self.k = [STORAGES[spec.k_mode].pool(piece, *shape) for piece in pieces[: spec.num_layers]]
-        self.v = [STORAGES[spec.v_mode].pool(piece, *shape) for piece in pieces[spec.num_layers :]]
+    def __init__(self, spec: CacheSpec, device: str | Sequence[str] = "cpu") -> None:
+        places = [device] * spec.num_layers if isinstance(device, str) else [*device]
+        assert len(places) == spec.num_layers, "a device for each layer"
+        self.spec, self.device = spec, "+".join(dict.fromkeys(places))
+        self.k: list[Tensor] = []
+        self.v: list[Tensor] = []
+        for place, layers in groupby(places):
+            k, v = _pools(spec, len([*layers]), place)
+            self.k += k
+            self.v += v
+
+    def part(self, first: int, last: int) -> CachePart:
+        """The pools of layers [first, last)."""
+        return CachePart(self.spec, self.k[first:last], self.v[first:last])
 
     def copy_page(self, source: int, target: int) -> None:
         """Make page `target` what page `source` is, K and V of all layers, byte for byte.
@@ -82,13 +100,28 @@ def _mode(spec: CacheSpec) -> str:
     return spec.mode if spec.k_mode == spec.v_mode else f"{spec.mode} (K {spec.k_mode}, V {spec.v_mode})"
 
 
-def _check_memory(spec: CacheSpec, device: str) -> None:
+def _pools(spec: CacheSpec, layers: int, device: str) -> tuple[list[Tensor], list[Tensor]]:
+    """The pools of so many layers."""
+    size = spec.total_bytes * layers // spec.num_layers
+    _check_memory(spec, size, device)
+    # A step reads from hundreds of places: eight requests are a tenth slower with pages of 4 KiB (demo model, 2 cores, 2026-11).
+    memory = large_pages(size) if device == "cpu" and size >= LARGE_BYTES else None
+    if memory is None:
+        memory = torch.zeros(size, dtype=torch.uint8, device=device)  # one tensor: a GPU gives each its own segments
+    pieces = memory.split([spec.pool_bytes(mode) for mode in (spec.k_mode, spec.v_mode) for _ in range(layers)])
+    shape = (spec.num_pages, spec.num_kv_heads, spec.page_size, spec.head_dim)
+    k, v = ([STORAGES[mode].pool(piece, *shape) for piece in half]
+            for mode, half in ((spec.k_mode, pieces[:layers]), (spec.v_mode, pieces[layers:])))  # fmt: skip
+    return k, v
+
+
+def _check_memory(spec: CacheSpec, size: int, device: str) -> None:
     if device.startswith("cuda"):
         memory = torch.cuda.get_device_properties(device).total_memory
     else:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if spec.total_bytes > memory:
+    if size > memory:
         raise OptionError(
-            f"cache: {spec.num_tokens} tokens in mode {spec.mode} need {spec.total_bytes / 2**30:.1f} GiB, "
+            f"cache: {spec.num_tokens} tokens in mode {spec.mode} need {size / 2**30:.1f} GiB, "
             f"{device} has {memory / 2**30:.1f} GiB; lower the number of cache tokens, or take a mode of fewer bits"
         )

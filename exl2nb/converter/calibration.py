@@ -475,7 +475,7 @@ def write_text(
         begin, pages = encoder.encode("")[:1], model.cache_spec(length).num_pages
         for first in range(0, rows, AT_ONCE):
             count = min(AT_ONCE, rows - first)
-            cache = KVCache(model.cache_spec(pages * PAGE_SIZE * count), device=model.device)
+            cache = KVCache(model.cache_spec(pages * PAGE_SIZE * count), device=model.placement)
             ids = [list(begin) or torch.randint(model.config.vocab_size, (1,), generator=generator).tolist() for _ in range(count)]
             for start in range(length - 1):
                 spans = [Span(ids=[row[start]], start=start, pages=range(b * pages, (b + 1) * pages)) for b, row in enumerate(ids)]

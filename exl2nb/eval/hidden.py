@@ -98,6 +98,6 @@ def hidden(
             kept[name] = value.detach().float().cpu().clone()  # the model goes on in place
 
     with torch.inference_mode():
-        logits = model.forward_by_ops(batch, KVCache(spec, device=model.device), observe)
+        logits = model.forward_by_ops(batch, KVCache(spec, device=model.placement), observe)
     observe("logits", logits)
     return Hidden(ids=tuple(int(i) for i in ids), texts=tuple(texts or ()), points={name: kept[name] for name in known if name in kept})

@@ -39,7 +39,7 @@ class Reader:
 
     def __init__(self, model: Model, mode: str, room: int) -> None:
         self._model, self.spec = model, model.cache_spec(room, mode=mode)
-        self._cache = KVCache(self.spec, device=model.device)
+        self._cache = KVCache(self.spec, device=model.placement)
         self._pages = list(range(self.spec.num_pages))
         self._long = model.rope_switch is None or room > model.rope_switch
         self.length = 0

@@ -44,7 +44,7 @@ class RowRunner:
 
     def __init__(self, model: Model, length: int, cache: str = "fp32", *, adapter: int = -1) -> None:
         spec = model.cache_spec(length, mode=cache)
-        self._model, self._cache = model, KVCache(spec, device=model.device)
+        self._model, self._cache = model, KVCache(spec, device=model.placement)
         self._pages, self._adapter = list(range(spec.num_pages)), adapter
         self.piece = max(16, PIECE_BYTES // (4 * model.config.vocab_size))
 

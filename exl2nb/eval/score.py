@@ -228,7 +228,7 @@ def continuation_logprobs(
         check_ids(model, torch.tensor([[*context, *rest[:-1]]]))  # the last token is predicted and not read
         check_ids(model, torch.tensor([rest[-1:]]))
     spec = model.cache_spec(len(context) + max(map(len, rests)), mode=cache)
-    pool, pages = KVCache(spec, device=model.device), list(range(spec.num_pages))
+    pool, pages = KVCache(spec, device=model.placement), list(range(spec.num_pages))
 
     def run(ids: Sequence[int], start: int, rows: str) -> torch.Tensor:
         return model.forward(Batch.single(ids, start=start, pages=pages, logit_rows=rows), pool).float().cpu()

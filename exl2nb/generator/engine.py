@@ -172,7 +172,7 @@ class Engine:
         vocab_size: int | None = None,
         max_sequences: int = 16,
         max_chunk: int = MAX_CHUNK,
-        device: str = "cpu",
+        device: str | Seq[str] = "cpu",
         executor: Callable[[Forward, KVCache], Executor] | None = None,
     ) -> None:
         self.model, self.tokenizer, self.spec = model, tokenizer, cache_spec
@@ -400,7 +400,7 @@ class Engine:
         loop, scheduler = self.loop, self.loop.scheduler
         try:
             # an interrupt inside Thread.start can leave a thread behind, unknown to the engine, beside its successor: only one may run
-            numbered = ":" in self.cache.device  # this thread begins on the first GPU
+            numbered = self.cache.device.startswith("cuda:") and "+" not in self.cache.device  # this thread begins on the first GPU
             place = torch.cuda.device(self.cache.device) if numbered else nullcontext()
             with self._run_lock, torch.inference_mode(), place:
                 while True:

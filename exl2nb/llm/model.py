@@ -97,7 +97,7 @@ class LLM(ScoringMixin, InsideMixin, ChatMixin):
             vocab_size=model.config.vocab_size,
             max_sequences=max_sequences,
             max_chunk=GPU_CHUNK if model.device != "cpu" else MAX_CHUNK,
-            device=model.device,
+            device=model.placement,
             executor=_gpu_executor if model.device != "cpu" else None,
         )
         self.cache = PromptCache(self.engine, partial(fingerprint, path, model))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from exl2nb import ops
-from exl2nb.cache.pool import KVCache
+from exl2nb.cache.pool import CachePart, KVCache
 from exl2nb.model.batch import TENSORS, Batch
 from exl2nb.ops import gpu, gpu_prefill, kernel_code, kv_codes
 
@@ -35,7 +35,7 @@ class GpuForward:
     def __init__(self, program: ops.Program, device: torch.device, *, deterministic: bool = False) -> None:
         self.program, self.device, self.deterministic = program, device, deterministic
         self.stream_k_from = 0 if deterministic else STREAM_K_FROM
-        self.vocab = ops.shape(program.steps[-1][1]["blob"])[1]
+        self.vocab = program.outputs  # the hidden size where the program is a part of a model
         self.most = MOST_ROUTED if any(name == "routed_mlp" for name, _ in program.steps) else MOST
         self._kernels: dict[int, gpu.StepKernels] = {}
 
@@ -46,7 +46,7 @@ class GpuForward:
             self._kernels[capacity] = gpu.StepKernels(self.program.code, capacity, self.device, stream_k_from=self.stream_k_from)
         return self._kernels[capacity]
 
-    def kernels(self, cache: KVCache, most: int = SHORT) -> list[kernel_code.KernelId]:
+    def kernels(self, cache: KVCache | CachePart, most: int = SHORT) -> list[kernel_code.KernelId]:
         """The kernels of steps of 1 to `most` tokens of one sequence, and of the products of prompts; none is launched."""
         heads = cache.spec.num_kv_heads, cache.spec.head_dim
         scratch = gpu.StepKernels(self.program.code, most, self.device, stream_k_from=self.stream_k_from)
@@ -65,7 +65,7 @@ class GpuForward:
 
         return kernel_code.noted(steps)
 
-    def run(self, batch: Batch, cache: KVCache, *, ids: Tensor | None = None) -> Tensor:
+    def run(self, batch: Batch, cache: KVCache | CachePart, *, ids: Tensor | None = None) -> Tensor:
         """Logits f32 `(R, V)` on the GPU.
 
         Args:
@@ -84,7 +84,7 @@ class GpuForward:
         sequences = gpu_prefill.Sequences(bounds, batch.context_lens.tolist())
         return gpu_prefill.prefill(self.program, inputs, sequences, cache.k, cache.v)
 
-    def _step(self, batch: Batch, cache: KVCache, ids: Tensor | None) -> Tensor:
+    def _step(self, batch: Batch, cache: KVCache | CachePart, ids: Tensor | None) -> Tensor:
         i = self._inputs(batch, ids)
         every = torch.equal(batch.logit_rows.cpu(), torch.arange(len(batch.input_ids), dtype=torch.int32))
         rows = None if every else i.logit_rows  # as captured steps have it, for the same bits
@@ -95,7 +95,7 @@ class GpuForward:
         )  # fmt: skip
         return logits
 
-    def _apart(self, batch: Batch, bounds: list[int], cache: KVCache, ids: Tensor | None) -> Tensor:
+    def _apart(self, batch: Batch, bounds: list[int], cache: KVCache | CachePart, ids: Tensor | None) -> Tensor:
         """Sequences that decode through the step kernels, prompts through prefill, which costs something for each sequence's cache."""
         out = torch.empty(len(batch.logit_rows), self.vocab, device=self.device)
         for short in (True, False):
@@ -106,7 +106,7 @@ class GpuForward:
                 out[rows.to(self.device)] = logits
         return out
 
-    def _pieces(self, batch: Batch, cache: KVCache, ids: Tensor | None) -> Tensor:
+    def _pieces(self, batch: Batch, cache: KVCache | CachePart, ids: Tensor | None) -> Tensor:
         """The batch as steps of at most eight tokens of one sequence."""
         bounds, lengths = batch.cu_seqlens.tolist(), batch.context_lens.tolist()
         wanted = torch.full((bounds[-1],), -1, dtype=torch.int64)
@@ -138,6 +138,6 @@ class GpuForward:
         return gpu_prefill.Inputs(*cut)
 
 
-def formats_of(cache: KVCache) -> tuple[int, int]:
+def formats_of(cache: KVCache | CachePart) -> tuple[int, int]:
     """Numbers of the formats of K and V."""
     return kv_codes.FORMATS[cache.spec.k_mode], kv_codes.FORMATS[cache.spec.v_mode]

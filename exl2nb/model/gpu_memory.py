@@ -16,7 +16,7 @@ from torch import Tensor
 
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.inspect import Inspection, Matrix
-from exl2nb.model.layout import Linear, layer_linears, modules, vectors
+from exl2nb.model.layout import Linear, end_vectors, layer_linears, layer_vectors, modules
 from exl2nb.ops.memory import packed_bytes
 
 ALIGN = 256  # bytes; where a tensor of the arena begins
@@ -51,33 +51,41 @@ def aligned(size: int) -> int:
 
 def kept_bytes(config: ModelConfig, found: Inspection) -> int:
     """Bytes of a model's weights on the GPU, as the loader keeps them; a few thousandths too much where matrices share a permutation."""
-    return sum(map(aligned, _kept(config, {matrix.key: matrix for matrix in found.matrices}, found)))
+    return sum(kept_by_layer(config, found))
 
 
-def _kept(config: ModelConfig, matrices: dict[str, Matrix], found: Inspection) -> Iterator[int]:
-    """Every tensor's bytes."""
-    names, routers = config.names, ("router", "shared_router")
-    routed = {f"{names.at(layer, part)}.weight" for layer in range(config.num_layers) for part in routers if config.experts(layer)}
-    tables = (names.embed, names.positions)
-    for name, shape in vectors(config).items():
+def kept_by_layer(config: ModelConfig, found: Inspection) -> list[int]:
+    """The same of each part: the embedding, each layer, last norm and head."""
+    sizes = [0] * (config.num_layers + 2)
+    for layer, size in _kept(config, {matrix.key: matrix for matrix in found.matrices}, found):
+        sizes[layer + 1] += aligned(size)
+    return sizes
+
+
+def _kept(config: ModelConfig, matrices: dict[str, Matrix], found: Inspection) -> Iterator[tuple[int, int]]:
+    """Layer and bytes of every tensor; layer -1: before them, num_layers: behind them."""
+    names, last = config.names, config.num_layers
+    for name, shape in end_vectors(config).items():
         key = name.rpartition(".")[0]
-        if name in routed:
-            yield blob_bytes([_dense(key, shape[1], shape[0])])
-        elif key in tables:
-            yield matrices[key].nbytes if key in matrices else 2 * prod(shape)
+        if key in (names.embed, names.positions):
+            yield -1, matrices[key].nbytes if key in matrices else 2 * prod(shape)
         else:
-            yield 4 * prod(shape)
-    for layer in range(config.num_layers):
+            yield last, 4 * prod(shape)
+    for layer in range(last):
+        routers = [f"{names.at(layer, part)}.weight" for part in ("router", "shared_router")] if config.experts(layer) else []
+        for name, shape in layer_vectors(config, layer).items():
+            routed = name in routers
+            yield layer, blob_bytes([_dense(name, shape[1], shape[0])]) if routed else 4 * prod(shape)
         if config.parallel and config.pre_norm:  # attention and MLP each hold the norm that they share
-            yield from [4 * config.hidden_size] * (2 if config.norm_bias else 1)
+            yield from [(layer, 4 * config.hidden_size)] * (2 if config.norm_bias else 1)
         roles = layer_linears(config, layer)
         for module in modules(roles):
-            last = [role for role in module if role == "o" or role.startswith(("down", "shared_down"))]
-            for stack in ([role for role in module if role not in last], last):
-                yield blob_bytes([_matrix(matrices, roles[role]) for role in stack])
-                yield sum(4 * roles[role].out_features for role in stack if roles[role].bias)
+            down = [role for role in module if role == "o" or role.startswith(("down", "shared_down"))]
+            for stack in ([role for role in module if role not in down], down):
+                yield layer, blob_bytes([_matrix(matrices, roles[role]) for role in stack])
+                yield layer, sum(4 * roles[role].out_features for role in stack if roles[role].bias)
     head = found.head or found.embedding
-    yield blob_bytes([head if head is not None else _dense("", config.hidden_size, config.vocab_size)])
+    yield last, blob_bytes([head if head is not None else _dense("", config.hidden_size, config.vocab_size)])
 
 
 def _matrix(matrices: dict[str, Matrix], linear: Linear) -> Matrix:

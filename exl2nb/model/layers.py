@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from exl2nb import ops
-from exl2nb.cache.pool import KVCache
+from exl2nb.cache.pool import CachePart, KVCache
 from exl2nb.model.batch import Batch
 
 
@@ -18,7 +18,7 @@ class Step(NamedTuple):
     """The batch, the cache it reads and writes, and per kind of RoPE its tables (cos, sin), f32 `(positions, rotary_dim/2)`."""
 
     batch: Batch
-    cache: KVCache
+    cache: KVCache | CachePart
     ropes: Mapping[str, tuple[Tensor, Tensor]]
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import re
 import warnings
+from collections.abc import Sequence
+from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,11 +22,12 @@ from exl2nb.io.hf_config import read_config, with_quantization
 from exl2nb.model.archs import parse_config
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.facts import remote_code
-from exl2nb.model.gpu_memory import Arena, kept_bytes
+from exl2nb.model.gpu_memory import Arena, kept_by_layer
 from exl2nb.model.inspect import inspect
 from exl2nb.model.layers import MLP, Attention, Embedding, Head, Layer, Norm, ResidualAdd, RoutedMLP
 from exl2nb.model.model import SMALL_MODEL_BYTES, Model, Network
 from exl2nb.model.rope import MAX_CONTEXT, RopeOverride, rope_tables, trained_context
+from exl2nb.model.split import Span, SplitModel
 from exl2nb.model.sources import Source, find_sources, read_gptq
 from exl2nb.model.store import ModelStore, open_store
 from exl2nb.ops.memory import large_pages
@@ -56,6 +60,7 @@ def load_model(
     directory: str | os.PathLike[str],
     *,
     device: str = "cpu",
+    spans: Sequence[Span] = (),
     weights: str = "auto",
     context: int | None = None,
     rope: RopeOverride | None = None,
@@ -68,6 +73,7 @@ def load_model(
         directory: holds config.json and the .safetensors files.
         device: "cpu", "cuda" or "cuda:1"; on CUDA every plain weight is kept in fp16, and so is a GPTQ matrix whose scales fp16 cannot
             hold.
+        spans: layers on several devices, in running order and without gaps, in place of `device`.
         weights: "auto" keeps every matrix in the format it is stored in; "fp32" widens plain ones and reconstructs quantised ones to fp32
             (a reference: 4 bytes a weight).
         context: longest sequence in tokens; None = max_position_embeddings. Dynamic NTK takes its base from it. A RuntimeWarning
@@ -89,24 +95,44 @@ def load_model(
         raise OptionError(f"load_model: weights is {weights!r}; expected one of {', '.join(WEIGHTS)}")
     if context is not None and (isinstance(context, bool) or not isinstance(context, int) or not 1 <= context <= MAX_CONTEXT):
         raise OptionError(f"load_model: context is {context!r}; expected an integer from 1 to {MAX_CONTEXT}")
-    if not isinstance(device, str) or not re.fullmatch(r"cpu|cuda(:[0-9]{1,3})?", device):
-        raise DeviceError(f"load_model: device is {device!r}; expected cpu, cuda or cuda:<number>")
-    if device != "cpu" and "cuda" not in ops.libraries().loaded:
-        raise DeviceError(f"load_model: device is {device!r}, which cannot be used: {ops.libraries().cuda_problem}; use device='cpu'")
-    if device != "cpu" and weights == "fp32":
-        raise OptionError("load_model: weights='fp32' is a reference for the CPU; use device='cpu'")
+    for place in [span.device for span in spans] or [device]:
+        if not isinstance(place, str) or not re.fullmatch(r"cpu|cuda(:[0-9]{1,3})?", place):
+            raise DeviceError(f"load_model: device is {place!r}; expected cpu, cuda or cuda:<number>")
+        if place != "cpu" and "cuda" not in ops.libraries().loaded:
+            raise DeviceError(f"load_model: device is {place!r}, which cannot be used: {ops.libraries().cuda_problem}; use device='cpu'")
+        if place != "cpu" and weights == "fp32":
+            raise OptionError("load_model: weights='fp32' is a reference for the CPU; use device='cpu'")
     config = read_model_config(directory, rope=rope)
+    _check_spans(spans, config.num_layers)
     longest = config.max_position_embeddings
     if config.learned_positions and context is not None and context > longest:
         raise OptionError(f"load_model: context is {context}; expected at most {longest}, the positions this model has learned")
     _warn_beyond(config, context, where=Path(directory).name)
-    with open_store(config, directory) as store, ops.on_device(device):
+    with open_store(config, directory) as store:
         sources = find_sources(config, store)
-        arena = _arena(config, directory, device, widen=weights == "fp32")
-        network = _Builder(config, store, sources, widen=weights == "fp32", device=device, arena=arena).network(progress)
-        if device != "cpu":
-            torch.cuda.empty_cache()  # what held tensors while they were packed
-    return Model(config, network, context=context if context is not None else longest, device=device, deterministic=deterministic)
+        pieces, shared = [], small_model_memory(directory, widened=weights == "fp32")
+        host = None if shared is None else Arena(shared.numel(), "cpu", shared)  # of every span on the CPU
+        with Meter("load", total=config.num_layers + 2, unit="layers", sink=progress) as meter:
+            for span in spans or [Span(device, 0, config.num_layers)]:
+                with ops.on_device(span.device):
+                    arena = host if span.device == "cpu" else _arena(config, directory, span)
+                    builder = _Builder(config, store, sources, widen=weights == "fp32", device=span.device, arena=arena)
+                    pieces.append(builder.span(span, meter))
+                    if span.device != "cpu":
+                        torch.cuda.empty_cache()  # what held tensors while they were packed
+    embedding, head = pieces[0].embedding, pieces[-1].head
+    assert embedding is not None and head is not None
+    network = Network(embedding, tuple(layer for piece in pieces for layer in piece.layers), head)
+    longest = context if context is not None else longest
+    if len(spans) > 1:
+        return SplitModel(config, network, spans, context=longest, deterministic=deterministic)
+    return Model(config, network, context=longest, device=spans[0].device if spans else device, deterministic=deterministic)
+
+
+def _check_spans(spans: Sequence[Span], layers: int) -> None:
+    bounds = [0, *(span.last for span in spans)]
+    if spans and ([span.first for span in spans] != bounds[:-1] or bounds[-1] != layers or any(span.last <= span.first for span in spans)):
+        raise OptionError(f"load_model: spans are {[(span.first, span.last) for span in spans]}; expected 0 to {layers} without gaps")
 
 
 def _warn_beyond(config: ModelConfig, context: int | None, *, where: str) -> None:
@@ -125,12 +151,19 @@ def _warn_beyond(config: ModelConfig, context: int | None, *, where: str) -> Non
     )
 
 
-def _arena(config: ModelConfig, directory: str | os.PathLike[str], device: str, *, widen: bool) -> Arena | None:
-    """One allocation for all weights: on a GPU always, on the CPU for a model small enough for its cache."""
-    if device != "cpu":
-        return Arena(kept_bytes(config, inspect(directory)), device)
-    memory = small_model_memory(directory, widened=widen)
-    return None if memory is None else Arena(memory.numel(), device, memory)
+def _arena(config: ModelConfig, directory: str | os.PathLike[str], span: Span) -> Arena:
+    """One allocation for all weights of a span on a GPU."""
+    embedding, *layers, head = kept_by_layer(config, inspect(directory))
+    ends = (embedding if span.first == 0 else 0) + (head if span.last == config.num_layers else 0)
+    return Arena(ends + sum(layers[span.first : span.last]), span.device)
+
+
+class _Piece(NamedTuple):
+    """What a span holds of a network."""
+
+    embedding: Embedding | None
+    layers: list[Layer]
+    head: Head | None
 
 
 class _Builder:
@@ -141,25 +174,27 @@ class _Builder:
     ) -> None:
         self.config, self.store, self.sources, self.widen, self.device, self.arena = config, store, sources, widen, device, arena
 
-    def network(self, progress: Sink | None) -> Network:
-        """Everything, layer by layer."""
+    def span(self, span: Span, meter: Meter) -> _Piece:
+        """Everything of a span, layer by layer."""
         config = self.config
-        with Meter("load", total=config.num_layers + 2, unit="layers", sink=progress) as meter:
+        embedding, head, layers = None, None, []
+        if span.first == 0:
             embedding = Embedding(
                 table=self.table(config.names.embed),
                 scale=config.embed_scale,
                 position_table=self.table(config.names.positions) if config.learned_positions else None,
             )
             meter.step(detail="embedding")
-            layers = []
-            for layer in range(config.num_layers):
-                mlp = self.mlp(layer) if config.experts(layer) is None else self.routed_mlp(layer)
-                layers.append(Layer(attention=self.attention(layer), mlp=mlp, parallel=config.parallel))
-                meter.step(detail=f"layer {layer}")
+        for layer in range(span.first, span.last):
+            mlp = self.mlp(layer) if config.experts(layer) is None else self.routed_mlp(layer)
+            attention = replace(self.attention(layer), layer=layer - span.first)
+            layers.append(Layer(attention=attention, mlp=mlp, parallel=config.parallel))
+            meter.step(detail=f"layer {layer}")
+        if span.last == config.num_layers:
             # the factor on the logits rides on the last norm
             head = Head(norm=self.norm(config.names.norm, scale=config.logit_scale), matrix=self.matrix(config.names.head))
             meter.step(detail="head")
-        return Network(embedding, tuple(layers), head)
+        return _Piece(embedding, layers, head)
 
     def attention(self, layer: int) -> Attention:
         """The attention half of one layer."""
@@ -314,7 +349,9 @@ def fingerprint(directory: str | os.PathLike[str], model: Model) -> str:
 
     Cost: reads at most 256 KiB per file besides the header.
     """
-    digest = blake2b(model.device.partition(":")[0].encode(), digest_size=16)
+    devices = [model.device] if isinstance(model.placement, str) else model.placement
+    kinds = "+".join(dict.fromkeys(device.partition(":")[0] for device in devices))
+    digest = blake2b(kinds.encode(), digest_size=16)
     config = model.config
     for kind in sorted({config.rope_kind(layer) for layer in range(config.num_layers)}):
         for table in rope_tables(config, ROPE_ROWS, context=model.context, kind=kind):

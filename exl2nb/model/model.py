@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from exl2nb import ops
-from exl2nb.cache.pool import KVCache
+from exl2nb.cache.pool import CachePart, KVCache
 from exl2nb.cache.spec import PAGE_SIZE, CacheSpec
 from exl2nb.core.errors import ContextOverflow, EngineClosed, OptionError
 from exl2nb.model.batch import TENSORS, Batch
@@ -94,6 +94,11 @@ class Model:
         tables = [table for table in (network.embedding.table, network.embedding.position_table) if table is not None]
         rows = sum(table.nbytes - table.nbytes // table.shape[0] for table in tables)
         return self.weight_bytes - rows - sum(layer.mlp.unused_expert_bytes for layer in network.layers if isinstance(layer.mlp, RoutedMLP))
+
+    @property
+    def placement(self) -> str | tuple[str, ...]:
+        """Where its cache lies: the device, or the device of every layer."""
+        return self.device
 
     def cache_spec(self, num_tokens: int, *, mode: str = "fp16") -> CacheSpec:
         """The spec of a cache for this model that holds at least `num_tokens` tokens."""
@@ -284,7 +289,8 @@ class Model:
         if part != "qkv" and not isinstance(of.mlp, MLP):
             return None
         blob = of.attention.qkv if part == "qkv" else getattr(of.mlp, part)
-        return ops.unpack(blob) if self.device == "cpu" else unpack_half(blob).float().cpu()
+        with ops.on_device(str(blob.device)):
+            return ops.unpack(blob) if blob.device.type == "cpu" else unpack_half(blob).float().cpu()
 
     def unembed(self, x: Tensor) -> Tensor:
         """Logits f32 `(R, V)` of rows of the residual stream f32 `(R, H)`, after the last norm: the logit lens."""
@@ -341,6 +347,10 @@ class Model:
         if self.device != "cpu":
             self._ropes = {kind: (cos.to(self.device), sin.to(self.device)) for kind, (cos, sin) in self._ropes.items()}
         self._rows = rows
+        self._record(network)
+
+    def _record(self, network: Network) -> None:
+        """Write the program with the RoPE tables as they are."""
         program = ops.Program(self.device)
         network.embedding.record(program)
         for layer in network.layers:
@@ -372,7 +382,9 @@ def _prefixed(observe: Callable[[str, Tensor], None], prefix: str, name: str, va
     observe(prefix + name, value)
 
 
-def forward_gpu_observed(program: ops.Program, batch: Batch, cache: KVCache, observe: Callable[[str, Tensor], None] | None) -> Tensor:
+def forward_gpu_observed(
+    program: ops.Program, batch: Batch, cache: KVCache | CachePart, observe: Callable[[str, Tensor], None] | None
+) -> Tensor:
     """Logits f32 `(R, V)` of a batch on the GPU, before the softcap. observe: see `Model.forward_by_ops`."""
     inputs = gpu_prefill.Inputs(*TENSORS(batch))
     sequences = gpu_prefill.Sequences(batch.cu_seqlens.tolist(), batch.context_lens.tolist())

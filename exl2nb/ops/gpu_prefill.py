@@ -180,6 +180,10 @@ class Run:
         rows = self.x.index_select(0, self.inputs.logit_rows)
         self.logits = self.product(norm_rows(rows, a["norm"], norm_bias, a["eps"], layer_norm), a["blob"], a["bias"])
 
+    def residual_out(self, a: dict[str, Any]) -> None:
+        """The stream itself, of every token."""
+        self.logits = self.x
+
     def product(self, x: Tensor, blob: Tensor, bias: Tensor | None, *, half: bool = False) -> Tensor:
         """X f16 `(M, K)` times a matrix, plus a bias: f32 `(M, N)`, or f16 with `half`."""
         head = self.program.heads[blob.data_ptr()]

@@ -28,7 +28,7 @@ from exl2nb.ops.moe import Experts
 from exl2nb.ops.reference import ACTIVATIONS
 from exl2nb.ops.weights import pack_concat
 
-MAGIC, VERSION, HEADER_WORDS = 0x3147525032584558, 3, 5
+MAGIC, VERSION, HEADER_WORDS = 0x3147525032584558, 4, 5
 ADDRESS, INTEGER, REAL = "address", "integer", "real"
 _NORMED = "norm:address eps:real norm_bias:address layer_norm:integer blob:address "
 SCHEMA: dict[str, tuple[int, dict[str, str]]] = {  # op -> its code, its fields in order; the structs of csrc/format/program.h
@@ -57,6 +57,7 @@ SCHEMA: dict[str, tuple[int, dict[str, str]]] = {  # op -> its code, its fields 
             _NORMED + "table:address experts:integer top_k:integer renormalize:real activation:integer shared_up:address "
             "shared_down:address shared_gate:address post_norm:address post_eps:real scale:real",
         ),
+        ("residual_out", 8, ""),
     )
 }
 
@@ -95,9 +96,9 @@ class Program:
 
     Add the ops of one step in order: embed; per layer norm_qkv_rope, paged_attention, linear_residual, norm_gate_up, linear_residual (with
     `aside` the MLP's result goes to a buffer of its own, so that it can be computed before attention's is added), or routed_mlp in place
-    of the last two; norm_head. Then call `run` as often as you like. Arguments as in the ops of the same name, without the batch. All
-    tensors must be contiguous, on `device` and stay unchanged; norms, biases, cos and sin are f32. A program for the GPU is run by
-    `gpu.StepKernels`.
+    of the last two; norm_head, or residual_out where it is a part of a model. Then call `run` as often as you like. Arguments as in the
+    ops of the same name, without the batch. All tensors must be contiguous, on `device` and stay unchanged; norms, biases, cos and sin
+    are f32. A program for the GPU is run by `gpu.StepKernels`.
     """
 
     def __init__(self, device: str = "cpu") -> None:
@@ -114,8 +115,15 @@ class Program:
     @cached_property
     def widest(self) -> int:
         """On the GPU: numbers in the largest matrix before the head."""
-        head = self.steps[-1][1]["blob"].data_ptr()
-        return max((math.prod(gpu.shape_of(known)) for address, known in self.heads.items() if address != head), default=0)
+        head = self.steps[-1][1].get("blob")
+        others = (known for address, known in self.heads.items() if head is None or address != head.data_ptr())
+        return max((math.prod(gpu.shape_of(known)) for known in others), default=0)
+
+    @property
+    def outputs(self) -> int:
+        """Numbers in a row of what a step returns: the vocabulary, or the hidden size of a program without head."""
+        head = self.steps[-1][1].get("blob")
+        return self._hidden if head is None else layout.shape(head)[1]
 
     def embed(self, table: Tensor, *, scale: float = 1.0, position_table: Tensor | None = None) -> None:
         """Start the step: x = table[ids] * scale (+ position_table[positions])."""
@@ -233,6 +241,11 @@ class Program:
         self._write("norm_head", **self._normed(norm, eps, norm_bias, layer_norm, blob), bias=self._f32(bias))
         self._record("norm_head", norm=norm, eps=eps, blob=blob, bias=bias, rest=(norm_bias, layer_norm))
 
+    def residual_out(self) -> None:
+        """End a part of a model: what the step returns is the residual stream f32 `(T, H)`."""
+        self._write("residual_out")
+        self._record("residual_out")
+
     @property
     def code(self) -> Tensor:
         """int64 1-D: header (magic, version, length, id, hidden size), then the ops."""
@@ -255,7 +268,8 @@ class Program:
         lora: Tensor | None = None,
         adapters: Tensor | None = None,
     ) -> Tensor:
-        """One step: logits f32 `(R, V)` of the rows `logit_rows`; K and V of all layers are written to their slots.
+        """One step: logits f32 `(R, V)` of the rows `logit_rows`, or the residual stream f32 `(T, H)` of a program that ends with
+        residual_out; K and V of all layers are written to their slots.
 
         lora: words of an `ops.lora.LoraTable` of this program. adapters: int32 `(T,)`, its row for each token, -1 for none.
 
@@ -375,6 +389,8 @@ def _decode_step(
             a, pools = plain, (k_pools[plain["layer"]], v_pools[plain["layer"]])
             done[False] = op[name](q, *pools, block_table, cu_seqlens, context_lens, a["scale"], a["window"], a["softcap"])
             continue
+        if name == "residual_out":
+            return x
         if name == "norm_head":
             wanted = logit_rows.long()
             x, rows_of = x[wanted], _rows_of(None if adapters is None else adapters[wanted], len(wanted))
@@ -424,7 +440,7 @@ _decode_step_op = define(
     "decode_step(Tensor program, Tensor ids, Tensor positions, Tensor slots, Tensor block_table, Tensor cu_seqlens, Tensor context_lens, "
     "Tensor logit_rows, Tensor(a!)[] k_pools, Tensor(b!)[] v_pools, Tensor? lora=None, Tensor? adapters=None) -> Tensor",
     fake=lambda program, ids, positions, slots, block_table, cu_seqlens, context_lens, logit_rows, *_, **__: torch.empty(
-        logit_rows.shape[0], dynamic_size()
+        dynamic_size(), dynamic_size()
     ),
     reference=_decode_step,
 )

@@ -86,7 +86,7 @@ class Walker {
     ahead_ = {};
     if (!stream_k_) return;
     for (; as<AttentionOp>(op); op = next(op)) ahead_.keys = attention_keys(s_, *as<AttentionOp>(op));
-    if (!op) return;
+    if (!op || !matrix_of(op)) return;
     const Weight weight(matrix_of(op));
     const GpuHeader& h = weight.header();
     ahead_.image = weight.blob + h.image, ahead_.bytes = (image_bytes(h.num_items, h.num_units, h.num_parts) + 15) / 16 * 16;
@@ -416,6 +416,14 @@ class Walker {
     return op.post_norm ? add_sum(next(&op), op.post_norm, op.post_eps, op.scale) : nullptr;
   }
 
+  // What is still to be added is added, and the stream leaves the workspace.
+  const char* operator()(const ResidualOutOp&) {
+    if (added_.y)
+      if (const char* wrong = make_rows({}, {})) return wrong;
+    const size_t bytes = static_cast<size_t>(s_.tokens) * H_ * 4;
+    return error_text(driver()->copy(reinterpret_cast<uintptr_t>(s_.logits), reinterpret_cast<uintptr_t>(residual()), bytes,
+                                     static_cast<CudaStream>(stream_)));
+  }
   const char* operator()(const HeadOp& op) {
     if (s_.logit_count == 0) return nullptr;
     GemmArgs a;
@@ -449,11 +457,11 @@ class Walker {
 
 }  // namespace
 
-std::string step_workspace(const Program& program, int capacity, size_t& bytes, int64_t& vocab) {
+std::string step_workspace(const Program& program, int capacity, size_t& bytes, int64_t& width) {
   Layout layout{};
   const std::string wrong = lay_out(program, capacity, layout);
   if (!wrong.empty()) return wrong;
-  bytes = layout.bytes, vocab = Weight(program.head().blob).header().N;
+  bytes = layout.bytes, width = program.head() ? Weight(program.head()->blob).header().N : program.hidden();
   return "";
 }
 

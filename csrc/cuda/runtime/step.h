@@ -28,13 +28,13 @@ struct GpuStep {
   void* const* k_pools;
   void* const* v_pools;
   int layers;
-  float* logits;
+  float* logits;            // of a program without head: the residual stream of every token
   // Steps of at least so many tokens (9 or more) use stream-K, with other bits than fewer tokens get. 0: neither it nor chains.
   int stream_k_from;
 };
 
-// Bytes of workspace for up to `capacity` tokens, or what is wrong with the program; vocab: logits per row.
-std::string step_workspace(const Program& program, int capacity, size_t& bytes, int64_t& vocab);
+// Bytes of workspace for up to `capacity` tokens, or what is wrong with the program; width: numbers per row of what a step writes.
+std::string step_workspace(const Program& program, int capacity, size_t& bytes, int64_t& width);
 // workspace: zeroed once by its owner, then used with one capacity only, by one step at a time. Steps in different streams of one device
 // must not overlap where they have chains (persistent_gemm.cuh) or stream-K GEMMs. Captures into a graph: neither allocates nor
 // waits.

@@ -99,6 +99,7 @@ struct LayoutSizes {
     matrix(Weight(op.blob));
     return nullptr;
   }
+  const char* operator()(const ResidualOutOp&) { return nullptr; }
 };
 
 // Lays the workspace out; what is wrong with the program, or empty.

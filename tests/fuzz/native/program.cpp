@@ -56,7 +56,7 @@ void walk(const Program& program) {
     ops++;
   }
   HOLDS(ops >= 2);
-  HOLDS(program.head().code == HeadOp::kCode);
+  HOLDS(!program.head() || program.head()->code == HeadOp::kCode);
 }
 
 }  // namespace
@@ -73,8 +73,9 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   FuzzedDataProvider in(data, size);
   std::vector<int64_t> words{kProgramMagic, kProgramVersion, 0, 1, kHidden};
   for (int count = in.ConsumeIntegralInRange(0, 8), i = 0; i <= count + 1; i++) {
-    int64_t code = i == 0 ? EmbedOp::kCode : i == count + 1 ? HeadOp::kCode : in.ConsumeIntegralInRange<int64_t>(2, 7);
-    if (in.ConsumeIntegralInRange(0, 31) == 0) code = in.ConsumeIntegralInRange<int64_t>(0, 9);
+    const int64_t last = in.ConsumeIntegralInRange(0, 3) ? HeadOp::kCode : ResidualOutOp::kCode;
+    int64_t code = i == 0 ? EmbedOp::kCode : i == count + 1 ? last : in.ConsumeIntegralInRange<int64_t>(2, 7);
+    if (in.ConsumeIntegralInRange(0, 31) == 0) code = in.ConsumeIntegralInRange<int64_t>(0, 10);
     const Op probe{code};
     const size_t at = words.size(), length = known_op(code) ? size_t(op_bytes(&probe)) / 8 : 3;
     words.resize(at + length);

@@ -1,0 +1,309 @@
+"""A model whose layers lie on several devices: parts of consecutive layers, run one after the other, the residual stream handed on.
+
+Every part is a program of its own. All but the first begin with a table that holds the rows of the residual stream in place of embeddings;
+all but the last end with the stream in place of logits. The host makes batches and draws tokens.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from exl2nb import ops
+from exl2nb.cache.pool import CachePart, KVCache
+from exl2nb.cache.spec import PAGE_SIZE
+from exl2nb.core import env
+from exl2nb.core.errors import EngineClosed, OptionError
+from exl2nb.core.log import logger
+from exl2nb.model.batch import TENSORS, Batch
+from exl2nb.model.config import ModelConfig
+from exl2nb.model.gpu import GpuForward, formats_of
+from exl2nb.model.layers import Embedding, Step
+from exl2nb.model.model import Model, Network, forward_gpu_observed
+from exl2nb.ops import gpu_prefill
+from exl2nb.ops.gpu import launch_lock
+
+if TYPE_CHECKING:
+    from exl2nb.model.trace import Borrowed
+    from exl2nb.ops.lora import Adapter
+
+STREAM_ROWS = {"cpu": 64, "cuda": 2560}  # of a part's table at first: on a GPU a chunk of a prompt and the requests that decode beside it
+MOST = 64  # sequences of a captured step
+_capturing = threading.Lock()  # torch captures one graph at a time
+
+Observe = Callable[[str, Tensor], None]
+
+
+class Span(NamedTuple):
+    """Layers [first, last) on a device. The embedding is with the first span of a model, the head with the last."""
+
+    device: str
+    first: int
+    last: int
+
+
+@dataclass
+class Part:
+    """A span as a program. stream: f32 `(rows, H)`, what it reads in place of embeddings; None in the first part. gpu: runs it there."""
+
+    span: Span
+    program: ops.Program
+    stream: Tensor | None
+    gpu: GpuForward | None
+    captured: dict[tuple[int, int], Captured | None] = field(default_factory=dict)  # None: could not be captured
+
+
+class SplitModel(Model):
+    """A `Model` in parts; made by `loader.load_model`.
+
+    Args:
+        network: the tensors of each layer on its device, `attention.layer` counted within its span.
+        spans: in running order, without gaps.
+
+    Attributes:
+        device: "cpu", where batches are made and logits arrive. placement: of every layer, for `KVCache`.
+    """
+
+    def __init__(self, config: ModelConfig, network: Network, spans: Sequence[Span], *, context: int, deterministic: bool = False) -> None:
+        super().__init__(config, network, context=context, deterministic=deterministic)
+        self.spans = tuple(spans)
+        self._parts: list[Part] = []
+        self._graphed = env.get("EXL2NB_CUDA_GRAPHS", "1") == "1"
+
+    @property
+    def placement(self) -> tuple[str, ...]:
+        """The device of every layer."""
+        return tuple(span.device for span in self.spans for _ in range(span.first, span.last))
+
+    @property
+    def draws(self) -> bool:
+        """False: the host draws from the logits of the last part."""
+        return False
+
+    @property
+    def runs_ahead(self) -> bool:
+        """False: one step after the other."""
+        return False
+
+    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+        """As `Model.forward`; logits f32 `(R, V)` on the host."""
+        return self._in_turn(batch, cache, self._run)
+
+    def forward_by_ops(self, batch: Batch, cache: KVCache, observe: Observe | None = None) -> Tensor:
+        """As `Model.forward_by_ops`, with the batch on the host; observe sees tensors of every device."""
+        return self._in_turn(batch, cache, lambda part, batch, pools: self._run_by_ops(part, batch, pools, observe))
+
+    def unembed(self, x: Tensor) -> Tensor:
+        """As `Model.unembed`."""
+        network = self._open()
+        last = self._parts[-1]
+        x = x.to(last.span.device)
+        if last.gpu is None:
+            assert network.head is not None
+            return self.capped(network.head(x, torch.arange(len(x), dtype=torch.int32)))
+        with ops.on_device(last.span.device):
+            return self.capped(gpu_prefill.unembed(last.program, x)).cpu()
+
+    @property
+    def network_and_program(self) -> tuple[Network, ops.Program]:
+        """Raises OptionError: it has several programs."""
+        raise self._split("adapters")
+
+    def set_adapters(self, adapters: Sequence[Adapter | None]) -> None:
+        """Raises OptionError: adapters need the model on one device."""
+        raise self._split("adapters")
+
+    def trace(self, *_: Any, **__: Any) -> Tensor:
+        """Raises OptionError: traces need the model on one device."""
+        raise self._split("trace and patch")
+
+    def layer(self, index: int, tokens: int) -> Borrowed:
+        """Raises OptionError: traces need the model on one device."""
+        raise self._split("trace and patch")
+
+    def _split(self, what: str) -> OptionError:
+        return OptionError(f"{what}: the model is split ({self.summary()}), which this does not know yet; load it on one device")
+
+    def summary(self) -> str:
+        """The spans in words."""
+        return ", ".join(f"layers {first} to {last - 1} on {device}" for device, first, last in self.spans)
+
+    def close(self) -> None:
+        """Drop every tensor; the memory returns at once. Harmless when repeated."""
+        super().close()
+        self._parts = []
+
+    def __repr__(self) -> str:
+        state = "closed" if self._network is None else f"{self.weight_bytes / 2**20:.1f} MiB: {self.summary()}"
+        return f"SplitModel({self.config.architecture}, {self.config.num_layers} layers, context {self.context}, {state})"
+
+    def _open(self) -> Network:
+        """The network, its parts recorded."""
+        if self._network is None:
+            raise EngineClosed("the model was closed; load it again")
+        if not self._parts:
+            self._extend_ropes(self._network, PAGE_SIZE)
+        return self._network
+
+    def _in_turn(self, batch: Batch, cache: KVCache, run: Callable[[Part, Batch, CachePart], Tensor]) -> Tensor:
+        """What the last part returns for a batch on the host, on the host."""
+        self._prepare(batch, cache)
+        if batch.adapters is not None:
+            raise self._split("adapters")
+        batch = self._with_rope_rows(batch)
+        tokens = len(batch.input_ids)
+        rows, x = torch.arange(tokens, dtype=torch.int32), torch.empty(0)
+        for index, part in enumerate(self._parts):
+            mine = batch
+            if index:
+                part = self._with_room(index, tokens)
+                assert part.stream is not None
+                part.stream[:tokens].copy_(x)
+                mine = replace(mine, input_ids=rows)
+            if part is not self._parts[-1]:
+                mine = replace(mine, logit_rows=rows)
+            x = run(part, mine, cache.part(part.span.first, part.span.last))
+        return self.capped(x.to("cpu"))
+
+    def _run(self, part: Part, batch: Batch, pools: CachePart) -> Tensor:
+        if part.gpu is None:
+            return part.program.run(*TENSORS(batch), pools.k, pools.v)
+        with ops.on_device(part.span.device):
+            captured = self._captured(part, batch, pools)
+            return part.gpu.run(batch, pools) if captured is None else captured.run(batch)
+
+    def _captured(self, part: Part, batch: Batch, pools: CachePart) -> Captured | None:
+        """The graph for a step of one token a sequence; None: launch its kernels one by one."""
+        count, width = len(batch.input_ids), batch.block_table.shape[1]
+        decoding = count == len(batch.context_lens) == len(batch.logit_rows) and count <= MOST
+        if not decoding or not self._graphed:
+            return None
+        key = 1 << (count - 1).bit_length() if count <= 8 else -(-count // 8) * 8, 1 << (width - 1).bit_length()
+        if key not in part.captured:
+            part.captured[key] = capture(part, pools, *key)
+        return part.captured[key]
+
+    def _run_by_ops(self, part: Part, batch: Batch, pools: CachePart, observe: Observe | None) -> Tensor:
+        (device, first, last), network = part.span, self._open()
+        named = None if observe is None else _Shifted(observe, first)
+        if part.gpu is not None:
+            with ops.on_device(device):
+                moved = {f.name: value.to(device) for f in fields(batch) if (value := getattr(batch, f.name)) is not None}
+                return forward_gpu_observed(part.program, Batch(**moved), pools, named)
+        step = Step(batch, pools, self._ropes)
+        embedding = network.embedding if part.stream is None else Embedding(table=part.stream)
+        x = embedding(batch.input_ids, batch.positions)
+        if named is not None:
+            named("embedding", x)
+        for index, layer in enumerate(network.layers[first:last]):
+            layer(x, step, None if named is None else lambda name, value, index=index: named(f"layers.{index}.{name}", value))
+        if last < self.config.num_layers:
+            return x
+        assert network.head is not None
+        return network.head(x, batch.logit_rows)
+
+    def _record(self, network: Network) -> None:
+        """Record the parts anew, those on GPUs only once: their tables cover the whole context."""
+        known = {part.span: part for part in self._parts if part.gpu is not None}
+        self._parts = [known.get(span) or self._part(network, span, 0) for span in self.spans]
+
+    def _with_room(self, index: int, tokens: int) -> Part:
+        """A part whose table holds so many rows of the stream."""
+        part = self._parts[index]
+        if part.stream is not None and tokens > len(part.stream):
+            assert self._network is not None
+            part = self._parts[index] = self._part(self._network, part.span, 1 << (tokens - 1).bit_length())
+        return part
+
+    def _part(self, network: Network, span: Span, rows: int) -> Part:
+        device, first, last = span
+        kind = device.partition(":")[0]
+        program, stream, ropes = ops.Program(device), None, self._ropes
+        if kind != "cpu":
+            tables = {name: self._tables(self.context, name) for name in ropes}
+            ropes = {name: (cos.to(device), sin.to(device)) for name, (cos, sin) in tables.items()}
+        if first == 0:
+            network.embedding.record(program)
+        else:
+            stream = torch.zeros(max(rows, STREAM_ROWS[kind]), self.config.hidden_size, device=device)
+            Embedding(table=stream).record(program)
+        for layer in network.layers[first:last]:
+            layer.record(program, ropes)
+        if last == self.config.num_layers:
+            network.head.record(program)
+        else:
+            program.residual_out()
+        gpu = None if kind == "cpu" else GpuForward(program, torch.device(device), deterministic=self.deterministic)
+        return Part(span, program, stream, gpu)
+
+
+class _Shifted:
+    """Gives the points of a part their names in the whole model."""
+
+    def __init__(self, observe: Observe, first: int) -> None:
+        self._observe, self._first = observe, first
+
+    def __call__(self, name: str, value: Tensor) -> None:
+        kind, _, rest = name.partition(".")
+        if kind == "layers":
+            index, _, point = rest.partition(".")
+            self._observe(f"layers.{int(index) + self._first}.{point}", value)
+        elif self._first == 0:
+            self._observe(name, value)
+
+
+class Captured:
+    """A part's step of up to `rows` sequences of up to `width` pages, one token each, as a CUDA graph."""
+
+    def __init__(self, part: Part, pools: CachePart, rows: int, width: int) -> None:
+        assert part.gpu is not None
+        device = torch.device(part.span.device)
+        self.rows, self.width = rows, width
+        self._state = torch.zeros(rows * (3 + width), dtype=torch.int32, device=device)
+        self._out = torch.zeros(rows, part.program.outputs, device=device)
+        ids, positions, lens, table = self._state.split([rows, rows, rows, rows * width])
+        bounds = torch.arange(rows + 1, dtype=torch.int32, device=device)
+        kernels, heads = part.gpu.step_kernels(rows), (pools.spec.num_kv_heads, pools.spec.head_dim)
+
+        def step() -> None:
+            kernels.run(
+                ids, positions, table.view(rows, width), bounds, lens, None, pools.k, pools.v, formats_of(pools), heads, self._out
+            )  # fmt: skip
+
+        step()  # without any sequence: nothing is written to the cache; loads the kernels, which a capture forbids
+        with _capturing:
+            torch.cuda.synchronize(device)
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph, stream=torch.cuda.Stream(device), capture_error_mode="thread_local"):
+                step()
+        self._kept = kernels, bounds  # the graph knows their addresses only
+
+    def run(self, batch: Batch) -> Tensor:
+        """Rows f32 `(T, outputs)`, overwritten by the next step."""
+        n, rows = len(batch.input_ids), self.rows
+        host = torch.zeros(len(self._state), dtype=torch.int32).pin_memory()
+        host[:n] = batch.input_ids
+        host[rows : rows + n] = batch.positions
+        host[2 * rows : 2 * rows + n] = batch.context_lens
+        host[3 * rows :].view(rows, self.width)[:n, : batch.block_table.shape[1]] = batch.block_table
+        self._state.copy_(host, non_blocking=True)
+        with launch_lock(self._state.device):
+            self._graph.replay()
+        return self._out[:n]
+
+
+def capture(part: Part, pools: CachePart, rows: int, width: int) -> Captured | None:
+    """The graph of a part's step, or None where it cannot be captured; says why in the log."""
+    before = torch.cuda.current_stream(torch.device(part.span.device))
+    try:
+        return Captured(part, pools, rows, width)
+    except RuntimeError as error:
+        torch.cuda.set_stream(before)  # a failed capture leaves its own stream current
+        reason = str(error).splitlines()[0]
+        logger.warning("steps of %d requests on %s cannot be captured (%s): more slowly, kernel by kernel", rows, part.span.device, reason)
+        return None
