@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from exl2nb.cli.console import Console
-from exl2nb.cli.models import add_model, locate, locate_demo
+from exl2nb.cli.models import add_devices_options, add_model, locate, locate_demo
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,16 +30,20 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=1, help="sequences of that length (default 1)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="whose free memory it is compared with (default cpu)")
     parser.add_argument("--free", help="memory to compare with instead, such as 24GiB")
+    add_devices_options(parser)
 
 
 def run_plan(args: argparse.Namespace, console: Console) -> int:
     """Print the parts and the verdict; exit code 0 whether it fits or not."""
     from exl2nb.converter.sizes import parse_bytes
+    from exl2nb.llm.devices import gpu_layers
     from exl2nb.llm.memory import plan
 
     free = None if args.free is None else parse_bytes(args.free, where="--free")
     directory = locate(args.model, console.sink, revision=args.revision)
-    found = plan(directory, context=args.context, cache=args.cache, batch=args.batch, device=args.device, free=free)
+    sizes = {"context": args.context, "cache": args.cache, "batch": args.batch}
+    devices = args.devices if args.gpu_layers is None else gpu_layers(args.gpu_layers)
+    found = plan(directory, device=args.device, free=free, **sizes) if devices is None else plan(directory, devices=devices, **sizes)
     console.result(found.to_dict(), str(found))
     return 0
 

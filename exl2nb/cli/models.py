@@ -52,7 +52,7 @@ ROPE = {
     "theta": "RoPE base, in place of the config's",
 }
 
-LOAD_OPTIONS = ("revision", "device", "draft", "rope_scaling", *(f"rope_{name}" for name in ROPE))
+LOAD_OPTIONS = ("revision", "device", "devices", "gpu_layers", "parallel", "draft", "rope_scaling", *(f"rope_{name}" for name in ROPE))
 """Keywords of `exl2nb.load` that `add_load_options` adds."""
 
 
@@ -61,6 +61,7 @@ def add_load_options(parser: argparse.ArgumentParser, *, draft: bool = True, dev
     group = parser.add_argument_group("loading")
     group.add_argument("--revision", help="branch, tag or commit on the hub")
     group.add_argument("--device", type=_device, metavar="DEVICE", help=f"auto, cpu, cuda or cuda:N (default {device})")
+    add_devices_options(group)
     if draft:
         group.add_argument("--draft", metavar="MODEL", help="smaller model with the same tokenizer, which proposes tokens")
     for name, text in ROPE.items():
@@ -68,6 +69,30 @@ def add_load_options(parser: argparse.ArgumentParser, *, draft: bool = True, dev
     group.add_argument(
         "--rope-scaling", type=_json_object, metavar="JSON", help='rope_scaling as in config.json: \'{"rope_type": "yarn", "factor": 2}\''
     )
+
+
+def add_devices_options(group: argparse._ActionsContainer) -> None:
+    """--devices, --gpu-layers, --parallel."""
+    text = "several devices: auto, names as cuda:0,cuda:1, or what each may hold as cuda:0=20GiB,cpu=rest or cuda='20 layers',cpu=rest"
+    group.add_argument("--devices", type=_devices, metavar="DEVICES", help=text)
+    group.add_argument("--gpu-layers", type=int, metavar="N", help="layers on the GPU; the rest run on the CPU")
+    group.add_argument("--parallel", choices=("layers",), help="how several devices share the model: whole layers each (default)")
+
+
+def _devices(text: str) -> str | list[str] | dict[str, str | int]:
+    from exl2nb.core.errors import OptionError
+    from exl2nb.llm.devices import read_devices
+
+    pairs = [part.partition("=") for part in text.split(",")]
+    sized = any(equals for _, equals, _ in pairs)
+    try:
+        if sized:
+            found = {name.strip(): int(size) if size.isdecimal() else size for name, _, size in pairs}
+            read_devices(found, where="--devices")
+            return found
+    except OptionError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text if text == "auto" else [name.strip() for name, _, _ in pairs]
 
 
 def load_options(args: argparse.Namespace) -> dict[str, Any]:

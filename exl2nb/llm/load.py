@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from inspect import signature
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from exl2nb.cache.modes import parse_mode
 from exl2nb.core import env
@@ -21,8 +21,12 @@ from exl2nb.llm.model import LLM
 from exl2nb.model.loader import load_model
 from exl2nb.model.model import Model
 from exl2nb.model.rope import RopeOverride
+from exl2nb.model.split import Span
 from exl2nb.sampling.params import check_integer
 from exl2nb.tokenizer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from exl2nb.llm.devices import DeviceChoice
 
 CONTEXT = 4096  # tokens, where the caller does not say and the model allows more: a cache that fits small machines
 CACHE_TOKENS = 4096  # at least, so that several short requests run together on a model with a short context
@@ -33,6 +37,9 @@ def load(
     *,
     revision: str | None = None,
     device: str | None = None,
+    devices: DeviceChoice | None = None,
+    gpu_layers: int | None = None,
+    parallel: str = "layers",
     cache: str = "fp16",
     context: int | None = None,
     cache_tokens: int | None = None,
@@ -53,6 +60,12 @@ def load(
         revision: branch, tag or commit on the hub; EXL2 models often have one branch per bitrate.
         device: "cpu", "cuda", "cuda:1" (the GPU of that number) or "auto" (the best there is); None = the variable EXL2NB_DEVICE, or
             "auto".
+        devices: several devices that hold some of the layers each, in place of `device`: "auto" (GPUs as far as they have memory, the rest
+            on the CPU), names (["cuda:0", "cuda:1"]: in proportion to their free memory), or names with what each may hold, bytes of
+            everything: {"cuda:0": "6GiB", "cpu": "rest"}, {"cuda": "20 layers", "cpu": "rest"}. Layers on the CPU run first.
+            `exl2nb.plan(devices=...)` shows what lies where.
+        gpu_layers: that many layers on the GPU, the rest on the CPU: short for devices={"cuda": "N layers", "cpu": "rest"}.
+        parallel: "layers": each device has whole layers.
         cache: how keys and values are kept: "fp16" or "fp32"; "q8", "q6" (keys in 8 bits, values in 4) or "q4", which hold 1.9, 2.5 and 3.6
             times the tokens of fp16 in the same memory; "fp8"; or the bits of keys and values apart, as "k8v4" (4, 8 or 16 each).
         context: tokens of prompt and answer together; None = what the model allows, at most 4096. A RuntimeWarning where it is longer than
@@ -87,13 +100,16 @@ def load(
     for name, value in (("context", context), ("cache_tokens", cache_tokens), ("max_sequences", max_sequences)):
         if value is not None or name == "max_sequences":
             check_integer(f"load: {name}", value, 1, 1 << 24)
-    place = pick_device(device)
+    chosen = _chosen_devices(device, devices, gpu_layers, parallel)
+    place = pick_device(device) if chosen is None else "cpu"
     exact = env.get("EXL2NB_DETERMINISTIC", "0") == "1" if deterministic is None else deterministic
     check_flag("load: deterministic", exact)
     with showing(progress, f"load {Path(hub.name_of(path)).name}") as sink:
         folder = hub.resolve(path, revision=revision, progress=sink)
         with _fitting(folder, f"{_gib(sum(file.stat().st_size for file in folder.glob('*.safetensors') if file.is_file()))} of weights"):
-            model = load_model(folder, device=place, context=context, rope=rope, progress=sink, deterministic=exact)
+            sizes = {"context": context, "cache": cache, "cache_tokens": cache_tokens}
+            spans = () if chosen is None else _spans(folder, chosen, **sizes)
+            model = load_model(folder, device=place, spans=spans, context=context, rope=rope, progress=sink, deterministic=exact)
     try:
         tokenizer = Tokenizer.load(folder)
         tokenizer.templates.prepare()
@@ -154,6 +170,30 @@ def pick_device(device: str | None) -> str:
     return f"cuda:{number}"
 
 
+def _chosen_devices(device: str | None, devices: DeviceChoice | None, gpu_layers: int | None, parallel: str) -> DeviceChoice | None:
+    """What to split the model over, or None."""
+    if parallel != "layers":
+        raise OptionError(f"load: parallel is {shown(parallel)}; expected 'layers'")
+    if sum(value is not None for value in (device, devices, gpu_layers)) > 1:
+        raise OptionError("load: device, devices and gpu_layers say the same thing; expected one of them")
+    if gpu_layers is not None:
+        from exl2nb.llm.devices import gpu_layers as choice
+
+        return choice(gpu_layers)
+    return devices
+
+
+def _spans(folder: Path, devices: DeviceChoice, *, context: int | None, cache: str, cache_tokens: int | None) -> list[Span]:
+    """Where the layers go."""
+    from exl2nb.llm.devices import plan_split
+
+    planned = plan_split(folder, devices=devices, context=cache_tokens or max(context or CONTEXT, CACHE_TOKENS), cache=cache, where="load")
+    spans = [Span(share.device, share.first, share.last) for share in planned.shares]
+    for span in spans:
+        pick_device(span.device)
+    return spans
+
+
 def _fitting(folder: Path, needed: str) -> AbstractContextManager[None]:
     """Too little memory by name."""
     from exl2nb.ops import out_of_memory
@@ -196,7 +236,9 @@ def make_drafter(target: LLM, draft: LLM | str | os.PathLike[str], *, cache: str
         )  # keeps it loaded
     folder = hub.resolve(Path(draft) if isinstance(draft, os.PathLike) else draft, progress=progress)
     tokenizer = Tokenizer.load(folder)
-    model = load_model(folder, device=target.model.device, context=None, progress=progress)
+    placement = target.model.placement
+    place = placement if isinstance(placement, str) else placement[-1]
+    model = load_model(folder, device=place, context=None, progress=progress)
     try:
         return _drafter(target, model, tokenizer, cache, on_close=model.close)
     except BaseException:

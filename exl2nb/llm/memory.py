@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import torch
 
@@ -26,6 +26,9 @@ from exl2nb.model.gpu_memory import kept_bytes
 from exl2nb.model.inspect import Inspection, inspect
 from exl2nb.model.loader import read_model_config
 from exl2nb.ops.memory import partial_sums_bytes
+
+if TYPE_CHECKING:
+    from exl2nb.llm.devices import DeviceChoice, SplitPlan
 
 CHUNKS = {"cpu": 512, "cuda": 2048}
 """Prompt tokens that a step takes at most."""
@@ -385,6 +388,7 @@ class MemoryPlan:
         )
 
 
+@overload
 def plan(
     path: str | os.PathLike[str],
     *,
@@ -392,9 +396,35 @@ def plan(
     cache: str = "fp16",
     batch: int = 1,
     device: str = "cpu",
+    devices: None = None,
     free: int | None = None,
     revision: str | None = None,
-) -> MemoryPlan:
+) -> MemoryPlan: ...
+
+
+@overload
+def plan(
+    path: str | os.PathLike[str],
+    *,
+    devices: DeviceChoice,
+    context: int | None = None,
+    cache: str = "fp16",
+    batch: int = 1,
+    revision: str | None = None,
+) -> SplitPlan: ...
+
+
+def plan(
+    path: str | os.PathLike[str],
+    *,
+    context: int | None = None,
+    cache: str = "fp16",
+    batch: int = 1,
+    device: str = "cpu",
+    devices: DeviceChoice | None = None,
+    free: int | None = None,
+    revision: str | None = None,
+) -> MemoryPlan | SplitPlan:
     """Compute what a model will take, without loading it.
 
     Args:
@@ -403,6 +433,7 @@ def plan(
         cache: mode of the KV cache, as in `load`.
         batch: sequences of full length in the cache (`load(cache_tokens=batch * context)`).
         device: "cpu" or "cuda": whose free memory it is compared with. "cuda" where there is no GPU assumes an H100 and needs `free`.
+        devices: several devices, as in `load`: the plan then says which layers lie where, as a `SplitPlan`.
         free: bytes to compare with; None queries the device.
 
     Raises:
@@ -415,6 +446,10 @@ def plan(
         >>> ex.plan(Path(ex.__file__).parent / "demo_model", batch=4, free=10**9).fits
         True
     """
+    if devices is not None:
+        from exl2nb.llm.devices import plan_split
+
+        return plan_split(path, devices=devices, context=context, cache=cache, batch=batch, revision=revision)
     if device not in ("cpu", "cuda"):
         raise OptionError(f"plan: device is {device!r}; expected 'cpu' or 'cuda'")
     mode = parse_mode(cache, where="plan")

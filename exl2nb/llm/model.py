@@ -449,7 +449,7 @@ class LLM(ScoringMixin, InsideMixin, ChatMixin):
         config, spec = self.config, self.engine.spec
         rows = {
             "architecture": f"{config.architecture}, {config.num_layers} layers, hidden size {config.hidden_size}",
-            "weights": f"{self.weight_bytes / 2**20:.1f} MiB on {self.model.device}",
+            "weights": f"{self.weight_bytes / 2**20:.1f} MiB on {self.model.where}",
             "vocabulary": f"{config.vocab_size} tokens",
             "context": f"{self.context} tokens",
             "cache": f"{spec.num_tokens} tokens, {spec.mode}, {self.cache_bytes / 2**20:.1f} MiB",

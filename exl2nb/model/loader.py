@@ -27,8 +27,8 @@ from exl2nb.model.inspect import inspect
 from exl2nb.model.layers import MLP, Attention, Embedding, Head, Layer, Norm, ResidualAdd, RoutedMLP
 from exl2nb.model.model import SMALL_MODEL_BYTES, Model, Network
 from exl2nb.model.rope import MAX_CONTEXT, RopeOverride, rope_tables, trained_context
-from exl2nb.model.split import Span, SplitModel
 from exl2nb.model.sources import Source, find_sources, read_gptq
+from exl2nb.model.split import Span, SplitModel
 from exl2nb.model.store import ModelStore, open_store
 from exl2nb.ops.memory import large_pages
 from exl2nb.quant.exl2 import Exl2Tensors
@@ -121,7 +121,8 @@ def load_model(
                     if span.device != "cpu":
                         torch.cuda.empty_cache()  # what held tensors while they were packed
     embedding, head = pieces[0].embedding, pieces[-1].head
-    assert embedding is not None and head is not None
+    assert embedding is not None
+    assert head is not None
     network = Network(embedding, tuple(layer for piece in pieces for layer in piece.layers), head)
     longest = context if context is not None else longest
     if len(spans) > 1:

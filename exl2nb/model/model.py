@@ -100,6 +100,11 @@ class Model:
         """Where its cache lies: the device, or the device of every layer."""
         return self.device
 
+    @property
+    def where(self) -> str:
+        """The devices in words."""
+        return self.device
+
     def cache_spec(self, num_tokens: int, *, mode: str = "fp16") -> CacheSpec:
         """The spec of a cache for this model that holds at least `num_tokens` tokens."""
         config = self.config

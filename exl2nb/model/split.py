@@ -127,9 +127,10 @@ class SplitModel(Model):
         raise self._split("trace and patch")
 
     def _split(self, what: str) -> OptionError:
-        return OptionError(f"{what}: the model is split ({self.summary()}), which this does not know yet; load it on one device")
+        return OptionError(f"{what}: the model is split ({self.where}), which this does not know yet; load it on one device")
 
-    def summary(self) -> str:
+    @property
+    def where(self) -> str:
         """The spans in words."""
         return ", ".join(f"layers {first} to {last - 1} on {device}" for device, first, last in self.spans)
 
@@ -139,7 +140,7 @@ class SplitModel(Model):
         self._parts = []
 
     def __repr__(self) -> str:
-        state = "closed" if self._network is None else f"{self.weight_bytes / 2**20:.1f} MiB: {self.summary()}"
+        state = "closed" if self._network is None else f"{self.weight_bytes / 2**20:.1f} MiB: {self.where}"
         return f"SplitModel({self.config.architecture}, {self.config.num_layers} layers, context {self.context}, {state})"
 
     def _open(self) -> Network:
