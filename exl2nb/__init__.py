@@ -27,8 +27,8 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time `__getattr__` be
     from exl2nb.llm.functions import inspect as inspect
     from exl2nb.llm.load import load as load
     from exl2nb.llm.memory import MemoryPlan as MemoryPlan
-    from exl2nb.llm.memory import plan as plan
     from exl2nb.llm.model import LLM as LLM
+    from exl2nb.llm.plan import plan as plan
     from exl2nb.model.lora_merge import merge as merge
 
 __version__ = "0.2.0"
@@ -49,7 +49,7 @@ _PUBLIC = {
     "load": "exl2nb.llm.load",
     "measure": "exl2nb.converter.api",
     "merge": "exl2nb.model.lora_merge",
-    "plan": "exl2nb.llm.memory",
+    "plan": "exl2nb.llm.plan",
     "pull": "exl2nb.converter.publish",
     "push": "exl2nb.converter.publish",
     "revisions": "exl2nb.io.revisions",

@@ -199,7 +199,7 @@ def card_report(
 
     from exl2nb.llm.functions import compare, inspect
     from exl2nb.llm.load import load
-    from exl2nb.llm.memory import plan
+    from exl2nb.llm.plan import plan
 
     longest = max(context + tokens + spare(max(BATCHES)) + 1, LENGTH)
     start = time.perf_counter()

@@ -36,8 +36,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 def run_plan(args: argparse.Namespace, console: Console) -> int:
     """Print the parts and the verdict; exit code 0 whether it fits or not."""
     from exl2nb.converter.sizes import parse_bytes
-    from exl2nb.llm.devices import gpu_layers
-    from exl2nb.llm.memory import plan
+    from exl2nb.llm.plan import gpu_layers, plan
 
     free = None if args.free is None else parse_bytes(args.free, where="--free")
     directory = locate(args.model, console.sink, revision=args.revision)

@@ -81,7 +81,7 @@ def add_devices_options(group: argparse._ActionsContainer) -> None:
 
 def _devices(text: str) -> str | list[str] | dict[str, str | int]:
     from exl2nb.core.errors import OptionError
-    from exl2nb.llm.devices import read_devices
+    from exl2nb.llm.plan import read_devices
 
     pairs = [part.partition("=") for part in text.split(",")]
     sized = any(equals for _, equals, _ in pairs)

@@ -26,7 +26,7 @@ from exl2nb.sampling.params import check_integer
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from exl2nb.llm.devices import DeviceChoice
+    from exl2nb.llm.plan import DeviceChoice
 
 CONTEXT = 4096  # tokens, where the caller does not say and the model allows more: a cache that fits small machines
 CACHE_TOKENS = 4096  # at least, so that several short requests run together on a model with a short context
@@ -177,7 +177,7 @@ def _chosen_devices(device: str | None, devices: DeviceChoice | None, gpu_layers
     if sum(value is not None for value in (device, devices, gpu_layers)) > 1:
         raise OptionError("load: device, devices and gpu_layers say the same thing; expected one of them")
     if gpu_layers is not None:
-        from exl2nb.llm.devices import gpu_layers as choice
+        from exl2nb.llm.plan import gpu_layers as choice
 
         return choice(gpu_layers)
     return devices
@@ -185,7 +185,7 @@ def _chosen_devices(device: str | None, devices: DeviceChoice | None, gpu_layers
 
 def _spans(folder: Path, devices: DeviceChoice, *, context: int | None, cache: str, cache_tokens: int | None) -> list[Span]:
     """Where the layers go."""
-    from exl2nb.llm.devices import plan_split
+    from exl2nb.llm.plan import plan_split
 
     planned = plan_split(folder, devices=devices, context=cache_tokens or max(context or CONTEXT, CACHE_TOKENS), cache=cache, where="load")
     spans = [Span(share.device, share.first, share.last) for share in planned.shares]

@@ -1,17 +1,16 @@
 """The memory of a model before it is loaded: weights, cache, activations, logits, compared with free memory; from headers alone.
 
 `Formula` holds a model's coefficients and the arithmetic; widgets/src/plan/formula.ts is the same arithmetic in the browser, and a test
-compares the two. `plan` reads a model's headers, reads the free memory and returns a `MemoryPlan`.
+compares the two. `exl2nb.llm.plan` reads a model's headers and the free memory and makes a `MemoryPlan` of them.
 """
 
 from __future__ import annotations
 
 import html
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,16 +18,10 @@ from exl2nb.cache.modes import MODES, parse_mode
 from exl2nb.cache.spec import PAGE_SIZE, CacheSpec
 from exl2nb.core.errors import DeviceError, OptionError
 from exl2nb.core.show import size_text
-from exl2nb.io.hub import display_name
-from exl2nb.io.metadata import metadata_folder
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.gpu_memory import kept_bytes
-from exl2nb.model.inspect import Inspection, inspect
-from exl2nb.model.loader import read_model_config
+from exl2nb.model.inspect import Inspection
 from exl2nb.ops.memory import partial_sums_bytes
-
-if TYPE_CHECKING:
-    from exl2nb.llm.devices import DeviceChoice, SplitPlan
 
 CHUNKS = {"cpu": 512, "cuda": 2048}
 """Prompt tokens that a step takes at most."""
@@ -388,86 +381,7 @@ class MemoryPlan:
         )
 
 
-@overload
-def plan(
-    path: str | os.PathLike[str],
-    *,
-    context: int | None = None,
-    cache: str = "fp16",
-    batch: int = 1,
-    device: str = "cpu",
-    devices: None = None,
-    free: int | None = None,
-    revision: str | None = None,
-) -> MemoryPlan: ...
-
-
-@overload
-def plan(
-    path: str | os.PathLike[str],
-    *,
-    devices: DeviceChoice,
-    context: int | None = None,
-    cache: str = "fp16",
-    batch: int = 1,
-    revision: str | None = None,
-) -> SplitPlan: ...
-
-
-def plan(
-    path: str | os.PathLike[str],
-    *,
-    context: int | None = None,
-    cache: str = "fp16",
-    batch: int = 1,
-    device: str = "cpu",
-    devices: DeviceChoice | None = None,
-    free: int | None = None,
-    revision: str | None = None,
-) -> MemoryPlan | SplitPlan:
-    """Compute what a model will take, without loading it.
-
-    Args:
-        path: model directory or hub id, of which headers are read and nothing is downloaded. revision: branch, tag or commit on the hub.
-        context: tokens of prompt and answer; None = what the model allows, at most 4096.
-        cache: mode of the KV cache, as in `load`.
-        batch: sequences of full length in the cache (`load(cache_tokens=batch * context)`).
-        device: "cpu" or "cuda": whose free memory it is compared with. "cuda" where there is no GPU assumes an H100 and needs `free`.
-        devices: several devices, as in `load`: the plan then says which layers lie where, as a `SplitPlan`.
-        free: bytes to compare with; None queries the device.
-
-    Raises:
-        OptionError: a number out of range, an unknown mode or device. ModelNotFound, ConfigError, FormatError: the model cannot be read.
-        DeviceError: device "cuda" without one.
-
-    Example:
-        >>> import exl2nb as ex
-        >>> from pathlib import Path
-        >>> ex.plan(Path(ex.__file__).parent / "demo_model", batch=4, free=10**9).fits
-        True
-    """
-    if devices is not None:
-        from exl2nb.llm.devices import plan_split
-
-        return plan_split(path, devices=devices, context=context, cache=cache, batch=batch, revision=revision)
-    if device not in ("cpu", "cuda"):
-        raise OptionError(f"plan: device is {device!r}; expected 'cpu' or 'cuda'")
-    mode = parse_mode(cache, where="plan")
-    with metadata_folder(path, revision) as folder:  # of a hub id the headers alone
-        config, found = read_model_config(folder), inspect(folder)
-        name = display_name(folder) if Path(path).expanduser().exists() else f"{path}@{revision}" if revision else str(path)
-    return MemoryPlan.of(
-        formula_of(config, found, device, modes=(mode,), multiprocessors=_multiprocessors()),
-        name=name,
-        device=device,
-        context=context if context is not None else min(config.max_position_embeddings, CONTEXT),
-        batch=batch,
-        cache=mode,
-        free=free if free is not None else free_bytes(device),
-    )
-
-
-def _multiprocessors() -> int:
+def multiprocessors() -> int:
     """Of the GPU here, or of the one that is assumed."""
     return torch.cuda.get_device_properties().multi_processor_count if torch.cuda.is_available() else MULTIPROCESSORS
 

@@ -12,7 +12,7 @@ import traitlets as t
 from exl2nb.core.errors import OptionError
 from exl2nb.llm.memory import COLOURS, LABELS, LIMITS, Formula, size_text
 from exl2nb.llm.memory import MemoryPlan as Planned
-from exl2nb.llm.memory import plan as plan_of
+from exl2nb.llm.plan import plan as plan_of
 from exl2nb.widgets import static
 from exl2nb.widgets.base import ExlWidget
 from exl2nb.widgets.protocol import PlanState

@@ -303,7 +303,7 @@ def test_serve_takes_the_options_of_loading(refused):
         (("--device", "gpu"), "device is 'gpu'; expected auto, cpu, cuda or cuda:N"),
         (("--rope-scale", "-1"), "rope_scale"),
         (("--rope-scaling", "x"), "expected a JSON object"),
-        (("--devices", "0,1"), "unrecognized arguments: --devices"),
+        (("--devices", "0,1"), "a device is '0'; expected cpu, cuda or cuda:<number>"),
     ]:
         assert message in refused("serve", "demo", *words)
 

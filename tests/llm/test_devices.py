@@ -13,7 +13,7 @@ import exl2nb as ex
 from exl2nb.cache.pool import KVCache
 from exl2nb.cli.__main__ import main
 from exl2nb.core.errors import DeviceError, EngineClosed, OptionError
-from exl2nb.llm.devices import Budget, Sizes, SplitPlan, place_layers, read_devices
+from exl2nb.llm.plan import Budget, Sizes, SplitPlan, place_layers, read_devices
 from exl2nb.model.batch import Batch
 from exl2nb.model.loader import load_model
 from exl2nb.model.split import Span, SplitModel

@@ -5,13 +5,15 @@ import torch
 
 import exl2nb as ex
 from exl2nb.cache.pool import KVCache
+from exl2nb.core.progress import Meter
 from exl2nb.model import gpu_memory
 from exl2nb.model.batch import Batch
 from exl2nb.model.gpu_memory import ALIGN, Arena, aligned, blob_bytes, kept_bytes
 from exl2nb.model.inspect import Matrix, inspect
 from exl2nb.model.loader import _Builder, load_model
-from exl2nb.model.model import Model
+from exl2nb.model.model import Model, Network
 from exl2nb.model.sources import find_sources
+from exl2nb.model.split import Span
 from exl2nb.model.store import open_store
 
 from .zoo import build, config_of, write, write_exl2
@@ -49,7 +51,9 @@ def test_every_tensor_that_stays_goes_into_the_arena(folder):
     arena = Arena(sum(aligned(tensor.nbytes) for tensor in plain._network.tensors()), "cpu")
     with open_store(config, folder) as store:
         builder = _Builder(config, store, find_sources(config, store), widen=False, device="cpu", arena=arena)
-        model = Model(config, builder.network(None), context=64)
+        with Meter("load", total=config.num_layers + 2, unit="layers", sink=None) as meter:
+            embedding, layers, head = builder.span(Span("cpu", 0, config.num_layers), meter)
+        model = Model(config, Network(embedding, tuple(layers), head), context=64)
     assert storages(model) == {arena._memory.untyped_storage().data_ptr()}
     batch = Batch.single(list(range(1, 20)), start=0, pages=[0], logit_rows="all")
     logits = [one.forward(batch, KVCache(one.cache_spec(256))) for one in (plain, model)]

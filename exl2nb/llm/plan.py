@@ -1,4 +1,4 @@
-"""Which layers go to which device: what was asked for, what each device holds, how fast that can be; from headers alone.
+"""What a model takes before it is loaded, on one device or on several, and which layers go where; from headers alone.
 
 Devices run in the order in which they are named, the processor first: so the embedding, of which a step reads a few rows, stays in host
 memory, and the head, which is read whole, is on a GPU.
@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import torch
 
@@ -25,7 +25,7 @@ from exl2nb.core.options import shown
 from exl2nb.core.show import size_text
 from exl2nb.io.hub import display_name
 from exl2nb.io.metadata import metadata_folder
-from exl2nb.llm.memory import CONTEXT, LIMITS, formula_of, free_bytes
+from exl2nb.llm.memory import CONTEXT, LIMITS, MemoryPlan, formula_of, free_bytes, multiprocessors
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.gpu_memory import kept_by_layer
 from exl2nb.model.inspect import Inspection, inspect
@@ -372,3 +372,83 @@ def _gpu_speed(device: str) -> float | None:
     properties = torch.cuda.get_device_properties(device)
     clock, width = getattr(properties, "memory_clock_rate", 0), getattr(properties, "memory_bus_width", 0)  # kHz, bits
     return 2 * clock * 1000 * width / 8 if clock and width else None
+
+
+# ---- one device, or several
+
+
+@overload
+def plan(
+    path: str | os.PathLike[str],
+    *,
+    context: int | None = None,
+    cache: str = "fp16",
+    batch: int = 1,
+    device: str = "cpu",
+    devices: None = None,
+    free: int | None = None,
+    revision: str | None = None,
+) -> MemoryPlan: ...
+
+
+@overload
+def plan(
+    path: str | os.PathLike[str],
+    *,
+    devices: DeviceChoice,
+    context: int | None = None,
+    cache: str = "fp16",
+    batch: int = 1,
+    revision: str | None = None,
+) -> SplitPlan: ...
+
+
+def plan(
+    path: str | os.PathLike[str],
+    *,
+    context: int | None = None,
+    cache: str = "fp16",
+    batch: int = 1,
+    device: str = "cpu",
+    devices: DeviceChoice | None = None,
+    free: int | None = None,
+    revision: str | None = None,
+) -> MemoryPlan | SplitPlan:
+    """Compute what a model will take, without loading it.
+
+    Args:
+        path: model directory or hub id, of which headers are read and nothing is downloaded. revision: branch, tag or commit on the hub.
+        context: tokens of prompt and answer; None = what the model allows, at most 4096.
+        cache: mode of the KV cache, as in `load`.
+        batch: sequences of full length in the cache (`load(cache_tokens=batch * context)`).
+        device: "cpu" or "cuda": whose free memory it is compared with. "cuda" where there is no GPU assumes an H100 and needs `free`.
+        devices: several devices, as in `load`: the plan then says which layers lie where, as a `SplitPlan`.
+        free: bytes to compare with; None queries the device.
+
+    Raises:
+        OptionError: a number out of range, an unknown mode or device. ModelNotFound, ConfigError, FormatError: the model cannot be read.
+        DeviceError: device "cuda" without one.
+
+    Example:
+        >>> import exl2nb as ex
+        >>> from pathlib import Path
+        >>> ex.plan(Path(ex.__file__).parent / "demo_model", batch=4, free=10**9).fits
+        True
+    """
+    if devices is not None:
+        return plan_split(path, devices=devices, context=context, cache=cache, batch=batch, revision=revision)
+    if device not in ("cpu", "cuda"):
+        raise OptionError(f"plan: device is {device!r}; expected 'cpu' or 'cuda'")
+    mode = parse_mode(cache, where="plan")
+    with metadata_folder(path, revision) as folder:  # of a hub id the headers alone
+        config, found = read_model_config(folder), inspect(folder)
+        name = display_name(folder) if Path(path).expanduser().exists() else f"{path}@{revision}" if revision else str(path)
+    return MemoryPlan.of(
+        formula_of(config, found, device, modes=(mode,), multiprocessors=multiprocessors()),
+        name=name,
+        device=device,
+        context=context if context is not None else min(config.max_position_embeddings, CONTEXT),
+        batch=batch,
+        cache=mode,
+        free=free if free is not None else free_bytes(device),
+    )
