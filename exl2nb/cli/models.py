@@ -76,7 +76,9 @@ def add_devices_options(group: argparse._ActionsContainer) -> None:
     text = "several devices: auto, names as cuda:0,cuda:1, or what each may hold as cuda:0=20GiB,cpu=rest or cuda='20 layers',cpu=rest"
     group.add_argument("--devices", type=_devices, metavar="DEVICES", help=text)
     group.add_argument("--gpu-layers", type=int, metavar="N", help="layers on the GPU; the rest run on the CPU")
-    group.add_argument("--parallel", choices=("layers",), help="how several devices share the model: whole layers each (default)")
+    group.add_argument(
+        "--parallel", choices=("layers", "tensor"), help="several devices have whole layers each (default), or a part of every layer"
+    )
 
 
 def _devices(text: str) -> str | list[str] | dict[str, str | int]:

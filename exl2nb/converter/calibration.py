@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from exl2nb.cache.pool import KVCache
 from exl2nb.cache.spec import PAGE_SIZE
 from exl2nb.core.errors import CalibrationWarning, OptionError, TokenizerError
 from exl2nb.core.progress import Meter, Sink
@@ -475,7 +474,7 @@ def write_text(
         begin, pages = encoder.encode("")[:1], model.cache_spec(length).num_pages
         for first in range(0, rows, AT_ONCE):
             count = min(AT_ONCE, rows - first)
-            cache = KVCache(model.cache_spec(pages * PAGE_SIZE * count), device=model.placement)
+            cache = model.new_cache(model.cache_spec(pages * PAGE_SIZE * count))
             ids = [list(begin) or torch.randint(model.config.vocab_size, (1,), generator=generator).tolist() for _ in range(count)]
             for start in range(length - 1):
                 spans = [Span(ids=[row[start]], start=start, pages=range(b * pages, (b + 1) * pages)) for b, row in enumerate(ids)]

@@ -10,7 +10,6 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor
 
-from exl2nb.cache.pool import KVCache
 from exl2nb.core.errors import OptionError
 from exl2nb.core.options import several
 from exl2nb.eval.logits import check_ids
@@ -98,6 +97,6 @@ def hidden(
             kept[name] = value.detach().float().cpu().clone()  # the model goes on in place
 
     with torch.inference_mode():
-        logits = model.forward_by_ops(batch, KVCache(spec, device=model.placement), observe)
+        logits = model.forward_by_ops(batch, model.new_cache(spec), observe)
     observe("logits", logits)
     return Hidden(ids=tuple(int(i) for i in ids), texts=tuple(texts or ()), points={name: kept[name] for name in known if name in kept})

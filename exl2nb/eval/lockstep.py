@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from exl2nb.cache.pool import KVCache
 from exl2nb.core.errors import ContextOverflow, OptionError
 from exl2nb.eval.comparison import token_divergence
 from exl2nb.eval.logits import check_ids
@@ -39,7 +38,7 @@ class Reader:
 
     def __init__(self, model: Model, mode: str, room: int) -> None:
         self._model, self.spec = model, model.cache_spec(room, mode=mode)
-        self._cache = KVCache(self.spec, device=model.placement)
+        self._cache = model.new_cache(self.spec)
         self._pages = list(range(self.spec.num_pages))
         self._long = model.rope_switch is None or room > model.rope_switch
         self.length = 0

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from exl2nb.cache.pool import KVCache
 from exl2nb.core.errors import ContextOverflow, OptionError
 from exl2nb.core.progress import Meter, Sink
 from exl2nb.model.batch import Batch
@@ -44,7 +43,7 @@ class RowRunner:
 
     def __init__(self, model: Model, length: int, cache: str = "fp32", *, adapter: int = -1) -> None:
         spec = model.cache_spec(length, mode=cache)
-        self._model, self._cache = model, KVCache(spec, device=model.placement)
+        self._model, self._cache = model, model.new_cache(spec)
         self._pages, self._adapter = list(range(spec.num_pages)), adapter
         self.piece = max(16, PIECE_BYTES // (4 * model.config.vocab_size))
 

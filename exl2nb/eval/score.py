@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from exl2nb.cache.pool import KVCache
 from exl2nb.core.errors import OptionError
 from exl2nb.eval.logits import RowRunner, check_ids
 from exl2nb.model.batch import Batch
@@ -228,7 +227,7 @@ def continuation_logprobs(
         check_ids(model, torch.tensor([[*context, *rest[:-1]]]))  # the last token is predicted and not read
         check_ids(model, torch.tensor([rest[-1:]]))
     spec = model.cache_spec(len(context) + max(map(len, rests)), mode=cache)
-    pool, pages = KVCache(spec, device=model.placement), list(range(spec.num_pages))
+    pool, pages = model.new_cache(spec), list(range(spec.num_pages))
 
     def run(ids: Sequence[int], start: int, rows: str) -> torch.Tensor:
         return model.forward(Batch.single(ids, start=start, pages=pages, logit_rows=rows), pool).float().cpu()

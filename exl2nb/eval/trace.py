@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from exl2nb.cache.modes import parse_mode
-from exl2nb.cache.pool import KVCache
 from exl2nb.core.errors import OptionError
 from exl2nb.core.options import check_range
 from exl2nb.core.show import size_text
@@ -207,7 +206,7 @@ def trace(
     borrowed = {layer: _borrowed(model, other, layer, len(row)) for layer, other in (layers or {}).items()}
     recorder = _Recorder(kept, len(row), pooled)
     spec = model.cache_spec(len(row), mode=parse_mode(cache, where="trace"))
-    pool, pages = KVCache(spec, device=model.placement), list(range(spec.num_pages))
+    pool, pages = model.new_cache(spec), list(range(spec.num_pages))
     long = model.rope_switch is None or len(row) > model.rope_switch
     every, wanted, logits = any(point.name == LOGITS for point in found), frozenset(recorder.tensors), list[Tensor]()
     squares = edits.any(name for name, point in known.items() if point.shape[1:] == (T, T)) or any(p.shape[1:] == (T, T) for p in kept)
@@ -269,7 +268,7 @@ def continued(
     row = check_ids(model, torch.tensor([list(ids)]))[0].tolist()
     total = min(len(row) + max_tokens, model.context)
     spec = model.cache_spec(total, mode=parse_mode(cache, where="patch"))
-    pool, pages = KVCache(spec, device=model.placement), list(range(spec.num_pages))
+    pool, pages = model.new_cache(spec), list(range(spec.num_pages))
     edits = Edits(model.points, patch or {}, 0)
     borrowed = {layer: _borrowed(model, other, layer, total) for layer, other in (layers or {}).items()}
     found: list[int] = []

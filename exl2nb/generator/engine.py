@@ -154,7 +154,7 @@ class Engine:
 
     Args:
         model: anything with `forward` and `close`.
-        cache_spec: size of the KV cache; allocated here.
+        cache_spec: size of the KV cache. cache: of that size; None = one on the CPU, made here.
         context: tokens of prompt and answer together, at most; None = what the cache holds.
         vocab_size: ids the model knows; None = do not check prompts.
         max_sequences: that run together.
@@ -172,12 +172,12 @@ class Engine:
         vocab_size: int | None = None,
         max_sequences: int = 16,
         max_chunk: int = MAX_CHUNK,
-        device: str | Seq[str] = "cpu",
+        cache: KVCache | None = None,
         executor: Callable[[Forward, KVCache], Executor] | None = None,
     ) -> None:
         self.model, self.tokenizer, self.spec = model, tokenizer, cache_spec
         self.context = cache_spec.num_tokens if context is None else context
-        self.cache = KVCache(cache_spec, device)
+        self.cache = KVCache(cache_spec) if cache is None else cache
         self._executor = (executor or HostExecutor)(model, self.cache)
         size = cache_spec.page_size
         self.pager = Pager(cache_spec.num_pages, page_size=size, copy=self._executor.copy, salt=cache_spec.mode)

@@ -166,7 +166,7 @@ class PagedCache(Cache):
         if free is None:
             free = len(self._users)
             spec = self._model.cache_spec(max(4, 2 * free) * PAGE_SIZE, mode=self._mode)
-            grown = KVCache(spec, device=self._model.placement)
+            grown = self._model.new_cache(spec)
             if self.pool is not None:
                 for new, old in zip((*grown.k, *grown.v), (*self.pool.k, *self.pool.v)):
                     new[:free].copy_(old)

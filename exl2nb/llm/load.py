@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from inspect import signature
 from pathlib import Path
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from exl2nb.llm.plan import DeviceChoice
 
 CONTEXT = 4096  # tokens, where the caller does not say and the model allows more: a cache that fits small machines
+PARALLEL = ("layers", "tensor")
 CACHE_TOKENS = 4096  # at least, so that several short requests run together on a model with a short context
 
 
@@ -65,7 +66,8 @@ def load(
             everything: {"cuda:0": "6GiB", "cpu": "rest"}, {"cuda": "20 layers", "cpu": "rest"}. Layers on the CPU run first.
             `exl2nb.plan(devices=...)` shows what lies where.
         gpu_layers: that many layers on the GPU, the rest on the CPU: short for devices={"cuda": "N layers", "cpu": "rest"}.
-        parallel: "layers": each device has whole layers.
+        parallel: "layers": each device has whole layers. "tensor": a process for each device, all of which run every layer together, each
+            with some of its heads and channels; on the CPU so far.
         cache: how keys and values are kept: "fp16" or "fp32"; "q8", "q6" (keys in 8 bits, values in 4) or "q4", which hold 1.9, 2.5 and 3.6
             times the tokens of fp16 in the same memory; "fp8"; or the bits of keys and values apart, as "k8v4" (4, 8 or 16 each).
         context: tokens of prompt and answer together; None = what the model allows, at most 4096. A RuntimeWarning where it is longer than
@@ -108,8 +110,11 @@ def load(
         folder = hub.resolve(path, revision=revision, progress=sink)
         with _fitting(folder, f"{_gib(sum(file.stat().st_size for file in folder.glob('*.safetensors') if file.is_file()))} of weights"):
             sizes = {"context": context, "cache": cache, "cache_tokens": cache_tokens}
-            spans = () if chosen is None else _spans(folder, chosen, **sizes)
-            model = load_model(folder, device=place, spans=spans, context=context, rope=rope, progress=sink, deterministic=exact)
+            if parallel == "tensor":
+                model = _load_ranks(folder, chosen, context=context, rope=rope, progress=sink)
+            else:
+                spans = () if chosen is None else _spans(folder, chosen, **sizes)
+                model = load_model(folder, device=place, spans=spans, context=context, rope=rope, progress=sink, deterministic=exact)
     try:
         tokenizer = Tokenizer.load(folder)
         tokenizer.templates.prepare()
@@ -172,8 +177,8 @@ def pick_device(device: str | None) -> str:
 
 def _chosen_devices(device: str | None, devices: DeviceChoice | None, gpu_layers: int | None, parallel: str) -> DeviceChoice | None:
     """What to split the model over, or None."""
-    if parallel != "layers":
-        raise OptionError(f"load: parallel is {shown(parallel)}; expected 'layers'")
+    if parallel not in PARALLEL:
+        raise OptionError(f"load: parallel is {shown(parallel)}; expected one of {', '.join(PARALLEL)}")
     if sum(value is not None for value in (device, devices, gpu_layers)) > 1:
         raise OptionError("load: device, devices and gpu_layers say the same thing; expected one of them")
     if gpu_layers is not None:
@@ -181,6 +186,18 @@ def _chosen_devices(device: str | None, devices: DeviceChoice | None, gpu_layers
 
         return choice(gpu_layers)
     return devices
+
+
+def _load_ranks(folder: Path, devices: DeviceChoice | None, *, context: int | None, rope: RopeOverride, progress: Sink | None) -> Model:
+    """A rank for each device."""
+    from exl2nb.model.parallel import load_parallel
+
+    if not isinstance(devices, Sequence) or isinstance(devices, str) or len(devices) < 2 or any(name != "cpu" for name in devices):
+        raise OptionError(
+            f"load: parallel='tensor' with devices={shown(devices)}; expected 'cpu' once for each rank, at least twice: ranks on GPUs are "
+            "not there yet, parallel='layers' is"
+        )
+    return load_parallel(folder, len(devices), context=context, rope=rope, progress=progress)
 
 
 def _spans(folder: Path, devices: DeviceChoice, *, context: int | None, cache: str, cache_tokens: int | None) -> list[Span]:

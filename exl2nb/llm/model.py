@@ -89,15 +89,16 @@ class LLM(ScoringMixin, InsideMixin, ChatMixin):
     ) -> None:
         self.path, self.model, self.tokenizer = path, model, tokenizer
         self._name = name or display_name(path)
+        spec = model.cache_spec(cache_tokens, mode=cache)
         self.engine = Engine(
             model,
             tokenizer,
-            model.cache_spec(cache_tokens, mode=cache),
+            spec,
+            cache=model.new_cache(spec),
             context=context,
             vocab_size=model.config.vocab_size,
             max_sequences=max_sequences,
             max_chunk=GPU_CHUNK if model.device != "cpu" else MAX_CHUNK,
-            device=model.placement,
             executor=_gpu_executor if model.device != "cpu" else None,
         )
         self.cache = PromptCache(self.engine, partial(fingerprint, path, model))

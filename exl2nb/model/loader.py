@@ -116,7 +116,7 @@ def load_model(
             for span in spans or [Span(device, 0, config.num_layers)]:
                 with ops.on_device(span.device):
                     arena = host if span.device == "cpu" else _arena(config, directory, span)
-                    builder = _Builder(config, store, sources, widen=weights == "fp32", device=span.device, arena=arena)
+                    builder = Builder(config, store, sources, widen=weights == "fp32", device=span.device, arena=arena)
                     pieces.append(builder.span(span, meter))
                     if span.device != "cpu":
                         torch.cuda.empty_cache()  # what held tensors while they were packed
@@ -167,7 +167,7 @@ class _Piece(NamedTuple):
     head: Head | None
 
 
-class _Builder:
+class Builder:
     """Reads the tensors of a plan and packs them into layers."""
 
     def __init__(
@@ -326,8 +326,12 @@ class _Builder:
 
     def bias(self, keys: list[str]) -> Tensor | None:
         """The biases of several linears side by side, None where they have none."""
-        present = [self.vector(f"{key}.bias") for key in keys if self.sources[key].linear.bias]
+        present = [self.linear_bias(key) for key in keys if self.sources[key].linear.bias]
         return self.place(torch.cat(present)) if present else None
+
+    def linear_bias(self, key: str) -> Tensor:
+        """The bias of one linear."""
+        return self.vector(f"{key}.bias")
 
 
 def small_model_memory(directory: str | os.PathLike[str], *, widened: bool) -> Tensor | None:

@@ -71,6 +71,7 @@ class Model:
 
     def __init__(self, config: ModelConfig, network: Network, *, context: int, device: str = "cpu", deterministic: bool = False) -> None:
         self.config, self.context, self.device, self.deterministic = config, context, device, deterministic
+        self.cache_shape = config.num_layers, config.num_kv_heads, config.head_dim
         self._gpu: GpuForward | None = None
         self.weight_bytes = sum(tensor.nbytes for tensor in network.tensors())
         self._network: Network | None = network
@@ -107,8 +108,11 @@ class Model:
 
     def cache_spec(self, num_tokens: int, *, mode: str = "fp16") -> CacheSpec:
         """The spec of a cache for this model that holds at least `num_tokens` tokens."""
-        config = self.config
-        return CacheSpec(config.num_layers, config.num_kv_heads, config.head_dim, max(1, -(-num_tokens // PAGE_SIZE)), mode)
+        return CacheSpec(*self.cache_shape, max(1, -(-num_tokens // PAGE_SIZE)), mode)
+
+    def new_cache(self, spec: CacheSpec) -> KVCache:
+        """A cache where the model's layers are."""
+        return KVCache(spec, self.placement)
 
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         """Run one step as a single call into the compiled engine.
@@ -330,8 +334,7 @@ class Model:
     def _prepare(self, batch: Batch, cache: KVCache) -> Network:
         if self._network is None:
             raise EngineClosed("the model was closed; load it again")
-        spec, config = cache.spec, self.config
-        mine = (config.num_layers, config.num_kv_heads, config.head_dim)
+        spec, mine = cache.spec, self.cache_shape
         if (spec.num_layers, spec.num_kv_heads, spec.head_dim) != mine:
             theirs = (spec.num_layers, spec.num_kv_heads, spec.head_dim)
             raise OptionError(f"cache: (layers, KV heads, head_dim) is {theirs}; expected {mine}: make it with Model.cache_spec")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from dataclasses import dataclass, replace
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
@@ -221,6 +221,44 @@ class Exl2Tensors:
         """Name -> tensor, as a file holds them; shapes as in the class."""
         named = {f"{prefix}.{suffix}": getattr(self, suffix) for suffix in SUFFIXES}
         return named if self.bias is None else named | {f"{prefix}.bias": self.bias}
+
+    def columns(self, index: Tensor) -> Exl2Tensors:
+        """Some of the outputs, in this order; the last one again up to a multiple of 32.
+
+        Args:
+            index: int64 `(n,)`, n at least 1.
+        """
+        index = torch.cat([index, index[-1:].expand(padded(len(index)) - len(index))])
+        scales = pack_scales(self.scale_index()[:, index].contiguous())
+        return replace(
+            self,
+            q_weight=self.q_weight[:, index].contiguous(),
+            q_scale=scales,
+            bias=None if self.bias is None else self.bias[index],
+        )
+
+    def rows(self, first: int, last: int) -> Exl2Tensors:
+        """The stored rows [first, last), multiples of 32, as a matrix of the inputs `perm[first:last]` in that order; without the bias."""
+        groups, kept, begin, word = [], [], 0, 0
+        start_word = end_word = 0
+        for g, (bits, rows) in enumerate(self.groups):
+            low, high = max(begin, first), min(begin + rows, last)
+            if low < high:
+                if not groups:
+                    start_word = word + (low - begin) * bits // 32
+                end_word = word + (high - begin) * bits // 32
+                groups.append((bits, high - low))
+                kept.append(g)
+            begin, word = begin + rows, word + rows * bits // 32
+        starts = [0, *accumulate(rows * bits // 32 for bits, rows in groups)]
+        table = torch.tensor([value for (bits, _), at in zip(groups, starts) for value in (bits, at)], dtype=torch.int16)
+        return Exl2Tensors(
+            q_weight=self.q_weight[start_word:end_word].contiguous(),
+            q_scale=self.q_scale[kept].contiguous(),
+            q_scale_max=self.q_scale_max[kept].contiguous(),
+            q_groups=table,
+            q_invperm=torch.arange(last - first, dtype=torch.int32),
+        )
 
     def codes(self) -> Tensor:
         """Unpack the codes: uint8 `(K, N)` in stored row order."""

@@ -10,7 +10,7 @@ from exl2nb.model import gpu_memory
 from exl2nb.model.batch import Batch
 from exl2nb.model.gpu_memory import ALIGN, Arena, aligned, blob_bytes, kept_bytes
 from exl2nb.model.inspect import Matrix, inspect
-from exl2nb.model.loader import _Builder, load_model
+from exl2nb.model.loader import Builder, load_model
 from exl2nb.model.model import Model, Network
 from exl2nb.model.sources import find_sources
 from exl2nb.model.split import Span
@@ -50,7 +50,7 @@ def test_every_tensor_that_stays_goes_into_the_arena(folder):
     plain, config = load_model(folder), config_of(folder)
     arena = Arena(sum(aligned(tensor.nbytes) for tensor in plain._network.tensors()), "cpu")
     with open_store(config, folder) as store:
-        builder = _Builder(config, store, find_sources(config, store), widen=False, device="cpu", arena=arena)
+        builder = Builder(config, store, find_sources(config, store), widen=False, device="cpu", arena=arena)
         with Meter("load", total=config.num_layers + 2, unit="layers", sink=None) as meter:
             embedding, layers, head = builder.span(Span("cpu", 0, config.num_layers), meter)
         model = Model(config, Network(embedding, tuple(layers), head), context=64)
