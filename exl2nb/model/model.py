@@ -328,8 +328,8 @@ class Model:
         self._ropes = {}
 
     def __repr__(self) -> str:
-        state = "closed" if self._network is None else f"{self.weight_bytes / 2**20:.1f} MiB on {self.device}"
-        return f"Model({self.config.architecture}, {self.config.num_layers} layers, context {self.context}, {state})"
+        state = "closed" if self._network is None else f"{self.weight_bytes / 2**20:.1f} MiB on {self.where}"
+        return f"{type(self).__name__}({self.config.architecture}, {self.config.num_layers} layers, context {self.context}, {state})"
 
     def _prepare(self, batch: Batch, cache: KVCache) -> Network:
         if self._network is None:

@@ -108,15 +108,16 @@ def bounds(total: int, size: int, unit: int = 1) -> list[int]:
 
 def check_parallel(config: ModelConfig, sources: Mapping[str, Source], size: int) -> None:
     """Raise OptionError where a model cannot be divided among so many ranks; says why."""
+    unit = UNIT if any(source.kind == "exl2" for source in sources.values()) else 1
     heads = f"{config.num_heads} heads and {config.num_kv_heads} KV heads"
     moe = [found for layer in range(config.num_layers) if (found := config.experts(layer)) is not None]
-    narrow = min([config.intermediate_size, *(one.intermediate_size for one in moe), *(one.shared_size or UNIT * size for one in moe)])
+    narrow = min([config.intermediate_size, *(one.intermediate_size for one in moe), *(one.shared_size or unit * size for one in moe)])
     for wrong, why in (
         (config.num_kv_heads % size != 0, f"{heads} do not divide by {size}"),
-        (config.head_dim * (config.num_kv_heads // size) % UNIT != 0, f"a rank's KV heads have no multiple of {UNIT} columns"),
+        (config.head_dim * (config.num_kv_heads // size) % unit != 0, f"a rank's KV heads have no multiple of {unit} columns"),
         (config.qk_norm == "full", "a norm over all heads needs them on one rank"),
         (any(source.kind == "gptq" for source in sources.values()), "GPTQ files are not divided: convert the model to EXL2"),
-        (narrow < UNIT * size, f"{narrow} channels of an MLP are too few for {size} ranks"),
+        (narrow < unit * size, f"{narrow} channels of an MLP are too few for {size} ranks"),
     ):
         if wrong:
             raise OptionError(f"load: parallel='tensor' over {size} devices: {why}; take another number of devices, or parallel='layers'")
@@ -133,7 +134,7 @@ class ShardBuilder(Builder):
         self._columns: dict[str, Tensor] = {}  # key -> original outputs of the linear that the rank keeps, in its order
         self._rows: dict[str, tuple[int, int]] = {}  # key -> stored rows
         vocab = bounds(config.vocab_size, size, UNIT)
-        self._columns[config.names.head] = torch.arange(vocab[rank], vocab[rank + 1])
+        self._columns[config.names.head] = torch.arange(vocab[rank], vocab[rank + 1])  # dense or not, in the same units
 
     def attention(self, layer: int) -> Attention:
         """The rank's heads; the output matrix whole."""
@@ -169,7 +170,7 @@ class ShardBuilder(Builder):
         """The channels of an MLP: in the stored order of its last matrix."""
         *before, down = keys
         source = self.sources[down]
-        limits = bounds(source.linear.in_features, self.size, UNIT)
+        limits = bounds(source.linear.in_features, self.size, UNIT if source.kind == "exl2" else 1)
         first, last = limits[self.rank], limits[self.rank + 1]
         channels = torch.arange(source.linear.in_features)
         if source.kind == "exl2":
@@ -431,14 +432,21 @@ class Rank:
 
 
 def read_part(
-    directory: str | os.PathLike[str], rank: int, size: int, *, context: int | None, rope: RopeOverride, progress: Sink | None = None
+    directory: str | os.PathLike[str],
+    rank: int,
+    size: int,
+    *,
+    context: int | None,
+    rope: RopeOverride,
+    widen: bool = False,
+    progress: Sink | None = None,
 ) -> tuple[ModelConfig, Network, int]:
-    """A rank's part of a model, and the context that it runs."""
+    """A rank's part of a model, and the context that it runs. widen: to fp32, as a reference."""
     config = read_model_config(directory, rope=rope)
     with open_store(config, directory) as store:
         sources = find_sources(config, store)
         check_parallel(config, sources, size)
-        builder = ShardBuilder(config, store, sources, device="cpu", widen=False, rank=rank, size=size)
+        builder = ShardBuilder(config, store, sources, device="cpu", widen=widen, rank=rank, size=size)
         with Meter("load", total=config.num_layers + 2, unit="layers", sink=progress) as meter:
             embedding, layers, head = builder.span(Span("cpu", 0, config.num_layers), meter)
     assert embedding is not None

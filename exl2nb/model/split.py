@@ -139,10 +139,6 @@ class SplitModel(Model):
         super().close()
         self._parts = []
 
-    def __repr__(self) -> str:
-        state = "closed" if self._network is None else f"{self.weight_bytes / 2**20:.1f} MiB: {self.where}"
-        return f"SplitModel({self.config.architecture}, {self.config.num_layers} layers, context {self.context}, {state})"
-
     def _open(self) -> Network:
         """The network, its parts recorded."""
         if self._network is None:

@@ -1,0 +1,141 @@
+"""A model in ranks: the logits of the whole one, for every architecture and several counts of ranks; here each rank is a thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from exl2nb.cache.pool import KVCache
+from exl2nb.core.errors import OptionError
+from exl2nb.model.batch import Batch
+from exl2nb.model.loader import load_model
+from exl2nb.model.parallel import RankModel, bounds, read_part
+from exl2nb.model.rope import RopeOverride
+from exl2nb.quant.exl2 import Exl2Tensors
+
+from .tiny import random_exl2
+from .zoo import ZOO, build, write, write_exl2
+
+REFUSED = {"olmo2": "a norm over all heads"}
+
+
+class Threads:
+    """The exchanges of `model.parallel.Group` among threads of one process."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self._barrier = size, threading.Barrier(size, timeout=60)
+        self._pieces: list[torch.Tensor | None] = [None] * size
+
+    def of(self, rank: int) -> _Member:
+        return _Member(self, rank)
+
+    def exchange(self, rank: int, piece: torch.Tensor) -> list[torch.Tensor]:
+        self._pieces[rank] = piece.clone()
+        self._barrier.wait()
+        found = [piece for piece in self._pieces if piece is not None]
+        self._barrier.wait()
+        return found
+
+
+class _Member:
+    def __init__(self, group: Threads, rank: int) -> None:
+        self._group, self.rank, self.size = group, rank, group.size
+
+    def gather(self, piece: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
+        assert piece.shape[1] == widths[self.rank]
+        return torch.cat(self._group.exchange(self.rank, piece), dim=1)
+
+    def add(self, x: torch.Tensor) -> torch.Tensor:
+        return x.copy_(torch.stack(self._group.exchange(self.rank, x)).sum(0))
+
+
+def ranks(directory: Path, size: int, *, widen: bool = True) -> list[RankModel]:
+    group, models = Threads(size), []
+    for rank in range(size):
+        config, network, context = read_part(directory, rank, size, context=None, rope=RopeOverride(), widen=widen)
+        models.append(RankModel(config, network, group.of(rank), context=context))  # pyright: ignore[reportArgumentType]
+    return models
+
+
+def logits_of(models: Sequence[RankModel], steps: Sequence[Batch]) -> list[torch.Tensor]:
+    """Of every rank."""
+
+    def run(model: RankModel) -> torch.Tensor:
+        cache = KVCache(model.cache_spec(512, mode="fp32"))
+        return torch.cat([model.run(batch, cache) for batch in steps])
+
+    with ThreadPoolExecutor(len(models)) as pool:
+        return [*pool.map(run, models)]
+
+
+def steps(vocab: int) -> list[Batch]:
+    """A prompt, a second piece of it, one token."""
+    ids = [(7 * i + 3) % vocab for i in range(40)]
+    return [Batch.single(ids[a:b], start=a, pages=[1, 0], logit_rows="all") for a, b in ((0, 23), (23, 39), (39, 40))]
+
+
+@pytest.mark.parametrize("name", [name for name in ZOO if name not in REFUSED])
+def test_ranks_compute_what_the_whole_model_does(name: str, tmp_path: Path) -> None:
+    folder = write(name, build(name), tmp_path)
+    whole = load_model(folder, weights="fp32")
+    batches = steps(whole.config.vocab_size)
+    cache = KVCache(whole.cache_spec(512, mode="fp32"))
+    expected = torch.cat([whole.forward(batch, cache) for batch in batches])
+    size = next(size for size in (2, 1) if whole.config.num_kv_heads % size == 0)
+    found = logits_of(ranks(folder, size), batches)
+    assert all(torch.equal(found[0], other) for other in found[1:]), "every rank has the same bits"
+    torch.testing.assert_close(found[0], expected, rtol=0, atol=2e-5 * float(expected.std()) + 2e-6)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_moe-bias", "cohere"])
+def test_exl2_files_are_cut_without_changing_a_code(name: str, size: int, tmp_path: Path) -> None:
+    shape = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32, "hidden_size": 128, "intermediate_size": 192}
+    moe = {"moe_intermediate_size": 160} if "moe" in name else {}
+    folder = write_exl2(write(name, build(name, **shape, **moe), tmp_path / "dense"), tmp_path / "exl2")
+    for weights, tolerance in (("fp32", 2e-5), ("auto", 5e-3)):  # kernels round a rank's inputs in blocks of its own
+        whole = load_model(folder, weights=weights)
+        batches = steps(whole.config.vocab_size)
+        cache = KVCache(whole.cache_spec(512, mode="fp32"))
+        expected = torch.cat([whole.forward(batch, cache) for batch in batches])
+        found = logits_of(ranks(folder, size, widen=weights == "fp32"), batches)
+        assert all(torch.equal(found[0], other) for other in found[1:])
+        torch.testing.assert_close(found[0], expected, rtol=0, atol=tolerance * float(expected.std()))
+        again = logits_of(ranks(folder, size, widen=weights == "fp32"), batches)
+        assert torch.equal(found[0], again[0])
+
+
+def test_columns_and_rows_of_a_matrix() -> None:
+    for seed in range(4):
+        matrix = random_exl2(256, 96, (8, 6, 5, 4, 3, 2), seed=seed)
+        whole, perm = matrix.reconstruct(), matrix.perm
+        index = torch.randperm(96, generator=torch.Generator().manual_seed(seed))[: 20 + 13 * seed]
+        columns = matrix.columns(index).validate("columns")
+        assert torch.equal(columns.reconstruct()[:, : len(index)], whole[:, index])
+        for first, last in ((0, 256), (0, 32), (32, 96), (96, 256), (224, 256)):
+            rows = matrix.rows(first, last).validate("rows")
+            assert torch.equal(rows.reconstruct(), whole[perm[first:last]])
+    assert isinstance(matrix, Exl2Tensors)
+
+
+def test_bounds() -> None:
+    assert bounds(10, 3) == [0, 3, 6, 10]
+    assert bounds(131, 2, 32) == [0, 64, 131]
+    assert bounds(96, 3, 32) == [0, 32, 64, 96]
+
+
+@pytest.mark.parametrize(("name", "message"), [*REFUSED.items()])
+def test_what_cannot_be_divided_is_refused_by_name(name: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=message):
+        ranks(write(name, build(name), tmp_path), 2)
+
+
+def test_counts_that_do_not_divide(tmp_path: Path) -> None:
+    folder = write("llama", build("llama"), tmp_path)
+    with pytest.raises(OptionError, match="4 heads and 2 KV heads do not divide by 3"):
+        ranks(folder, 3)
