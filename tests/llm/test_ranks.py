@@ -1,0 +1,123 @@
+"""`parallel="tensor"` with real processes: the same text, and what happens when one of them dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import exl2nb as ex
+from exl2nb.core.errors import EngineClosed, GenerationError, OptionError
+from exl2nb.model.parallel import ParallelModel
+
+DEMO = Path(ex.__file__).parent / "demo_model"
+QUANTISED = Path(__file__).parents[1] / "data" / "demo-exl2-4.0bpw"
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[ex.LLM]:
+    with ex.load(DEMO, devices=["cpu", "cpu"], parallel="tensor", progress=None) as llm:
+        yield llm
+
+
+def alive(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def gone_within(processes: list[int], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while any(map(alive, processes)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not any(map(alive, processes))
+
+
+def _until(deadline: float, llm: ex.LLM) -> None:
+    while time.monotonic() < deadline:
+        llm.generate("The secret of life is", max_tokens=20)
+
+
+def test_the_same_text_however_often(ranks: ex.LLM) -> None:
+    prompts = ["The secret of life is", "It was a dark", "The secret of life was"]
+    with ex.load(DEMO, device="cpu", progress=None) as whole:
+        for options in ({"temperature": 0}, {"seed": 3, "top_k": 40}, {"seed": 5, "regex": "[a-z ]{4,20}"}):
+            texts = []
+            for llm in (whole, ranks, ranks):
+                found = {event.id: event.completion.text for event in llm.batch(prompts, max_tokens=16, **options) if event.over}
+                texts.append([found[index] for index in range(len(prompts))])
+            assert texts[0] == texts[1] == texts[2]
+        assert ranks.score("The old man").total == pytest.approx(whole.score("The old man").total, abs=1e-3)
+        several = {"n": 3, "seed": 1, "max_tokens": 8}
+        prompt = "Once upon a time there was a king who had three sons. " * 24  # more than a page, whose last one is copied for each
+        assert [one.text for one in ranks.generate(prompt, **several)] == [one.text for one in whole.generate(prompt, **several)]
+
+
+def test_stop_leaves_it_usable(ranks: ex.LLM) -> None:
+    for number, _ in enumerate(ranks.stream("Once upon a time", max_tokens=200)):
+        if number == 3:
+            break
+    assert ranks.generate("It was", max_tokens=2, temperature=0).finish_reason == "length"
+
+
+def test_what_ranks_do_not_do_has_a_name(ranks: ex.LLM) -> None:
+    with pytest.raises(OptionError, match="the model runs as 2 ranks"):
+        ranks.trace("It was", capture=["*"])
+    assert "each of 2 ranks" in repr(ranks.model)
+
+
+def test_a_killed_rank_ends_in_a_named_error_and_leaves_nothing() -> None:
+    llm = ex.load(QUANTISED, devices=["cpu", "cpu"], parallel="tensor", progress=None)
+    assert isinstance(llm.model, ParallelModel)
+    [process] = [one.pid for one in llm.model._processes]
+    threading.Timer(0.3, os.kill, (process, signal.SIGKILL)).start()
+    start = time.monotonic()
+    with pytest.raises(GenerationError, match=r"tensor parallel: rank 1 ended \(exit code -9\); close the model and load it again"):
+        _until(start + 60, llm)
+    with pytest.raises(GenerationError, match="rank 1 ended"):
+        llm.generate("Again")
+    llm.close()
+    assert not alive(process)
+    with pytest.raises(EngineClosed):
+        llm.generate("It was")
+
+
+def test_ranks_end_with_the_process_that_started_them() -> None:
+    code = f"""
+import exl2nb as ex
+llm = ex.load({str(QUANTISED)!r}, devices=["cpu", "cpu"], parallel="tensor", progress=None)
+print(*[one.pid for one in llm.model._processes], flush=True)
+input()
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        started = [int(word) for word in parent.stdout.readline().split()]
+        assert started and all(map(alive, started))
+        parent.kill()
+    assert gone_within(started, 20)
+
+
+def test_close_ends_the_ranks() -> None:
+    llm = ex.load(QUANTISED, devices=["cpu"] * 2, parallel="tensor", progress=None)
+    started = [one.pid for one in llm.model._processes]
+    llm.close()
+    assert gone_within(started, 10)
+
+
+@pytest.mark.parametrize("devices", [None, "auto", ["cpu"], ["cuda:0", "cuda:1"], {"cpu": "rest"}])
+def test_other_devices_are_refused_by_name(devices: object) -> None:
+    with pytest.raises(OptionError, match="parallel='tensor' with devices="):
+        ex.load(DEMO, devices=devices, parallel="tensor", progress=None)
+
+
+def test_a_rank_that_cannot_load_says_why() -> None:
+    with pytest.raises(OptionError, match="do not divide by 5"):
+        ex.load(DEMO, devices=["cpu"] * 5, parallel="tensor", progress=None)
