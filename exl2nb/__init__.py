@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time `__getattr__` be
     from exl2nb.llm.memory import MemoryPlan as MemoryPlan
     from exl2nb.llm.model import LLM as LLM
     from exl2nb.llm.plan import plan as plan
+    from exl2nb.llm.sweep import sweep as sweep
     from exl2nb.model.lora_merge import merge as merge
 
 __version__ = "0.2.0"
@@ -54,6 +55,7 @@ _PUBLIC = {
     "push": "exl2nb.converter.publish",
     "revisions": "exl2nb.io.revisions",
     "sampling": "exl2nb",
+    "sweep": "exl2nb.llm.sweep",
     "widgets": "exl2nb",
 }
 __all__ = [  # noqa: RUF022 - sorted plainly, as dir() shows them
@@ -77,6 +79,7 @@ __all__ = [  # noqa: RUF022 - sorted plainly, as dir() shows them
     "push",
     "revisions",
     "sampling",
+    "sweep",
     "widgets",
 ]
 
