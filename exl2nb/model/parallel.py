@@ -260,7 +260,7 @@ class ParallelModel(RankModel):
         self, config: ModelConfig, network: Network, group: Group, processes: Sequence[subprocess.Popen[bytes]], *, context: int
     ) -> None:
         super().__init__(config, network, group, context=context)
-        self._processes, self._broken = list(processes), ""
+        self.processes, self._broken = list(processes), ""
         self._caches, self._dropped = 0, list[int]()
 
     @property
@@ -360,7 +360,7 @@ class ParallelModel(RankModel):
                 self.tell(CLOSE)
         super().close()
         self.group.close()
-        end(self._processes)
+        end(self.processes)
 
     def _check_open(self) -> None:
         if self._network is None:
@@ -373,11 +373,11 @@ class ParallelModel(RankModel):
         deadline = time.monotonic() + 1  # a process that was killed may still be ending
         gone: list[str] = []
         while not gone and time.monotonic() < deadline:
-            codes = [process.poll() for process in self._processes]
+            codes = [process.poll() for process in self.processes]
             gone = [f"rank {rank} ended (exit code {code})" for rank, code in enumerate(codes, 1) if code is not None]
             time.sleep(0.02)
         self._broken = "tensor parallel: " + (", ".join(gone) or str(error).splitlines()[0][:200])
-        end(self._processes, wait_s=0)
+        end(self.processes, wait_s=0)
         return GenerationError(f"{self._broken}; close the model and load it again")
 
     def _whole(self, what: str) -> OptionError:

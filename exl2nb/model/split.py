@@ -227,7 +227,8 @@ class SplitModel(Model):
         if first == 0:
             network.embedding.record(program)
         else:
-            stream = torch.zeros(max(rows, STREAM_ROWS[kind]), self.config.hidden_size, device=device)
+            with torch.inference_mode(False):  # it is written to in steps of requests and of callers alike
+                stream = torch.zeros(max(rows, STREAM_ROWS[kind]), self.config.hidden_size, device=device)
             Embedding(table=stream).record(program)
         for layer in network.layers[first:last]:
             layer.record(program, ropes)

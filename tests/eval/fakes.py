@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import torch
 
+from exl2nb.cache.pool import KVCache
 from exl2nb.cache.spec import CacheSpec
 
 
@@ -18,6 +19,9 @@ class TableModel:
     def cache_spec(self, num_tokens, *, mode="fp16"):
         assert mode == "fp32", "evaluation runs on an FP32 cache"
         return CacheSpec(1, 1, 8, -(-num_tokens // 256), mode)
+
+    def new_cache(self, spec):
+        return KVCache(spec)
 
     def forward(self, batch, cache):
         positions = batch.positions.tolist()

@@ -77,7 +77,7 @@ def test_what_ranks_do_not_do_has_a_name(ranks: ex.LLM) -> None:
 def test_a_killed_rank_ends_in_a_named_error_and_leaves_nothing() -> None:
     llm = ex.load(QUANTISED, devices=["cpu", "cpu"], parallel="tensor", progress=None)
     assert isinstance(llm.model, ParallelModel)
-    [process] = [one.pid for one in llm.model._processes]
+    [process] = [one.pid for one in llm.model.processes]
     threading.Timer(0.3, os.kill, (process, signal.SIGKILL)).start()
     start = time.monotonic()
     with pytest.raises(GenerationError, match=r"tensor parallel: rank 1 ended \(exit code -9\); close the model and load it again"):
@@ -94,7 +94,7 @@ def test_ranks_end_with_the_process_that_started_them() -> None:
     code = f"""
 import exl2nb as ex
 llm = ex.load({str(QUANTISED)!r}, devices=["cpu", "cpu"], parallel="tensor", progress=None)
-print(*[one.pid for one in llm.model._processes], flush=True)
+print(*[one.pid for one in llm.model.processes], flush=True)
 input()
 """
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
@@ -107,7 +107,7 @@ input()
 
 def test_close_ends_the_ranks() -> None:
     llm = ex.load(QUANTISED, devices=["cpu"] * 2, parallel="tensor", progress=None)
-    started = [one.pid for one in llm.model._processes]
+    started = [one.pid for one in llm.model.processes]
     llm.close()
     assert gone_within(started, 10)
 
