@@ -1,0 +1,97 @@
+"""Decode of a model on several devices beside one GPU, and beside what reading the weights allows.
+
+    python benchmarks/devices.py                                   # Llama-3-8B: 25, 50 and 75 % of the layers on the host
+    python benchmarks/devices.py --shape llama2-70b --bpw 2.55     # where there are several GPUs, also layers over 2, 4 and 8 of them
+    python benchmarks/devices.py --cpu --shape tinyllama           # without a GPU: two and four parts on the CPU beside one
+
+The bound adds up, over the devices, bytes of weights that a step reads over the bandwidth that was measured here. Prints JSON; the models
+stay in build/bench.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from decode import model_directory
+from make_random_model import SHAPES
+
+import exl2nb as ex
+from exl2nb.ops.memory import read_memory
+
+PROMPT, PROBE = [*range(5, 133)], 1 << 30  # tokens; bytes that are read to learn a bandwidth
+
+
+def bandwidth(device: str) -> float:
+    """Bytes a second that a device reads, the best of five."""
+    data = torch.ones(PROBE, dtype=torch.uint8, device=device)
+    best = float("inf")
+    for _ in range(5):
+        begun = time.perf_counter()
+        if device == "cpu":
+            read_memory(data)
+        else:
+            data.view(torch.int64).sum()
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - begun)
+    return PROBE / best
+
+
+def measured(model: Path, tokens: int, rounds: int, batch: int, options: dict[str, Any]) -> tuple[float, str]:
+    """Tokens a second of decoding, the best round, and where the layers were."""
+    with ex.load(model, context=1024, cache_tokens=max(4096, 512 * batch), progress=None, **options) as llm:
+        best = 0.0
+        for turn in range(rounds + 1):  # the first one warms up
+            first = last = 0.0
+            count = 0
+            for event in llm.batch([PROMPT] * batch, max_tokens=tokens, temperature=0, ignore_eos=True):
+                last = time.perf_counter()
+                first = first or last
+                count += len(event.tokens)
+            if turn:
+                best = max(best, (count - batch) / (last - first))
+        return best, llm.model.where
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="llama3-8b")
+    parser.add_argument("--bpw", type=float, default=4.0)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--cpu", action="store_true", help="two and four parts on the CPU")
+    parser.add_argument("--models", type=Path, default=Path("build/bench"))
+    args = parser.parse_args()
+    model = model_directory(args.models, args.shape, args.bpw)
+    layers = SHAPES[args.shape].num_hidden_layers
+    cards = 0 if args.cpu else torch.cuda.device_count()
+    if args.cpu:
+        cases = {"one": {"device": "cpu"}, "2 parts": {"devices": ["cpu"] * 2}, "4 parts": {"devices": ["cpu"] * 4}}
+    else:
+        cases = {"one GPU": {"device": "cuda"}}
+        cases |= {f"{share} % on the host": {"gpu_layers": layers * (100 - share) // 100} for share in (25, 50, 75)}
+        cases |= {f"{count} GPUs": {"devices": [f"cuda:{i}" for i in range(count)]} for count in (2, 4, 8) if count <= cards}
+    speeds = {"cpu": bandwidth("cpu"), **({"cuda": bandwidth("cuda")} if cards else {})}
+    found = {}
+    for name, options in cases.items():
+        asked = options.get("devices") or ({"cuda": f"{options['gpu_layers']} layers", "cpu": "rest"} if "gpu_layers" in options else None)
+        shares = ex.plan(model, devices=asked or [options["device"]], context=4096).shares
+        bound = 1 / sum(share.read / speeds[share.device.partition(":")[0]] for share in shares)
+        speed, where = measured(model, args.tokens, args.rounds, args.batch, options)
+        found[name] = {
+            "tok_s": round(speed, 1),
+            "bound_tok_s": round(bound, 1),
+            "share": round(speed / bound / args.batch, 3),
+            "where": where,
+        }
+        print(f"{name}: {found[name]}", flush=True)
+    print(json.dumps({"shape": args.shape, "bpw": args.bpw, "batch": args.batch, "read_bytes_s": speeds, "cases": found}))
+
+
+if __name__ == "__main__":
+    main()
