@@ -70,6 +70,7 @@ def main() -> None:
     model = model_directory(args.models, args.shape, args.bpw)
     layers = SHAPES[args.shape].num_hidden_layers
     cards = 0 if args.cpu else torch.cuda.device_count()
+    cases: dict[str, dict[str, Any]]
     if args.cpu:
         cases = {"one": {"device": "cpu"}, "2 parts": {"devices": ["cpu"] * 2}, "4 parts": {"devices": ["cpu"] * 4}}
     else:

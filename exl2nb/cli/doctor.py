@@ -70,6 +70,7 @@ def diagnose() -> list[Check]:
         _torch,
         _library,
         _cuda,
+        _links,
         _kernels,
         _flash_attention,
         _cpu,
@@ -149,6 +150,20 @@ def _cuda() -> list[Check]:
     if problem.gpu:
         return [Check(name="cuda", state="warning", found=f"{found}; {problem.found}; the CPU engine is used", todo=problem.todo)]
     return [Check(name="cuda", state="note", found=f"{found}; no NVIDIA GPU is here, the CPU engine is used")]
+
+
+def _links() -> list[Check]:
+    """Which GPUs reach each other's memory; nothing for fewer than two."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count < 2:
+        return []
+    apart = [(a, b) for a in range(count) for b in range(a + 1, count) if not torch.cuda.can_device_access_peer(a, b)]
+    if not apart:
+        return [Check(name="links", state="ok", found=f"all {count} GPUs reach each other's memory")]
+    pairs = ", ".join(f"{a} and {b}" for a, b in apart)
+    return [Check(name="links", state="note", found=f"without a direct link: GPUs {pairs}; what layers hand on goes through host memory")]
 
 
 def _kernels() -> list[Check]:

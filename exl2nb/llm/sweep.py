@@ -262,7 +262,7 @@ def answer(task: str, path: str) -> None:
 def _on_ray(tasks: Mapping[float, Task]) -> Iterator[tuple[float, list[dict[str, Any]]]]:
     """Ray places the tasks, and places one again whose worker or node is lost."""
     try:
-        import ray
+        import ray  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise OptionError("sweep: on='ray' needs Ray: pip install 'exl2nb[ray]', or take on='local'") from None
     ours = not ray.is_initialized()

@@ -414,3 +414,17 @@ def test_generate_with_a_choice(cli_json):
 @pytest.mark.parametrize("words", [["--schema", "/no/such/file"], ["--regex", "("], ["--regex", "a", "--choice", "b"], ["--tfs", "0"]])
 def test_bad_sampling_options(refused, words):
     assert refused("generate", "demo", "--prompt", "x", *words)
+
+
+def test_doctor_lists_links_between_gpus(monkeypatch):
+    from exl2nb.cli import doctor
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    for count, linked, expected in [
+        (1, {}, []),
+        (2, {(0, 1)}, ["all 2 GPUs reach each other's memory"]),
+        (3, {(0, 1)}, ["without a direct link: GPUs 0 and 2, 1 and 2; what layers hand on goes through host memory"]),
+    ]:
+        monkeypatch.setattr("torch.cuda.device_count", lambda count=count: count)
+        monkeypatch.setattr("torch.cuda.can_device_access_peer", lambda a, b, linked=linked: (a, b) in linked)
+        assert [check.found for check in doctor._links()] == expected
