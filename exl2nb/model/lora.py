@@ -29,6 +29,7 @@ from exl2nb.model.layers import MLP
 from exl2nb.model.layout import Linear, head_linear, layer_linears, layer_norms
 from exl2nb.model.model import Network
 from exl2nb.model.store import fused_linears, row_order
+from exl2nb.ops.gpu import unpack_half
 from exl2nb.ops.lora import Adapter, LoraChange, LoraPart
 
 SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -344,7 +345,7 @@ def places(config: ModelConfig, network: Network, program: ops.Program) -> dict[
 
 
 def changes(file: LoraFile, config: ModelConfig, network: Network, program: ops.Program) -> Adapter:
-    """An adapter as changes of a program's ops. With DoRA every adapted matrix is unpacked once.
+    """An adapter as changes of a program's ops, on the CPU. With DoRA every adapted matrix is unpacked once.
 
     Raises:
         FormatError: it adapts experts, or another place that has no op of its own.
@@ -394,15 +395,21 @@ class _Change:
             self.vectors[name] = torch.zeros(ops.shape(self.arguments["blob"])[1])
         return self.vectors[name]
 
+    def _own_bias(self, columns: slice) -> Tensor | float:
+        own = self.arguments.get("bias")
+        return 0.0 if own is None else own[columns].cpu()
+
     def add(self, target: LoraTarget, first: int) -> None:
         """The product, and what DoRA and a bias of B add to it."""
         columns, b = slice(first, first + len(target.b)), target.b.T
         if target.magnitude is not None:
-            weight = ops.unpack(self.arguments["blob"])[:, columns] + target.scale * (target.a.T @ b)
+            blob = self.arguments["blob"]
+            plain = ops.unpack(blob) if blob.device.type == "cpu" else unpack_half(blob).float().cpu()
+            weight = plain[:, columns] + target.scale * (target.a.T @ b)
             gain = target.magnitude / weight.norm(dim=0).clamp(min=1e-20)
             self._vector("gain")[columns] = gain - 1
-            if (own := self.arguments.get("bias")) is not None:  # it is not stretched
-                self._vector("bias")[columns] -= (gain - 1) * own[columns]
+            if self.arguments.get("bias") is not None:  # it is not stretched
+                self._vector("bias")[columns] -= (gain - 1) * self._own_bias(columns)
         if target.bias is not None:
             self._vector("bias")[columns] += target.bias
         inputs = target.a if target.embedding else target.a.T
@@ -411,9 +418,8 @@ class _Change:
     def replace(self, which: str | Place, name: str, vector: Tensor, config: ModelConfig) -> None:
         """Another norm, or another bias of a linear."""
         if isinstance(which, Place):
-            own = self.arguments.get("bias")
             columns = slice(which.first, which.first + which.columns)
-            self._vector("bias")[columns] += vector - (0 if own is None else own[columns])
+            self._vector("bias")[columns] += vector - self._own_bias(columns)
             return
         scale = config.logit_scale if name.startswith(f"{config.names.norm}.") else 1.0
         kind = "norm_bias" if name.endswith(".bias") else "norm"

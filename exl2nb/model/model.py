@@ -23,7 +23,7 @@ from exl2nb.model.rope import both_tables, rope_switch, rope_tables
 from exl2nb.model.trace import Borrowed, Seen, Walk, layers_of
 from exl2nb.ops import gpu_prefill
 from exl2nb.ops.ahead import draw_ahead, join_ahead, step_draw
-from exl2nb.ops.gpu import unpack_half
+from exl2nb.ops.gpu import LoraSlots, unpack_half
 from exl2nb.ops.lora import Adapter, LoraTable
 
 SMALL_MODEL_BYTES = 64 << 20  # of weights: what may still stay in a processor's cache
@@ -134,13 +134,15 @@ class Model:
         """
         if self._network is None:
             raise EngineClosed("the model was closed; load it again")
+        if self.device != "cpu":
+            return self._network, self.gpu.program
         if self._program is None:
             self._extend_ropes(self._network, PAGE_SIZE)
         assert self._program is not None
         return self._network, self._program
 
     def set_adapters(self, adapters: Sequence[Adapter | None]) -> None:
-        """What row 0, 1, ... of `Batch.adapters` mean from the next step on; steps that run keep what they began with. CPU only."""
+        """What row 0, 1, ... of `Batch.adapters` mean from the next step on; steps that run keep what they began with."""
         self.adapters = LoraTable(self.network_and_program[1], tuple(adapters))
 
     def _lora(self, batch: Batch) -> tuple[LoraTable | None, tuple[Tensor | None, Tensor | None]]:
@@ -194,9 +196,13 @@ class Model:
         ids: int32 `(T,)` on the GPU, in place of the batch's.
         """
         self._prepare(batch, cache)
-        if batch.adapters is not None:
-            raise OptionError("adapters run on the CPU; this model is on the GPU")
-        return self.capped(self.gpu.run(self._with_rope_rows(batch), cache, ids=ids))
+        table, _ = self._lora(batch)
+        return self.capped(self.gpu.run(self._with_rope_rows(batch), cache, ids=ids, lora=table))
+
+    def adapter_slots(self) -> LoraSlots:
+        """Where captured steps of a model on the GPU find its adapters, as they are now."""
+        assert self.adapters is not None, "a batch names adapters"
+        return self.gpu.slots(self.adapters)
 
     @property
     def gpu(self) -> GpuForward:

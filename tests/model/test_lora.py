@@ -85,6 +85,26 @@ def test_logits_equal_peft(kind, tmp_path):
     assert error(plain, want) > 0.02, "the adapter changes the logits"
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_on_the_gpu_equal_peft(kind, tmp_path):
+    """The prompt at once, and in steps of eight: as near as the GPU's fp16 activations are without the adapter."""
+    arch, options = KINDS[kind]
+    twin = adapted(arch, options, tmp_path)
+    model = load_model(tmp_path / "model", device="cuda")
+    ids = ids_of(model.config.vocab_size, 1, 40)
+    network, program = model.network_and_program
+    made = changes(read_lora(tmp_path / "lora", model.config), model.config, network, program)
+    model.set_adapters([{op: change.to("cuda") for op, change in made.items()}])
+    want = truth(twin, ids)[0]
+    for each in (40, 8, 1):
+        cache, found = KVCache(model.cache_spec(256, mode="fp16"), "cuda"), []
+        for first in range(0, 40, each):
+            span = Span(ids=ids[0, first : first + each].tolist(), start=first, pages=[0], logit_rows="all", adapter=0)
+            found.append(model.forward(Batch.build([span]), cache).cpu())
+        assert error(torch.cat(found), want) < 0.02, each
+
+
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "embedding" not in kind and kind not in ("B with biases", "gemma2, norms")])
 def test_merged_weights_give_the_same_logits(kind, tmp_path):
     arch, options = KINDS[kind]
