@@ -1,7 +1,7 @@
 """What adapters cost: decode tok/s with a rank-16 adapter on every matrix of every layer over none, in turns; one text, and 16 of them.
 
-    python benchmarks/lora.py [MODEL] [--rank 16] [--rounds 7] [--device cpu]
-    python benchmarks/make_random_model.py llama3-8b OUT --bpw 4.0 && python benchmarks/lora.py OUT --device cuda
+python benchmarks/lora.py [MODEL] [--rank 16] [--rounds 7] [--device cpu]
+python benchmarks/make_random_model.py llama3-8b OUT --bpw 4.0 && python benchmarks/lora.py OUT --device cuda
 """
 
 from __future__ import annotations

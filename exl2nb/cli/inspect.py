@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from exl2nb.cli.console import Console
-from exl2nb.cli.models import add_model, locate, locate_demo
+from exl2nb.cli.models import add_lora_option, add_model, locate, locate_demo
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,6 +30,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=1, help="sequences of that length (default 1)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="whose free memory it is compared with (default cpu)")
     parser.add_argument("--free", help="memory to compare with instead, such as 24GiB")
+    add_lora_option(parser, "LoRA adapter that will be loaded; again for more")
 
 
 def run_plan(args: argparse.Namespace, console: Console) -> int:
@@ -39,7 +40,8 @@ def run_plan(args: argparse.Namespace, console: Console) -> int:
 
     free = None if args.free is None else parse_bytes(args.free, where="--free")
     directory = locate(args.model, console.sink, revision=args.revision)
-    found = plan(directory, context=args.context, cache=args.cache, batch=args.batch, device=args.device, free=free)
+    found = plan(directory, context=args.context, cache=args.cache, batch=args.batch, device=args.device, free=free,
+                 loras=[path for path, _ in args.lora or ()])  # fmt: skip
     console.result(found.to_dict(), str(found))
     return 0
 

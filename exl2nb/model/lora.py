@@ -92,11 +92,7 @@ def read_lora(directory: Path, config: ModelConfig) -> LoraFile:
         kind cannot be adapted here; a tensor of a wrong shape, missing beside its other half, or not finite. ConfigError: a setting that
         cannot be used.
     """
-    for name in (SETTINGS, WEIGHTS):
-        if not (directory / name).is_file():
-            pickled = name == WEIGHTS and (directory / "adapter_model.bin").exists()
-            hint = "; adapter_model.bin is a pickle, which is never read: save it again with save_pretrained(safe_serialization=True)"
-            raise ModelNotFound(f"{directory}: no {name}{hint if pickled else '; expected an adapter as PEFT saves it'}")
+    _check_files(directory)
     settings = Fields(read_json(directory / SETTINGS), str(directory / SETTINGS))
     scale_of = _scales(settings)
     reader = _Reader(config, directory / WEIGHTS)
@@ -114,6 +110,29 @@ def read_lora(directory: Path, config: ModelConfig) -> LoraFile:
     rank = max((target.rank for target in targets.values()), default=0)
     base = settings.text("base_model_name_or_path", default="")
     return LoraFile(path=directory, digest=digest.hexdigest(), base=base, rank=rank, targets=targets, vectors=vectors)
+
+
+def adapter_bytes(directory: Path, config: ModelConfig) -> int:
+    """Memory that an adapter will take, from the headers of its file.
+
+    Raises:
+        ModelNotFound, FormatError: as `read_lora`, but for what only the numbers tell.
+    """
+    _check_files(directory)
+    reader = _Reader(config, directory / WEIGHTS)
+    with SafetensorsFile(directory / WEIGHTS) as file:
+        for name in file.names():
+            shape = file.info(name).shape
+            reader.take(name, shape, lambda shape=shape: torch.empty(shape, device="meta"))
+    return reader.nbytes()
+
+
+def _check_files(directory: Path) -> None:
+    for name in (SETTINGS, WEIGHTS):
+        if not (directory / name).is_file():
+            pickled = name == WEIGHTS and (directory / "adapter_model.bin").exists()
+            hint = "; adapter_model.bin is a pickle, which is never read: save it again with save_pretrained(safe_serialization=True)"
+            raise ModelNotFound(f"{directory}: no {name}{hint if pickled else '; expected an adapter as PEFT saves it'}")
 
 
 def save_lora(
@@ -258,6 +277,8 @@ class _Reader:
     def _finite(self, name: str, tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
             raise FormatError(f"{self.path}: tensor {name!r}: is {tensor.dtype}; expected float numbers")
+        if tensor.is_meta:
+            return tensor
         tensor = tensor.float()
         if not bool(tensor.isfinite().all()):
             raise FormatError(f"{self.path}: tensor {name!r}: holds numbers that are not finite")
@@ -282,9 +303,7 @@ class _Reader:
         """Targets and vectors, checked to be whole."""
         targets = {}
         for module, found in self.halves.items():
-            if "A" not in found or "B" not in found or found["A"].shape[0] != found["B"].shape[1]:
-                shapes = {side: tuple(tensor.shape) for side, tensor in found.items()}
-                raise FormatError(f"{self.path}: module {module!r}: found {shapes}; expected lora_A (r, K) and lora_B (N, r) with one r")
+            self._check_whole(module, found)
             a, b, bias = found["A"], found["B"], found.get("B_bias")
             scale = scale_of(self.written[module], len(a))
             magnitude = found.get("magnitude_vector")
@@ -302,6 +321,38 @@ class _Reader:
         if not targets and not self.vectors:
             raise FormatError(f"{self.path}: holds no tensors; expected lora_A and lora_B of some modules")
         return targets, self._split_biases()
+
+    def _check_whole(self, module: str, found: Mapping[str, Tensor]) -> None:
+        if "A" not in found or "B" not in found or found["A"].shape[0] != found["B"].shape[1]:
+            shapes = {side: tuple(tensor.shape) for side, tensor in found.items()}
+            raise FormatError(f"{self.path}: module {module!r}: found {shapes}; expected lora_A (r, K) and lora_B (N, r) with one r")
+
+    def nbytes(self) -> int:
+        """As `changes` keeps it: products in fp16, a gain (DoRA) and a bias of every op that has one, and norms, in fp32."""
+        total, vectors = 0, set[tuple[int, str, str]]()  # layer, stack of matrices, gain or bias
+        stacks = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "up"}
+        for module, found in self.halves.items():
+            self._check_whole(module, found)
+            (rank, inputs), outputs = found["A"].shape, len(found["B"])
+            total += 2 * inputs * (rank + -rank % 16) + 2 * rank * outputs + 4 * rank
+            for linear in self.modules.get(module, ()):
+                stack = linear.layer, stacks.get(linear.role, linear.role)
+                vectors |= {(*stack, kind) for kind, side in (("gain", "magnitude_vector"), ("bias", "B_bias")) if side in found}
+                if linear.bias and "magnitude_vector" in found:
+                    vectors.add((*stack, "bias"))
+        norms = set[tuple[str, str]]()
+        for name in self.vectors:
+            key = name.rpartition(".")[0]
+            for linear in self.modules.get(key, ()):
+                vectors.add((linear.layer, stacks.get(linear.role, linear.role), "bias"))
+            if key not in self.modules:
+                norms |= {(key, kind) for kind in (("weight", "bias") if self.config.norm_bias else ("weight",))}
+        for layer, stack, _ in vectors:
+            roles = {} if layer < 0 else layer_linears(self.config, layer)
+            mine = [linear.out_features for role, linear in roles.items() if stacks.get(role, role) == stack]
+            total += 4 * (sum(mine) if mine else self.config.vocab_size)
+        shared = sum(self.config.parallel and key != self.config.names.norm for key, _ in norms)  # of attention and MLP
+        return total + 4 * self.config.hidden_size * (len(norms) + shared)
 
     def _split_biases(self) -> dict[str, Tensor]:
         found = {}

@@ -582,6 +582,7 @@ class PlanFormula(TypedDict):
     logits_row: int
     longest: int
     segments: int
+    adapters: int
 
 
 class PlanState(TypedDict):

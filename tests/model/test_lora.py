@@ -12,7 +12,7 @@ from exl2nb.io.safetensors import SafetensorsFile
 from exl2nb.io.safetensors import save as save_tensors
 from exl2nb.model.batch import Batch, Span
 from exl2nb.model.loader import load_model
-from exl2nb.model.lora import changes, read_lora
+from exl2nb.model.lora import adapter_bytes, changes, read_lora
 from exl2nb.model.lora_merge import merge
 
 from .test_model import error, run
@@ -76,7 +76,9 @@ def test_logits_equal_peft(kind, tmp_path):
     model = load_model(tmp_path / "model")
     ids = ids_of(model.config.vocab_size, 1, 40)
     network, program = model.network_and_program
-    model.set_adapters([changes(read_lora(tmp_path / "lora", model.config), model.config, network, program)])
+    made = changes(read_lora(tmp_path / "lora", model.config), model.config, network, program)
+    assert adapter_bytes(tmp_path / "lora", model.config) == sum(change.nbytes for change in made.values()), "as planned"
+    model.set_adapters([made])
     span = Span(ids=ids[0].tolist(), start=0, pages=[0], logit_rows="all", adapter=0)
     found = model.forward(Batch.build([span]), KVCache(model.cache_spec(256, mode="fp32")))
     want = truth(twin, ids)[0]
