@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from exl2nb.model.config import ModelConfig
 from exl2nb.model.fields import Fields
 from exl2nb.model.layers import MLP
 from exl2nb.model.layout import Linear, head_linear, layer_linears, layer_norms
-from exl2nb.model.model import Network
+from exl2nb.model.model import Model, Network
 from exl2nb.model.store import fused_linears, row_order
 from exl2nb.ops.gpu import unpack_half
 from exl2nb.ops.lora import Adapter, LoraChange, LoraPart
@@ -35,6 +35,8 @@ from exl2nb.ops.lora import Adapter, LoraChange, LoraPart
 SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MAX_RANK = 4096
 MAX_PATTERNS, MAX_PATTERN = 4096, 200  # of alpha_pattern: entries, and characters of one
+_STACKS = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "up"}  # the matrix that a role is a part of
+_ORDER = ("q", "k", "v", "o", "gate", "up", "down")
 # Fields of adapter_config.json that change what the weights mean, and that are not supported: refused where they are set.
 REFUSED = (
     "layer_replication", "trainable_token_indices", "target_parameters", "alora_invocation_tokens", "use_qalora", "use_bdlora",
@@ -330,13 +332,12 @@ class _Reader:
     def nbytes(self) -> int:
         """As `changes` keeps it: products in fp16, a gain (DoRA) and a bias of every op that has one, and norms, in fp32."""
         total, vectors = 0, set[tuple[int, str, str]]()  # layer, stack of matrices, gain or bias
-        stacks = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "up"}
         for module, found in self.halves.items():
             self._check_whole(module, found)
             (rank, inputs), outputs = found["A"].shape, len(found["B"])
             total += 2 * inputs * (rank + -rank % 16) + 2 * rank * outputs + 4 * rank
             for linear in self.modules.get(module, ()):
-                stack = linear.layer, stacks.get(linear.role, linear.role)
+                stack = linear.layer, _STACKS.get(linear.role, linear.role)
                 vectors |= {(*stack, kind) for kind, side in (("gain", "magnitude_vector"), ("bias", "B_bias")) if side in found}
                 if linear.bias and "magnitude_vector" in found:
                     vectors.add((*stack, "bias"))
@@ -344,12 +345,12 @@ class _Reader:
         for name in self.vectors:
             key = name.rpartition(".")[0]
             for linear in self.modules.get(key, ()):
-                vectors.add((linear.layer, stacks.get(linear.role, linear.role), "bias"))
+                vectors.add((linear.layer, _STACKS.get(linear.role, linear.role), "bias"))
             if key not in self.modules:
                 norms |= {(key, kind) for kind in (("weight", "bias") if self.config.norm_bias else ("weight",))}
         for layer, stack, _ in vectors:
             roles = {} if layer < 0 else layer_linears(self.config, layer)
-            mine = [linear.out_features for role, linear in roles.items() if stacks.get(role, role) == stack]
+            mine = [linear.out_features for role, linear in roles.items() if _STACKS.get(role, role) == stack]
             total += 4 * (sum(mine) if mine else self.config.vocab_size)
         shared = sum(self.config.parallel and key != self.config.names.norm for key, _ in norms)  # of attention and MLP
         return total + 4 * self.config.hidden_size * (len(norms) + shared)
@@ -365,6 +366,50 @@ class _Reader:
             parts = vector[row_order(self.config, linears)].split([linear.out_features for linear in linears])
             found |= {f"{linear.key}.bias": part for linear, part in zip(linears, parts)}
         return found
+
+
+class ChangeSize(NamedTuple):
+    """How much an adapter changes a matrix: Frobenius norms of the change at scale 1, and of the matrix. layer: -1 outside the layers."""
+
+    layer: int
+    role: str
+    rank: int
+    change: float
+    weight: float
+
+
+def change_sizes(file: LoraFile, model: Model) -> list[ChangeSize]:
+    """Every matrix that an adapter changes, layer by layer.
+
+    Cost: unpacks these matrices of the model one by one, on the CPU.
+    """
+    config, found = model.config, []
+    for (layer, roles), target in sorted(file.targets.items()):
+        linears = {} if layer < 0 else layer_linears(config, layer)
+        sizes = [linears[role].out_features for role in roles] if layer >= 0 else [len(target.b)]
+        first = sum(linear.out_features for role, linear in linears.items() if _STACKS.get(role, role) == _STACKS.get(roles[0], roles[0])
+                    and _ORDER.index(role) < _ORDER.index(roles[0]))  # fmt: skip
+        whole = model.matrix(layer, _STACKS.get(roles[0], roles[0]))
+        if whole is None:
+            continue
+        for role, size, b in zip(roles, sizes, target.b.split(sizes)):
+            weight = whole if layer < 0 else whole[:, first : first + size]
+            a = target.a.T if target.embedding else target.a
+            if target.magnitude is None:
+                change = abs(target.scale) * float(((a @ a.T).double() * (b.T @ b).double()).sum().clamp_min(0).sqrt())
+            else:
+                change = _dora_change(weight, a, b, target, sum(sizes[: roles.index(role)]))
+            found.append(ChangeSize(layer, role, target.rank, change, float(weight.norm())))
+            first += size
+    return found
+
+
+def _dora_change(weight: Tensor, a: Tensor, b: Tensor, target: LoraTarget, first: int) -> float:
+    """Norm of what DoRA makes of a matrix, less the matrix."""
+    assert target.magnitude is not None
+    changed = weight + target.scale * (a.T @ b.T)
+    magnitude = target.magnitude[first : first + len(b)]
+    return float((changed * (magnitude / changed.norm(dim=0).clamp(min=1e-20)) - weight).norm())
 
 
 @dataclass(frozen=True)

@@ -283,13 +283,18 @@ class Model:
         return Borrowed(layers_of(program)[index], program)
 
     def matrix(self, layer: int, part: str) -> Tensor | None:
-        """A layer's matrix f32 `(K, N)` on the CPU, as the engine multiplies by it: "qkv", "up" ([gate; up]) or "down"; None = experts."""
+        """A layer's matrix f32 `(K, N)` on the CPU, as the engine multiplies by it; None = experts.
+
+        part: "qkv", "o", "up" ([gate; up]) or "down"; of layer -1 "head", or "embed", the table `(V, H)` times its factor.
+        """
         if self._network is None:
             raise EngineClosed("the model was closed; load it again")
+        if layer < 0 and part == "embed":
+            return self._network.embedding.table.float().cpu() * self._network.embedding.scale
         of = self._network.layers[layer]
-        if part != "qkv" and not isinstance(of.mlp, MLP):
+        if part not in ("qkv", "o", "head") and not isinstance(of.mlp, MLP):
             return None
-        blob = of.attention.qkv if part == "qkv" else getattr(of.mlp, part)
+        blob = self._network.head.matrix if part == "head" else getattr(of.attention if part in ("qkv", "o") else of.mlp, part)
         return ops.unpack(blob) if self.device == "cpu" else unpack_half(blob).float().cpu()
 
     def unembed(self, x: Tensor) -> Tensor:
