@@ -20,7 +20,7 @@ from exl2nb.model.gpu import GpuForward
 from exl2nb.model.layers import MLP, Embedding, Head, Layer, RoutedMLP, Step, tensors_of
 from exl2nb.model.points import Edits, Point, points
 from exl2nb.model.rope import both_tables, rope_switch, rope_tables
-from exl2nb.model.trace import Borrowed, Seen, Walk, layers_of
+from exl2nb.model.trace import Borrowed, Seen, Walk, forward_adapted, layers_of
 from exl2nb.ops import gpu_prefill
 from exl2nb.ops.ahead import draw_ahead, join_ahead, step_draw
 from exl2nb.ops.gpu import LoraSlots, unpack_half
@@ -218,14 +218,17 @@ class Model:
     def forward_by_ops(self, batch: Batch, cache: KVCache, observe: Callable[[str, Tensor], None] | None = None) -> Tensor:
         """`forward` op by op, with the same bits; on the GPU as prompts run, with the batch there too.
 
+        A batch with an adapter has the same one for all tokens; on the CPU it is merged into each matrix, so the bits are not the step's.
+
         observe: called with "embedding", then for each layer "layers.i.attention", "layers.i.middle" and "layers.i.output". The
         tensors are the model's buffers and change afterwards: copy them to keep them.
         """
         network, batch = self._prepare(batch, cache), self._with_rope_rows(batch)
-        if batch.adapters is not None:
-            raise OptionError("a model with adapters does not run op by op: leave lora out")
+        table, _ = self._lora(batch)
         if self.device != "cpu":
-            return self.capped(forward_gpu_observed(self.gpu.program, batch, cache, observe))
+            return self.capped(forward_gpu_observed(self.gpu.program, batch, cache, observe, table))
+        if table is not None:
+            return self.capped(forward_adapted(table, batch, cache, observe))
         step = Step(batch, cache, self._ropes)
         x = network.embedding(batch.input_ids, batch.positions)
         if observe is not None:
@@ -383,12 +386,17 @@ def _prefixed(observe: Callable[[str, Tensor], None], prefix: str, name: str, va
     observe(prefix + name, value)
 
 
-def forward_gpu_observed(program: ops.Program, batch: Batch, cache: KVCache, observe: Callable[[str, Tensor], None] | None) -> Tensor:
+def forward_gpu_observed(
+    program: ops.Program, batch: Batch, cache: KVCache, observe: Callable[[str, Tensor], None] | None, table: LoraTable | None = None
+) -> Tensor:
     """Logits f32 `(R, V)` of a batch on the GPU, before the softcap. observe: see `Model.forward_by_ops`."""
+    lora = None
+    if table is not None and batch.adapters is not None:
+        lora = gpu_prefill.Adapters.of(torch.device(program.device), table.adapters, batch.adapters.cpu(), batch.logit_rows.cpu())
     inputs = gpu_prefill.Inputs(*TENSORS(batch))
     sequences = gpu_prefill.Sequences(batch.cu_seqlens.tolist(), batch.context_lens.tolist())
     watch = None if observe is None else _LayerObserver(observe)
-    return gpu_prefill.prefill(program, inputs, sequences, cache.k, cache.v, watch=watch)
+    return gpu_prefill.prefill(program, inputs, sequences, cache.k, cache.v, watch=watch, lora=lora)
 
 
 class _LayerObserver:

@@ -4,6 +4,7 @@ import gc
 import threading
 
 import pytest
+import torch
 
 import exl2nb as ex
 from exl2nb.core.errors import EngineClosed, OptionError
@@ -155,6 +156,29 @@ def test_scores_with_an_adapter(llm, near):
     assert llm.score(ids).total < llm.score(ids, lora="l1").total
     with pytest.raises(OptionError, match="not loaded"):
         llm.score(ids, lora="l9")
+
+
+def test_activations_with_an_adapter(llm):
+    """The logits that scores are made of; of a blend too; and other activations than the model's own."""
+    ids = llm.tokenizer.encode(PROMPT)
+    for lora in ("l1", {"l0": 0.5, "l2": 0.3}):
+        found = llm.hidden(ids, ["embedding", "layers.*.*", "logits"], lora=lora)
+        picked = found["logits"].log_softmax(1)[range(len(ids) - 1), ids[1:]]
+        assert float((picked - torch.tensor(llm.score(ids, lora=lora).logprobs)).abs().max()) < 0.02
+        alone = llm.hidden(ids, ["embedding", "layers.*.*"])
+        assert torch.equal(alone["embedding"], found["embedding"]) and len(alone) == len(found) - 1
+        assert float((alone["layers.0.output"] - found["layers.0.output"]).norm()) > 0.01 * float(alone["layers.0.output"].norm())
+    assert torch.equal(llm.hidden(ids, lora={"l1": 0.0})["layers.3.output"], alone["layers.3.output"])
+    with pytest.raises(OptionError, match="not loaded"):
+        llm.hidden(ids, lora="l9")
+
+
+def test_a_model_is_compared_with_its_adapter(llm):
+    text = [(37 * i) % 4000 + 5 for i in range(40)]
+    same, other = ex.compare(llm, llm, text, progress=None), ex.compare(llm, llm, text, lora="l1", progress=None)
+    assert same.kl_mean == 0 and other.kl_mean > 0.01 and "with l1" in str(other)
+    with pytest.raises(OptionError, match="compare: lora 'l9' is not loaded"):
+        ex.compare(llm, llm, text, lora="l9", progress=None)
 
 
 def test_what_is_loaded_is_shown(llm, folders):
