@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ WIDGETS = {
     "compare": ("Compare", "The same prompts at 16 and 4 bits, and sampled."),
     "pagetable": ("PageTable", "Pages of the KV cache while three requests share a prefix."),
     "speculation": ("Speculation", "Accepted and rejected draft tokens."),
+    "lora": ("LoraExplorer", "What a random adapter changes in every matrix, and its answer beside the model's own."),
 }
 """Bundle -> class, and one sentence."""
 BROWSER = {
@@ -93,6 +95,22 @@ def browser_page(widget: Any, kind: str, **rest: Any) -> str:
 """
 
 
+def adapted(llm: Any) -> str:
+    """The name of a random adapter of every matrix, which the model has loaded then."""
+    import torch
+
+    from exl2nb.model.layout import layer_linears
+    from exl2nb.model.lora import save_lora
+
+    g, pairs = torch.Generator().manual_seed(1), {}
+    for layer in range(llm.config.num_layers):
+        for linear in layer_linears(llm.config, layer).values():
+            n, k = linear.shape
+            pairs[linear.key] = torch.randn(4, k, generator=g) * k**-0.5, 0.1 * torch.randn(n, 4, generator=g)
+    with tempfile.TemporaryDirectory() as folder:
+        return llm.loras.load(save_lora(folder, pairs), name="pirate", progress=None).name
+
+
 def made() -> Iterator[tuple[str, str]]:
     """Name and page of each widget."""
     import exl2nb as ex
@@ -122,6 +140,7 @@ def made() -> Iterator[tuple[str, str]]:
             "compare": w.Compare(columns, prompts=[ASK, "She opened the letter and"], max_tokens=16).start().wait(),
             "pagetable": pages,
             "speculation": w.Speculation(llm, "One, two, three. " * 8, max_tokens=40, temperature=0),
+            "lora": w.LoraExplorer(llm, adapted(llm), ASK, selected=[3, "v"]).at(0.8),
         }
         with ex.load(packed, device="cpu", progress=None) as small:
             running = w.Playground(small, prompt=ASK, max_tokens=100, temperature=0.8, top_p=0.95, seed=7)

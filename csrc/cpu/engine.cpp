@@ -182,7 +182,12 @@ void linear_each(const Product* products, int count, const uint8_t* next_blob) {
     const int N = header(p.blob).N;
     Rows rows = slice(schedule.rows[size_t(schedule.begins[size_t(t.product)] + t.part)], t.row, std::min(t.row + kRowBlock, p.M));
     rows.next = next_weights(products, schedule, i, next_blob);
-    kernels().gemm(p.blob, parts(p.blob)[t.part], rows, t.tile, t.end, {p.out + int64_t(t.row) * N, N, p.bias, p.add});
+    const BlobPart& part = parts(p.blob)[t.part];
+    kernels().gemm(p.blob, part, rows, t.tile, t.end, {p.out + int64_t(t.row) * N, N, p.bias, p.add});
+    const int64_t first = part.first_output + t.tile * kTile, columns = std::min<int64_t>(t.end * kTile, part.outputs) - t.tile * kTile;
+    for (int m = t.row; p.changes && columns > 0 && m < std::min(t.row + kRowBlock, p.M); m++)
+      if (p.changes[m] && p.changes[m]->product())
+        lora_up(*p.changes[m], p.low + m * p.width, first, columns, p.out + int64_t(m) * N + first);
   });
 }
 
@@ -217,17 +222,18 @@ void lora_up(const LoraChange& change, const float* h, int64_t first, int64_t co
 
 namespace {
 
-// Adds what the adapters of the rows make of a product's inputs x (M, K) to its outputs (M, N).
-void add_changes(const float* x, int M, const uint8_t* blob, float* out, Changes changes) {
-  const int64_t K = header(blob).K, N = header(blob).N;
-  int64_t work = 0;
-  for (int m = 0; m < M; m++) work += changes[m] ? changes[m]->width * (K + N) : 0;
-  for_each_task(M, work > kParallelWork, [&](int64_t m) {
-    if (!changes[m] || !changes[m]->product()) return;
-    Buffer<float> h(changes[m]->width);
-    lora_down(*changes[m], x + m * K, int(K), h);
-    lora_up(*changes[m], h, 0, N, out + m * N);
+// `linear` with the adapters of the rows, if any: the first halves of their products here, the second ones by the tasks of the matrix.
+void linear_changed(const float* x, int M, const uint8_t* blob, const float* bias, float* out, const uint8_t* next_blob, Changes changes) {
+  if (!changes) return linear(x, M, blob, bias, out, false, next_blob);
+  const int64_t K = header(blob).K;
+  int64_t width = 0;
+  for (int m = 0; m < M; m++) width = std::max(width, changes[m] ? changes[m]->width : 0);
+  Buffer<float> low(std::max<int64_t>(1, M * width));
+  for_each_task(M, M * width * K > kParallelWork, [&](int64_t m) {
+    if (changes[m]) lora_down(*changes[m], x + m * K, int(K), low + m * width);
   });
+  const Product product{x, M, blob, out, bias, false, changes, low, width};
+  if (M > 0) linear_each(&product, 1, next_blob);
 }
 
 }  // namespace
@@ -237,8 +243,7 @@ void linear_residual(const float* x, int M, const uint8_t* blob, const float* bi
   if (!norm.weight && scale == 1.0f && !changes) return linear(x, M, blob, bias, residual, true, next_blob);
   const int N = header(blob).N;
   Buffer<float> out(int64_t(M) * N);
-  linear(x, M, blob, bias, out, false, next_blob);
-  if (changes) add_changes(x, M, blob, out, changes);
+  linear_changed(x, M, blob, bias, out, next_blob, changes);
   if (norm.weight) normalize(out, M, N, norm, out, changes);
   for (int64_t i = 0; i < int64_t(M) * N; i++) residual[i] += scale * out[i];
 }
@@ -249,8 +254,7 @@ void norm_linear(const float* x, int M, Norm norm, const uint8_t* blob, const fl
   Buffer<float> normed(norm.weight ? int64_t(M) * H : 0);
   if (norm.weight) normalize(x, M, H, norm, normed, changes);
   if (norm.weight) x = normed;
-  linear(x, M, blob, bias, out, false, next_blob);
-  if (changes) add_changes(x, M, blob, out, changes);
+  linear_changed(x, M, blob, bias, out, next_blob, changes);
 }
 
 void activate_pairs(const float* both, int M, int64_t I, int activation, bool gated, float* out) {

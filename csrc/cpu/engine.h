@@ -21,6 +21,8 @@ struct Norm {
   bool layer = false;  // subtract the mean
 };
 
+// What the adapter of each row changes, null for a row without; the whole is null where no row has one.
+using Changes = const LoraChange* const*;
 // out = x @ blob + bias, or out += for add. x (M, K), out (M, N). next_blob, here and below: the matrix that is read next, or null.
 void linear(const float* x, int M, const uint8_t* blob, const float* bias, float* out, bool add, const uint8_t* next_blob = nullptr);
 // Several products in one parallel region: each as in linear.
@@ -31,10 +33,12 @@ struct Product {
   float* out;
   const float* bias = nullptr;
   bool add = false;
+  // Of the rows' adapters, which add to out: the first halves of their products, `width` numbers a row.
+  Changes changes = nullptr;
+  const float* low = nullptr;
+  int64_t width = 0;
 };
 void linear_each(const Product* products, int count, const uint8_t* next_blob = nullptr);
-// What the adapter of each row changes, null for a row without; the whole is null where no row has one.
-using Changes = const LoraChange* const*;
 // The row's own norm.
 inline Norm changed(Norm norm, const LoraChange* change) {
   if (change && change->norm) norm.weight = change->norm, norm.bias = change->norm_bias;

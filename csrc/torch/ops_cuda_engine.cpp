@@ -194,12 +194,18 @@ Tensor step_bytes(const Tensor& program, int64_t capacity) {
   return out;
 }
 
+int64_t lora_sums_of(const Tensor& program, int64_t width) {
+  require("gpu_lora_sums", "program", program, ScalarType::Long, -1, false);
+  return lora_sums({program.const_data_ptr<int64_t>(), program.numel()}, width);
+}
+
 // The formats of the pools: 0 f16, 1 f32, 2 Q8, 3 Q4, 4 fp8 (csrc/format/pool.h). The caller has checked the numbers
 // in the tensors.
 void step_cuda(const Tensor& program, Tensor& workspace, int64_t capacity, const Tensor& ids, const Tensor& positions,
                const Tensor& block_table, const Tensor& cu_seqlens, const Tensor& context_lens, const std::optional<Tensor>& logit_rows,
                std::vector<Tensor> k_pools, std::vector<Tensor> v_pools, int64_t k_format, int64_t v_format, int64_t num_kv_heads,
-               int64_t head_dim, Tensor& logits, bool pdl, int64_t stream_k_from) {
+               int64_t head_dim, Tensor& logits, bool pdl, int64_t stream_k_from, const std::optional<Tensor>& lora,
+               const std::optional<Tensor>& adapters, const std::optional<Tensor>& lora_sums, int64_t lora_width) {
   const char* op = "gpu_step";
   require(op, "program", program, ScalarType::Long, -1, false);
   require(op, "workspace", workspace, ScalarType::Byte, -1);
@@ -234,6 +240,19 @@ void step_cuda(const Tensor& program, Tensor& workspace, int64_t capacity, const
   s.cache.cu_seqlens = cu_seqlens.const_data_ptr<int32_t>(), s.cache.context_lens = context_lens.const_data_ptr<int32_t>();
   s.cache.sequences = int(B), s.cache.num_kv_heads = int(num_kv_heads), s.cache.head_dim = int(head_dim);
   s.logits = static_cast<float*>(logits.mutable_data_ptr());
+  if (adapters) {
+    STD_TORCH_CHECK(lora && lora_sums && lora_width > 0, op, ": lora, adapters, lora_sums and lora_width are given together or not at all");
+    int64_t count = 0;
+    for (const Op* one = ops.first(); one; one = ops.next(one)) count++;
+    require(op, "lora", *lora, ScalarType::Long, -1);
+    STD_TORCH_CHECK(lora->dim() == 3 && lora->size(1) == count && lora->size(2) * 8 == int64_t(sizeof(LoraChange)), op,
+                    ": lora is no table of adapters for this program");
+    require(op, "adapters", *adapters, ScalarType::Int, T);
+    require(op, "lora_sums", *lora_sums, ScalarType::Float, exl2nb::lora_sums(ops, lora_width));
+    s.lora.changes = reinterpret_cast<const LoraChange*>(lora->const_data_ptr()), s.lora.ops = count;
+    s.lora.adapters = adapters->const_data_ptr<int32_t>();
+    s.lora_sums = static_cast<float*>(const_cast<void*>(lora_sums->const_data_ptr())), s.lora_width = int(lora_width);
+  }
   wrong = step_launch(ops, s, bytes_of(workspace), size_t(workspace.numel()), stream_of(ids), pdl);
   STD_TORCH_CHECK(wrong.empty(), op, " of ", T, " tokens in ", B, " sequences, K ", text_of(k_pools[0]), ", V ", text_of(v_pools[0]),
                   ", logits ", text_of(logits), ": ", wrong);
@@ -254,5 +273,6 @@ STABLE_TORCH_LIBRARY_IMPL(exl2nb, CUDA, m) {
 }
 STABLE_TORCH_LIBRARY_IMPL(exl2nb, CPU, m) {
   m.impl("gpu_step_bytes", TORCH_BOX(&exl2nb::step_bytes));
+  m.impl("gpu_lora_sums", TORCH_BOX(&exl2nb::lora_sums_of));
   m.impl("gpu_expert_table", TORCH_BOX(&exl2nb::expert_table));
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from exl2nb.cli.console import Console
-from exl2nb.cli.models import add_devices_options, add_model, locate, locate_demo
+from exl2nb.cli.models import add_devices_options, add_lora_option, add_model, locate, locate_demo
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,6 +31,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="whose free memory it is compared with (default cpu)")
     parser.add_argument("--free", help="memory to compare with instead, such as 24GiB")
     add_devices_options(parser)
+    add_lora_option(parser, "LoRA adapter that will be loaded; again for more")
 
 
 def run_plan(args: argparse.Namespace, console: Console) -> int:
@@ -42,7 +43,12 @@ def run_plan(args: argparse.Namespace, console: Console) -> int:
     directory = locate(args.model, console.sink, revision=args.revision)
     sizes = {"context": args.context, "cache": args.cache, "batch": args.batch}
     devices = args.devices if args.gpu_layers is None else gpu_layers(args.gpu_layers)
-    found = plan(directory, device=args.device, free=free, **sizes) if devices is None else plan(directory, devices=devices, **sizes)
+    loras = [path for path, _ in args.lora or ()]
+    found = (
+        plan(directory, device=args.device, free=free, loras=loras, **sizes)
+        if devices is None
+        else plan(directory, devices=devices, loras=loras, **sizes)
+    )
     console.result(found.to_dict(), str(found))
     return 0
 

@@ -219,6 +219,7 @@ def compare_many(
     *,
     reference_name: str = "reference",
     cache: str = "fp32",
+    adapters: Mapping[str, int] | None = None,
 ) -> dict[str, Comparison]:
     """Compare several models with one reference, which is run once.
 
@@ -227,6 +228,7 @@ def compare_many(
         ids: int `(rows, T)`, T at least 2; each row is read from an empty context.
         reference_name: what the reference is called in the result.
         cache: mode of the others' KV caches; the reference has an FP32 one. A model against itself shows what its cache costs.
+        adapters: row of `Model.adapters` by the name of one of the others, which runs with it.
 
     Returns:
         name -> Comparison, in the order of `others`.
@@ -246,7 +248,7 @@ def compare_many(
     ids = check_ids(reference, ids)
     if ids.shape[1] < 2:
         raise OptionError("compare: rows of 1 token; expected at least 2, as the first token of a row is not predicted")
-    runners = {name: RowRunner(model, ids.shape[1], cache) for name, model in others.items()}
+    runners = {name: RowRunner(model, ids.shape[1], cache, adapter=(adapters or {}).get(name, -1)) for name, model in others.items()}
     base, base_logprob = RowRunner(reference, ids.shape[1]), []
     columns = {name: _Columns() for name in others}
     with Meter("compare", total=ids.numel(), unit="tokens", sink=progress) as meter:
@@ -296,6 +298,8 @@ def compare_models(
     reference_name: str = "reference",
     other_name: str = "other",
     cache: str = "fp32",
+    adapter: int = -1,
 ) -> Comparison:
     """Compare one model with a reference: `compare_many` for two. See there for arguments, errors and cost."""
-    return compare_many(reference, {other_name: other}, ids, progress, reference_name=reference_name, cache=cache)[other_name]
+    names = {"reference_name": reference_name, "cache": cache, "adapters": {other_name: adapter}}
+    return compare_many(reference, {other_name: other}, ids, progress, **names)[other_name]

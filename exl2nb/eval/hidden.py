@@ -60,7 +60,13 @@ def point_names(model: Model) -> list[str]:
 
 
 def hidden(
-    model: Model, ids: Sequence[int], points: str | Sequence[str], *, texts: Sequence[str] | None = None, cache: str = "fp32"
+    model: Model,
+    ids: Sequence[int],
+    points: str | Sequence[str],
+    *,
+    texts: Sequence[str] | None = None,
+    cache: str = "fp32",
+    adapter: int = -1,
 ) -> Hidden:
     """Run a text and keep the activations at some points.
 
@@ -68,7 +74,7 @@ def hidden(
         model: a loaded model; nothing else may run it during the call.
         ids: at least one.
         points: names as `point_names` lists them, or patterns such as "layers.*.output".
-        texts: of the ids, for display.
+        texts: of the ids, for display. adapter: row of `Model.adapters`, -1 for none.
 
     Raises:
         OptionError: a name or pattern that is no point. ContextOverflow: more ids than the context.
@@ -87,9 +93,8 @@ def hidden(
         wanted.update(found)
     row = check_ids(model, torch.tensor([list(ids)]))[0]
     spec = model.cache_spec(len(row), mode=cache)
-    batch = Batch.single(
-        row.tolist(), start=0, pages=list(range(spec.num_pages)), logit_rows="all" if "logits" in wanted else "last", device=model.device
-    )
+    rows, pages = "all" if "logits" in wanted else "last", list(range(spec.num_pages))
+    batch = Batch.single(row.tolist(), start=0, pages=pages, logit_rows=rows, device=model.device, adapter=adapter)
     kept: dict[str, Tensor] = {}
 
     def observe(name: str, value: Tensor) -> None:

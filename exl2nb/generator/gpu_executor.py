@@ -16,10 +16,10 @@ from exl2nb.core.errors import GenerationError
 from exl2nb.core.log import logger
 from exl2nb.core.progress import Meter, Sink
 from exl2nb.generator.executor import Draw, PendingStep, Step
-from exl2nb.model.gpu import formats_of
+from exl2nb.model.gpu import formats_of, mixes_adapters
 from exl2nb.ops import kernel_code, out_of_memory
 from exl2nb.ops.cuda_sample import TOP, Row, pack_rows, sample_rows
-from exl2nb.ops.gpu import launch_lock
+from exl2nb.ops.gpu import LoraSlots, launch_lock
 from exl2nb.sampling.draw import Sampled
 from exl2nb.sampling.state import SamplerState
 
@@ -134,7 +134,7 @@ class GpuExecutor:
         self._model, self._cache = model, cache
         self._device = torch.device(cache.device)
         self._graphed = env.get("EXL2NB_CUDA_GRAPHS", "1") == "1"
-        self._graphs: dict[tuple[int, int, bool, bool], _Graph | None] = {}  # None: could not be captured
+        self._graphs: dict[tuple[int, int, bool, bool, LoraSlots | None], _Graph | None] = {}  # None: could not be captured
         self._drawn: Tensor | None = None  # ids drawn by the last launch, by logit row
         self._last: _Graph | None = None
 
@@ -146,7 +146,7 @@ class GpuExecutor:
             NoCompiler: one of them cannot be compiled.
         """
         with torch.cuda.device(self._device):
-            step = _Graph(self._model, self._cache, 1, 1, False, False).step
+            step = _Graph(self._model, self._cache, 1, 1, False, False, None).step
             kernels = [*kernel_code.noted(step), *self._model.gpu.kernels(self._cache), *PROMPT_KERNELS]
             units = kernel_code.missing(kernels, *torch.cuda.get_device_capability(self._device))
             if not units:
@@ -207,18 +207,25 @@ class GpuExecutor:
             return self._last
         width = step.batch.block_table.shape[1]
         counted, moved = (any(of(draw.state.params) for draw in draws) for of in (penalised, biased))
-        key = (_bucket(len(draws)), 1 << (width - 1).bit_length(), counted, moved)
+        slots = None
+        if step.batch.adapters is not None:
+            if self._model.deterministic and mixes_adapters(step.batch):
+                return None  # two steps
+            slots = self._model.adapter_slots()
+        key = (_bucket(len(draws)), 1 << (width - 1).bit_length(), counted, moved, slots)
         if key not in self._graphs:
+            if slots is not None:  # none goes on with slots that are no longer used
+                self._graphs = {known: graph for known, graph in self._graphs.items() if known[-1] in (None, slots)}
             self._graphs[key] = self._capture(*key) if self._graphed else None
         graph = self._graphs[key]
         if graph is not None:
             graph.set(step, draws, self._drawn)
         return graph
 
-    def _capture(self, rows: int, width: int, counted: bool, moved: bool) -> _Graph | None:
+    def _capture(self, rows: int, width: int, counted: bool, moved: bool, slots: LoraSlots | None) -> _Graph | None:
         before = torch.cuda.current_stream(self._device)
         try:
-            return _Graph(self._model, self._cache, rows, width, counted, moved).capture()
+            return _Graph(self._model, self._cache, rows, width, counted, moved, slots).capture()
         except RuntimeError as error:
             torch.cuda.set_stream(before)  # a failed capture leaves its own stream current
             reason = str(error).splitlines()[0]
@@ -260,12 +267,15 @@ class GpuExecutor:
 class _Graph:
     """A decode step of up to `rows` sequences of up to `width` pages, captured once: model, draw, and the next step's inputs."""
 
-    def __init__(self, model: Model, cache: KVCache, rows: int, width: int, counted: bool, moved: bool) -> None:
+    def __init__(self, model: Model, cache: KVCache, rows: int, width: int, counted: bool, moved: bool, slots: LoraSlots | None) -> None:
         self.rows, self.width = rows, width
         device = torch.device(cache.device)
         self._model = model
-        self._state = torch.zeros(rows * (4 + width), dtype=torch.int32, device=device)
-        self.ids, self._positions, self._lens, self._steps, table = self._state.split([rows, rows, rows, rows, rows * width])
+        self._state = torch.zeros(rows * (5 + width), dtype=torch.int32, device=device)
+        parts = self._state.split([rows, rows, rows, rows, rows, rows * width])
+        self.ids, self._positions, self._lens, self._steps, adapters, table = parts
+        adapters.fill_(-1)
+        lora = None if slots is None else (slots, adapters)
         self._table = table.view(rows, width)
         self._params = torch.zeros(rows, 48, dtype=torch.uint8, device=device)
         self._results = torch.zeros(RING, rows, 4, dtype=torch.int32).pin_memory()
@@ -279,13 +289,14 @@ class _Graph:
 
         def step() -> tuple[Tensor, Tensor]:
             kernels.run(
-                self.ids, self._positions, self._table, bounds, self._lens, None, cache.k, cache.v, formats, heads, logits
+                self.ids, self._positions, self._table, bounds, self._lens, None, cache.k, cache.v, formats, heads, logits,
+                lora=lora,
             )  # fmt: skip
             drawn = model.capped(logits), self._params, self._counts, self._steps, self.ids, self._positions, self._lens
             _, top_ids, top_logprobs = sample_rows(*drawn, None, None, RING, True, self._bias, self._results)
             return top_ids, top_logprobs
 
-        self._kept = kernels, logits, bounds  # the graph knows their addresses only
+        self._kept = kernels, logits, bounds, slots  # the graph knows their addresses only
         self.step = step
 
     def capture(self) -> _Graph:
@@ -303,12 +314,15 @@ class _Graph:
     def set(self, step: Step, draws: list[Draw], drawn: Tensor | None) -> None:
         """Write everything that the step reads."""
         batch, n, rows = step.batch, len(draws), self.rows
-        host = torch.zeros(rows * (4 + self.width), dtype=torch.int32).pin_memory()
+        host = torch.zeros(rows * (5 + self.width), dtype=torch.int32).pin_memory()
         host[:n] = batch.input_ids
         host[rows : rows + n] = batch.positions
         host[2 * rows : 2 * rows + n] = batch.context_lens
         host[3 * rows : 4 * rows] = self._count
-        host[4 * rows :].view(rows, self.width)[:n, : batch.block_table.shape[1]] = batch.block_table
+        host[4 * rows : 5 * rows] = -1
+        if batch.adapters is not None:
+            host[4 * rows : 4 * rows + n] = batch.adapters
+        host[5 * rows :].view(rows, self.width)[:n, : batch.block_table.shape[1]] = batch.block_table
         fed = None
         if step.feed is not None and drawn is not None:
             fed = _fed(batch.input_ids, step.feed, drawn, self.ids.device)

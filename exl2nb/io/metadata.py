@@ -26,11 +26,11 @@ CONNECTIONS = 8
 
 
 @contextmanager
-def metadata_folder(path_or_id: str | os.PathLike[str], revision: str | None = None) -> Iterator[Path]:
+def metadata_folder(path_or_id: str | os.PathLike[str], revision: str | None = None, *, adapter: bool = False) -> Iterator[Path]:
     """A folder with a model's metadata: all but the data of its weights. It exists for the length of the `with`.
 
     Args:
-        path_or_id, revision: as `hub.resolve`; a local folder is itself.
+        path_or_id, revision, adapter: as `hub.resolve`; a local folder is itself.
 
     Yields:
         The folder. For a model of the hub a temporary one with sparse weight files: their size, header and group tables are right.
@@ -41,7 +41,7 @@ def metadata_folder(path_or_id: str | os.PathLike[str], revision: str | None = N
     """
     text = name_of(path_or_id)
     if not text or Path(text).expanduser().exists():
-        yield resolve(path_or_id, revision)
+        yield resolve(path_or_id, revision, adapter=adapter)
         return
     repo_id = check_id(text)
     with tempfile.TemporaryDirectory(prefix="exl2nb-") as folder:
@@ -51,7 +51,7 @@ def metadata_folder(path_or_id: str | os.PathLike[str], revision: str | None = N
         except ModelNotFound as error:
             if not unreachable(error):
                 raise
-            stored = resolve(path_or_id, revision)
+            stored = resolve(path_or_id, revision, adapter=adapter)
         else:
             stored = Path(folder)
         yield stored

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -80,6 +80,7 @@ def compare(
     rows: int = 16,
     length: int = 512,
     cache: str = "fp32",
+    lora: str | Mapping[str, float] | None = None,
     progress: Sink | Literal["auto"] | None = "auto",
 ) -> Comparison:
     """Measure what a model lost against its reference: perplexity of both, KL divergence, top-1 agreement, per token.
@@ -93,6 +94,7 @@ def compare(
         length: tokens per row.
         cache: how the measured model keeps keys and values, as in `load`; the reference keeps them in fp32. `compare(llm, llm, cache="q4")`
             shows what a quantised cache costs.
+        lora: adapters that the measured model runs with, as for `generate`; it must be a loaded model that has them.
         progress: takes the events of stage "compare"; "auto" and None as in `load`.
 
     Returns:
@@ -120,9 +122,12 @@ def compare(
             ids = token_rows(one.tokenizer, words, rows=rows, length=length, where="compare")
         else:
             ids = torch.tensor([ids_of(words, one.tokenizer, where="compare", name="text")])
+        row = None if lora is None else two.loras.row(lora, where="compare")
+        name = two.name if row is None else f"{two.name} with {row.label}"
         return compare_models(
-            one.engine.shared_model, two.engine.shared_model, ids, sink, reference_name=one.name, other_name=two.name, cache=cache
-        )
+            one.engine.shared_model, two.engine.shared_model, ids, sink, reference_name=one.name, other_name=name, cache=cache,
+            adapter=-1 if row is None else row.row,
+        )  # fmt: skip
 
 
 def inspect(path: str | os.PathLike[str], *, revision: str | None = None) -> Inspection:

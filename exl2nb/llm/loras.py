@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from exl2nb.core.errors import DeviceError, OptionError
+from exl2nb.core.errors import OptionError
 from exl2nb.core.options import check_range, shown
 from exl2nb.core.progress import Sink, showing
 from exl2nb.core.show import facts, size_text
@@ -99,12 +99,8 @@ class Loras:
 
         Raises:
             ModelNotFound, FormatError, ConfigError: the adapter cannot be used with this model; says why. OptionError: a name that is taken
-            or no name, a scale out of range. DeviceError: the model is not on the CPU. EngineClosed: the model was closed.
+            or no name, a scale out of range. EngineClosed: the model was closed.
         """
-        if self._model.device != "cpu":
-            raise DeviceError(
-                f"loras.load: the model is on {self._model.device}; adapters run on the CPU so far: load it with device='cpu'"
-            )
         check_range("loras.load: scale", scale, -MAX_WEIGHT, MAX_WEIGHT)
         with showing(progress, "load an adapter") as sink:
             folder = hub.resolve(path, revision, sink, adapter=True)
@@ -114,6 +110,8 @@ class Loras:
         file, config = read_lora(folder, self._model.config), self._model.config
         network, program = self._engine.call(lambda: self._model.network_and_program)
         made = changes(file, config, network, program)
+        if self._model.device != "cpu":  # between two steps and in their stream: what becomes free later may still be read by a step
+            made = self._engine.call(lambda: {op: change.to(self._model.device) for op, change in made.items()})
         roles = Counter(role for _, parts in file.targets for role in parts) + Counter(
             key.rpartition(".")[0].rpartition(".")[2] for key in file.vectors
         )

@@ -30,11 +30,13 @@ CODE_BYTES = 146 * 2**20  # kernels that CUDA loads when they are first used; H2
 GRAPH_BYTES = 8 * 2**20  # of the first captured step, whatever its model
 MULTIPROCESSORS = 132  # of the GPU that is assumed where there is none: an H100 or H200
 MIB = 2**20
-PARTS = ("weights", "cache", "work", "graphs", "logits", "rounding")
+PARTS = ("weights", "cache", "work", "graphs", "logits", "rounding", "adapters")
 CONTEXT = 4096  # as `load`, where the caller does not say and the model allows more
 LIMITS = {"context": 1 << 24, "batch": 1 << 16, "free": 1 << 60}
-COLOURS = {"weights": "#3b6ea8", "cache": "#52a37f", "work": "#d9a441", "graphs": "#8a6fb0", "logits": "#b5565e", "rounding": "#9a9a9a"}
-LABELS = {"weights": "weights", "cache": "cache", "work": "activations", "graphs": "graphs", "logits": "logits", "rounding": "rounding"}
+COLOURS = {"weights": "#3b6ea8", "cache": "#52a37f", "work": "#d9a441", "graphs": "#8a6fb0", "logits": "#b5565e", "rounding": "#9a9a9a",
+           "adapters": "#4aa3b8"}  # fmt: skip
+LABELS = {"weights": "weights", "cache": "cache", "work": "activations", "graphs": "graphs", "logits": "logits", "rounding": "rounding",
+          "adapters": "adapters"}  # fmt: skip
 
 
 class Stage(NamedTuple):
@@ -52,12 +54,12 @@ class Formula:
     weights: in device layout. page_tokens: tokens of a cache page. page_bytes: cache mode -> bytes of a page, all layers. chunk: tokens
     that a step takes at most. stages: parts of a step, which run one after another: the largest counts. graph_fixed, graph_row: what decode
     steps keep: fixed, and per sequence, rounded as in `rows`. logits_row: logits of one sequence. longest: tokens of context that the model
-    allows. segments: 1 where the device gives memory in segments (`segment_bytes`), else 0.
+    allows. segments: 1 where the device gives memory in segments (`segment_bytes`), else 0. adapters: of the LoRA adapters that are loaded.
 
     Example:
         >>> some = Formula(weights=100, page_tokens=256, page_bytes={"fp16": 10}, chunk=512, stages=(Stage(5, 2, 1),), logits_row=1)
         >>> some.parts(context=300, batch=2, mode="fp16")
-        {'weights': 100, 'cache': 40, 'work': 1329, 'graphs': 0, 'logits': 2, 'rounding': 0}
+        {'weights': 100, 'cache': 40, 'work': 1329, 'graphs': 0, 'logits': 2, 'rounding': 0, 'adapters': 0}
     """
 
     weights: int
@@ -70,6 +72,7 @@ class Formula:
     logits_row: int = 0
     longest: int = 1 << 24
     segments: int = 0
+    adapters: int = 0
 
     def parts(self, *, context: int, batch: int, mode: str) -> dict[str, int]:
         """Name -> bytes; every sequence has whole pages."""
@@ -79,7 +82,7 @@ class Formula:
         graphs = self.graph_fixed + self.graph_row * rows(batch)
         cache = pages * self.page_bytes[mode]
         rounding = sum(segment_bytes(size) - size for size in (self.weights, cache)) if self.segments else 0
-        return dict(zip(PARTS, (self.weights, cache, work, graphs, self.logits_row * batch, rounding)))
+        return dict(zip(PARTS, (self.weights, cache, work, graphs, self.logits_row * batch, rounding, self.adapters)))
 
     def total(self, *, context: int, batch: int, mode: str) -> int:
         """All parts together."""
@@ -107,6 +110,8 @@ class Formula:
             OptionError: a coefficient is missing, unknown or not a whole number of bytes.
         """
         names = [f.name for f in fields(cls)]
+        if isinstance(data, Mapping):
+            data = {"adapters": 0, **data}  # older ones do not have it
         if not isinstance(data, Mapping) or sorted(data) != sorted(names):
             got = sorted(data) if isinstance(data, Mapping) else type(data).__name__
             raise OptionError(f"plan: the formula is {str(got)[:200]}; expected {', '.join(names)}")
@@ -240,8 +245,8 @@ class MemoryPlan:
     name: of the model. device: "cpu" or "cuda". context: tokens of one sequence. batch: sequences. cache_mode: format of K and V. weights:
     in the layout of the kernels; a tied head is stored once more. cache: pages for `batch` sequences of full length. work: activations of
     the largest step. graphs: what captured decode steps and CUDA's own code keep, on a GPU. logits: one row per sequence. rounding: what
-    the allocator of a GPU takes beyond the tensors. free: memory free now, None where it is not known. token_bytes: of the cache, per
-    token. formula: gives these numbers for any other choice, see `at`.
+    the allocator of a GPU takes beyond the tensors. adapters: LoRA adapters in fp16. free: memory free now, None where it is not known.
+    token_bytes: of the cache, per token. formula: gives these numbers for any other choice, see `at`.
     """
 
     name: str
@@ -257,6 +262,7 @@ class MemoryPlan:
     formula: Formula = field(repr=False)
     graphs: int = 0
     rounding: int = 0
+    adapters: int = 0
     free: int | None = None
 
     @property

@@ -11,7 +11,7 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, overload
 
@@ -30,6 +30,7 @@ from exl2nb.model.config import ModelConfig
 from exl2nb.model.gpu_memory import kept_by_layer
 from exl2nb.model.inspect import Inspection, inspect
 from exl2nb.model.loader import read_model_config
+from exl2nb.model.lora import adapter_bytes
 from exl2nb.model.split import STREAM_ROWS, Span
 from exl2nb.ops.memory import read_memory
 from exl2nb.sampling.params import check_integer
@@ -388,6 +389,7 @@ def plan(
     devices: None = None,
     free: int | None = None,
     revision: str | None = None,
+    loras: Sequence[str | os.PathLike[str]] = (),
 ) -> MemoryPlan: ...
 
 
@@ -400,6 +402,7 @@ def plan(
     cache: str = "fp16",
     batch: int = 1,
     revision: str | None = None,
+    loras: Sequence[str | os.PathLike[str]] = (),
 ) -> SplitPlan: ...
 
 
@@ -413,6 +416,7 @@ def plan(
     devices: DeviceChoice | None = None,
     free: int | None = None,
     revision: str | None = None,
+    loras: Sequence[str | os.PathLike[str]] = (),
 ) -> MemoryPlan | SplitPlan:
     """Compute what a model will take, without loading it.
 
@@ -424,6 +428,7 @@ def plan(
         device: "cpu" or "cuda": whose free memory it is compared with. "cuda" where there is no GPU assumes an H100 and needs `free`.
         devices: several devices, as in `load`: the plan then says which layers lie where, as a `SplitPlan`.
         free: bytes to compare with; None queries the device.
+        loras: adapters to be loaded, directories or hub ids; their headers are read. On one device.
 
     Raises:
         OptionError: a number out of range, an unknown mode or device. ModelNotFound, ConfigError, FormatError: the model cannot be read.
@@ -436,15 +441,21 @@ def plan(
         True
     """
     if devices is not None:
+        if loras:
+            raise OptionError("plan: loras with devices; adapters need a model on one device: leave one of them out")
         return plan_split(path, devices=devices, context=context, cache=cache, batch=batch, revision=revision)
     if device not in ("cpu", "cuda"):
         raise OptionError(f"plan: device is {device!r}; expected 'cpu' or 'cuda'")
     mode = parse_mode(cache, where="plan")
     with metadata_folder(path, revision) as folder:  # of a hub id the headers alone
         config, found = read_model_config(folder), inspect(folder)
+        adapters = 0
+        for one in loras:
+            with metadata_folder(one, adapter=True) as place:
+                adapters += adapter_bytes(place, config)
         name = display_name(folder) if Path(path).expanduser().exists() else f"{path}@{revision}" if revision else str(path)
     return MemoryPlan.of(
-        formula_of(config, found, device, modes=(mode,), multiprocessors=multiprocessors()),
+        replace(formula_of(config, found, device, modes=(mode,), multiprocessors=multiprocessors()), adapters=adapters),
         name=name,
         device=device,
         context=context if context is not None else min(config.max_position_embeddings, CONTEXT),

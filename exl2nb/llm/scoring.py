@@ -82,16 +82,24 @@ class ScoringMixin:
         found = scores.option_logprobs(self.engine.shared_model, rows)
         return scores.choice_of(shown, texts, found, normalise=normalise)
 
-    def hidden(self, text: str | Sequence[int], points: str | Sequence[str] = "layers.*.output") -> Hidden:
+    def hidden(
+        self,
+        text: str | Sequence[int],
+        points: str | Sequence[str] = "layers.*.output",
+        *,
+        lora: str | Mapping[str, float] | None = None,
+    ) -> Hidden:
         """What passes through the model at named points, as arrays.
 
         Args:
             text: text or token ids.
             points: names or patterns: "embedding", "layers.3.attention" (what the heads read out), "layers.3.middle" (the residual stream
                 after attention), "layers.3.output" (after the layer), "logits"; `points` lists them all.
+            lora: adapters, as for `generate`. On the CPU they are merged into each matrix for the moment that it is used, in fp32.
 
         Raises:
-            OptionError: a name that is no point. ContextOverflow: longer than the context. EngineClosed: closed.
+            OptionError: a name that is no point, or an adapter that is not loaded. ContextOverflow: longer than the context. EngineClosed:
+            closed.
 
         Example:
             >>> import exl2nb as ex
@@ -101,7 +109,9 @@ class ScoringMixin:
             (13, True)
         """
         ids = ids_of(text, self.tokenizer, where="hidden", name="text")
-        return activations.hidden(self.engine.shared_model, ids, points, texts=scores.token_texts(self.tokenizer, ids))
+        row = None if lora is None else self.loras.row(lora, where="hidden")
+        texts, adapter = scores.token_texts(self.tokenizer, ids), -1 if row is None else row.row
+        return activations.hidden(self.engine.shared_model, ids, points, texts=texts, adapter=adapter)
 
     @property
     def points(self) -> list[str]:

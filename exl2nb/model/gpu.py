@@ -11,6 +11,7 @@ from exl2nb import ops
 from exl2nb.cache.pool import CachePart, KVCache
 from exl2nb.model.batch import TENSORS, Batch
 from exl2nb.ops import gpu, gpu_prefill, kernel_code, kv_codes
+from exl2nb.ops.lora import LoraTable
 
 SHORT = 8  # tokens of one sequence that the step kernels take
 MOST = 512  # tokens of a step that go through the step kernels
@@ -38,6 +39,7 @@ class GpuForward:
         self.vocab = program.outputs  # the hidden size where the program is a part of a model
         self.most = MOST_ROUTED if any(name == "routed_mlp" for name, _ in program.steps) else MOST
         self._kernels: dict[int, gpu.StepKernels] = {}
+        self._slots: gpu.LoraSlots | None = None
 
     def step_kernels(self, tokens: int) -> gpu.StepKernels:
         """The step kernels with memory for at least `tokens` tokens."""
@@ -45,6 +47,15 @@ class GpuForward:
         if capacity not in self._kernels:
             self._kernels[capacity] = gpu.StepKernels(self.program.code, capacity, self.device, stream_k_from=self.stream_k_from)
         return self._kernels[capacity]
+
+    def slots(self, table: LoraTable) -> gpu.LoraSlots:
+        """Where steps find these adapters from now on."""
+        if self._slots is None or not self._slots.fit(table):
+            least = (1, 1) if self._slots is None else (self._slots.adapters, self._slots.width)  # it never shrinks
+            adapters, width = max(len(table.adapters), least[0]), max(table.widest, least[1])
+            self._slots = gpu.LoraSlots(self.program.code, len(self.program.steps), adapters, width, self.device)
+        self._slots.write(table)
+        return self._slots
 
     def kernels(self, cache: KVCache | CachePart, most: int = SHORT) -> list[kernel_code.KernelId]:
         """The kernels of steps of 1 to `most` tokens of one sequence, and of the products of prompts; none is launched."""
@@ -65,48 +76,57 @@ class GpuForward:
 
         return kernel_code.noted(steps)
 
-    def run(self, batch: Batch, cache: KVCache | CachePart, *, ids: Tensor | None = None) -> Tensor:
+    def run(self, batch: Batch, cache: KVCache | CachePart, *, ids: Tensor | None = None, lora: LoraTable | None = None) -> Tensor:
         """Logits f32 `(R, V)` on the GPU.
 
         Args:
-            batch: on the host. cache: on the GPU. ids: on the GPU, in place of the batch's.
+            batch: on the host. cache: on the GPU. ids: on the GPU, in place of the batch's. lora: what the batch's adapters mean.
         """
         bounds = batch.cu_seqlens.tolist()
         longest = max(b - a for a, b in itertools.pairwise(bounds))
         if longest <= SHORT and bounds[-1] <= self.most:
-            return self._step(batch, cache, ids)
+            if self.deterministic and batch.adapters is not None and mixes_adapters(batch):
+                adapted = batch.adapters[batch.cu_seqlens[:-1].long()] >= 0  # a step without adapters has other kernels, with other bits
+                return self._apart(batch, adapted.tolist(), cache, ids, lora)
+            return self._step(batch, cache, ids, lora)
         if self.deterministic:
-            return self._pieces(batch, cache, ids)
-        short = sum(b - a <= SHORT for a, b in itertools.pairwise(bounds))
-        if APART <= short < len(bounds) - 1:
-            return self._apart(batch, bounds, cache, ids)
+            return self._pieces(batch, cache, ids, lora)
+        short = [b - a <= SHORT for a, b in itertools.pairwise(bounds)]
+        if APART <= sum(short) < len(short):
+            return self._apart(batch, short, cache, ids, lora)
         inputs = self._inputs(batch, ids)
         sequences = gpu_prefill.Sequences(bounds, batch.context_lens.tolist())
-        return gpu_prefill.prefill(self.program, inputs, sequences, cache.k, cache.v)
+        adapters = None
+        if lora is not None and batch.adapters is not None:
+            adapters = gpu_prefill.Adapters.of(self.device, lora.adapters, batch.adapters, batch.logit_rows)
+        return gpu_prefill.prefill(self.program, inputs, sequences, cache.k, cache.v, lora=adapters)
 
-    def _step(self, batch: Batch, cache: KVCache | CachePart, ids: Tensor | None) -> Tensor:
-        i = self._inputs(batch, ids)
+    def _step(self, batch: Batch, cache: KVCache | CachePart, ids: Tensor | None, lora: LoraTable | None) -> Tensor:
+        i, adapted = self._inputs(batch, ids), None
+        if lora is not None and batch.adapters is not None and bool((batch.adapters >= 0).any()):
+            adapted = self.slots(lora), batch.adapters.to(self.device)
         every = torch.equal(batch.logit_rows.cpu(), torch.arange(len(batch.input_ids), dtype=torch.int32))
         rows = None if every else i.logit_rows  # as captured steps have it, for the same bits
         logits = torch.empty(len(batch.logit_rows), self.vocab, device=self.device)
         self.step_kernels(len(batch.input_ids)).run(
             i.ids, i.positions, i.block_table, i.cu_seqlens, i.context_lens, rows, cache.k, cache.v, formats_of(cache),
-            (cache.spec.num_kv_heads, cache.spec.head_dim), logits,
+            (cache.spec.num_kv_heads, cache.spec.head_dim), logits, lora=adapted,
         )  # fmt: skip
         return logits
 
-    def _apart(self, batch: Batch, bounds: list[int], cache: KVCache | CachePart, ids: Tensor | None) -> Tensor:
-        """Sequences that decode through the step kernels, prompts through prefill, which costs something for each sequence's cache."""
+    def _apart(self, batch: Batch, first: list[bool], cache: KVCache | CachePart, ids: Tensor | None, lora: LoraTable | None) -> Tensor:
+        """Some sequences, then the others: those that decode through the step kernels, and prompts through prefill, which costs something
+        for each sequence's cache; or those with adapters, and those without.
+        """
         out = torch.empty(len(batch.logit_rows), self.vocab, device=self.device)
-        for short in (True, False):
-            chosen = [row for row, (a, b) in enumerate(itertools.pairwise(bounds)) if (b - a <= SHORT) == short]
-            piece, tokens, rows = batch.select(chosen)
-            logits = self.run(piece, cache, ids=None if ids is None else ids[tokens.to(self.device)])
+        for now in (True, False):
+            piece, tokens, rows = batch.select([row for row, mine in enumerate(first) if mine == now])
+            logits = self.run(piece, cache, ids=None if ids is None else ids[tokens.to(self.device)], lora=lora)
             if len(rows):
                 out[rows.to(self.device)] = logits
         return out
 
-    def _pieces(self, batch: Batch, cache: KVCache | CachePart, ids: Tensor | None) -> Tensor:
+    def _pieces(self, batch: Batch, cache: KVCache | CachePart, ids: Tensor | None, lora: LoraTable | None) -> Tensor:
         """The batch as steps of at most eight tokens of one sequence."""
         bounds, lengths = batch.cu_seqlens.tolist(), batch.context_lens.tolist()
         wanted = torch.full((bounds[-1],), -1, dtype=torch.int64)
@@ -120,8 +140,9 @@ class GpuForward:
                     input_ids=batch.input_ids[at:end], positions=batch.positions[at:end], slot_mapping=batch.slot_mapping[at:end],
                     block_table=batch.block_table[row : row + 1], cu_seqlens=torch.tensor([0, end - at], dtype=torch.int32),
                     context_lens=torch.tensor([length - (last - end)], dtype=torch.int32), logit_rows=rows,
+                    adapters=None if batch.adapters is None else batch.adapters[at:end],
                 )  # fmt: skip
-                logits = self._step(piece, cache, None if ids is None else ids[at:end])
+                logits = self._step(piece, cache, None if ids is None else ids[at:end], lora)
                 if len(rows):
                     out[wanted[at:end][rows.long()].to(self.device)] = logits
         return out
@@ -136,6 +157,11 @@ class GpuForward:
         if ids is not None:
             cut[0] = ids
         return gpu_prefill.Inputs(*cut)
+
+
+def mixes_adapters(batch: Batch) -> bool:
+    """Whether some tokens have an adapter and others have none."""
+    return batch.adapters is not None and bool((batch.adapters >= 0).any()) and bool((batch.adapters < 0).any())
 
 
 def formats_of(cache: KVCache | CachePart) -> tuple[int, int]:

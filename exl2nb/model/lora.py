@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,13 +27,16 @@ from exl2nb.model.config import ModelConfig
 from exl2nb.model.fields import Fields
 from exl2nb.model.layers import MLP
 from exl2nb.model.layout import Linear, head_linear, layer_linears, layer_norms
-from exl2nb.model.model import Network
+from exl2nb.model.model import Model, Network
 from exl2nb.model.store import fused_linears, row_order
+from exl2nb.ops.gpu import unpack_half
 from exl2nb.ops.lora import Adapter, LoraChange, LoraPart
 
 SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MAX_RANK = 4096
 MAX_PATTERNS, MAX_PATTERN = 4096, 200  # of alpha_pattern: entries, and characters of one
+_STACKS = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "up"}  # the matrix that a role is a part of
+_ORDER = ("q", "k", "v", "o", "gate", "up", "down")
 # Fields of adapter_config.json that change what the weights mean, and that are not supported: refused where they are set.
 REFUSED = (
     "layer_replication", "trainable_token_indices", "target_parameters", "alora_invocation_tokens", "use_qalora", "use_bdlora",
@@ -91,11 +94,7 @@ def read_lora(directory: Path, config: ModelConfig) -> LoraFile:
         kind cannot be adapted here; a tensor of a wrong shape, missing beside its other half, or not finite. ConfigError: a setting that
         cannot be used.
     """
-    for name in (SETTINGS, WEIGHTS):
-        if not (directory / name).is_file():
-            pickled = name == WEIGHTS and (directory / "adapter_model.bin").exists()
-            hint = "; adapter_model.bin is a pickle, which is never read: save it again with save_pretrained(safe_serialization=True)"
-            raise ModelNotFound(f"{directory}: no {name}{hint if pickled else '; expected an adapter as PEFT saves it'}")
+    _check_files(directory)
     settings = Fields(read_json(directory / SETTINGS), str(directory / SETTINGS))
     scale_of = _scales(settings)
     reader = _Reader(config, directory / WEIGHTS)
@@ -113,6 +112,29 @@ def read_lora(directory: Path, config: ModelConfig) -> LoraFile:
     rank = max((target.rank for target in targets.values()), default=0)
     base = settings.text("base_model_name_or_path", default="")
     return LoraFile(path=directory, digest=digest.hexdigest(), base=base, rank=rank, targets=targets, vectors=vectors)
+
+
+def adapter_bytes(directory: Path, config: ModelConfig) -> int:
+    """Memory that an adapter will take, from the headers of its file.
+
+    Raises:
+        ModelNotFound, FormatError: as `read_lora`, but for what only the numbers tell.
+    """
+    _check_files(directory)
+    reader = _Reader(config, directory / WEIGHTS)
+    with SafetensorsFile(directory / WEIGHTS) as file:
+        for name in file.names():
+            shape = file.info(name).shape
+            reader.take(name, shape, lambda shape=shape: torch.empty(shape, device="meta"))
+    return reader.nbytes()
+
+
+def _check_files(directory: Path) -> None:
+    for name in (SETTINGS, WEIGHTS):
+        if not (directory / name).is_file():
+            pickled = name == WEIGHTS and (directory / "adapter_model.bin").exists()
+            hint = "; adapter_model.bin is a pickle, which is never read: save it again with save_pretrained(safe_serialization=True)"
+            raise ModelNotFound(f"{directory}: no {name}{hint if pickled else '; expected an adapter as PEFT saves it'}")
 
 
 def save_lora(
@@ -257,6 +279,8 @@ class _Reader:
     def _finite(self, name: str, tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
             raise FormatError(f"{self.path}: tensor {name!r}: is {tensor.dtype}; expected float numbers")
+        if tensor.is_meta:
+            return tensor
         tensor = tensor.float()
         if not bool(tensor.isfinite().all()):
             raise FormatError(f"{self.path}: tensor {name!r}: holds numbers that are not finite")
@@ -281,9 +305,7 @@ class _Reader:
         """Targets and vectors, checked to be whole."""
         targets = {}
         for module, found in self.halves.items():
-            if "A" not in found or "B" not in found or found["A"].shape[0] != found["B"].shape[1]:
-                shapes = {side: tuple(tensor.shape) for side, tensor in found.items()}
-                raise FormatError(f"{self.path}: module {module!r}: found {shapes}; expected lora_A (r, K) and lora_B (N, r) with one r")
+            self._check_whole(module, found)
             a, b, bias = found["A"], found["B"], found.get("B_bias")
             scale = scale_of(self.written[module], len(a))
             magnitude = found.get("magnitude_vector")
@@ -302,6 +324,37 @@ class _Reader:
             raise FormatError(f"{self.path}: holds no tensors; expected lora_A and lora_B of some modules")
         return targets, self._split_biases()
 
+    def _check_whole(self, module: str, found: Mapping[str, Tensor]) -> None:
+        if "A" not in found or "B" not in found or found["A"].shape[0] != found["B"].shape[1]:
+            shapes = {side: tuple(tensor.shape) for side, tensor in found.items()}
+            raise FormatError(f"{self.path}: module {module!r}: found {shapes}; expected lora_A (r, K) and lora_B (N, r) with one r")
+
+    def nbytes(self) -> int:
+        """As `changes` keeps it: products in fp16, a gain (DoRA) and a bias of every op that has one, and norms, in fp32."""
+        total, vectors = 0, set[tuple[int, str, str]]()  # layer, stack of matrices, gain or bias
+        for module, found in self.halves.items():
+            self._check_whole(module, found)
+            (rank, inputs), outputs = found["A"].shape, len(found["B"])
+            total += 2 * inputs * (rank + -rank % 16) + 2 * rank * outputs + 4 * rank
+            for linear in self.modules.get(module, ()):
+                stack = linear.layer, _STACKS.get(linear.role, linear.role)
+                vectors |= {(*stack, kind) for kind, side in (("gain", "magnitude_vector"), ("bias", "B_bias")) if side in found}
+                if linear.bias and "magnitude_vector" in found:
+                    vectors.add((*stack, "bias"))
+        norms = set[tuple[str, str]]()
+        for name in self.vectors:
+            key = name.rpartition(".")[0]
+            for linear in self.modules.get(key, ()):
+                vectors.add((linear.layer, _STACKS.get(linear.role, linear.role), "bias"))
+            if key not in self.modules:
+                norms |= {(key, kind) for kind in (("weight", "bias") if self.config.norm_bias else ("weight",))}
+        for layer, stack, _ in vectors:
+            roles = {} if layer < 0 else layer_linears(self.config, layer)
+            mine = [linear.out_features for role, linear in roles.items() if _STACKS.get(role, role) == stack]
+            total += 4 * (sum(mine) if mine else self.config.vocab_size)
+        shared = sum(self.config.parallel and key != self.config.names.norm for key, _ in norms)  # of attention and MLP
+        return total + 4 * self.config.hidden_size * (len(norms) + shared)
+
     def _split_biases(self) -> dict[str, Tensor]:
         found = {}
         for name, vector in self.vectors.items():
@@ -313,6 +366,50 @@ class _Reader:
             parts = vector[row_order(self.config, linears)].split([linear.out_features for linear in linears])
             found |= {f"{linear.key}.bias": part for linear, part in zip(linears, parts)}
         return found
+
+
+class ChangeSize(NamedTuple):
+    """How much an adapter changes a matrix: Frobenius norms of the change at scale 1, and of the matrix. layer: -1 outside the layers."""
+
+    layer: int
+    role: str
+    rank: int
+    change: float
+    weight: float
+
+
+def change_sizes(file: LoraFile, model: Model) -> list[ChangeSize]:
+    """Every matrix that an adapter changes, layer by layer.
+
+    Cost: unpacks these matrices of the model one by one, on the CPU.
+    """
+    config, found = model.config, []
+    for (layer, roles), target in sorted(file.targets.items()):
+        linears = {} if layer < 0 else layer_linears(config, layer)
+        sizes = [linears[role].out_features for role in roles] if layer >= 0 else [len(target.b)]
+        first = sum(linear.out_features for role, linear in linears.items() if _STACKS.get(role, role) == _STACKS.get(roles[0], roles[0])
+                    and _ORDER.index(role) < _ORDER.index(roles[0]))  # fmt: skip
+        whole = model.matrix(layer, _STACKS.get(roles[0], roles[0]))
+        if whole is None:
+            continue
+        for role, size, b in zip(roles, sizes, target.b.split(sizes)):
+            weight = whole if layer < 0 else whole[:, first : first + size]
+            a = target.a.T if target.embedding else target.a
+            if target.magnitude is None:
+                change = abs(target.scale) * float(((a @ a.T).double() * (b.T @ b).double()).sum().clamp_min(0).sqrt())
+            else:
+                change = _dora_change(weight, a, b, target, sum(sizes[: roles.index(role)]))
+            found.append(ChangeSize(layer, role, target.rank, change, float(weight.norm())))
+            first += size
+    return found
+
+
+def _dora_change(weight: Tensor, a: Tensor, b: Tensor, target: LoraTarget, first: int) -> float:
+    """Norm of what DoRA makes of a matrix, less the matrix."""
+    assert target.magnitude is not None
+    changed = weight + target.scale * (a.T @ b.T)
+    magnitude = target.magnitude[first : first + len(b)]
+    return float((changed * (magnitude / changed.norm(dim=0).clamp(min=1e-20)) - weight).norm())
 
 
 @dataclass(frozen=True)
@@ -344,7 +441,7 @@ def places(config: ModelConfig, network: Network, program: ops.Program) -> dict[
 
 
 def changes(file: LoraFile, config: ModelConfig, network: Network, program: ops.Program) -> Adapter:
-    """An adapter as changes of a program's ops. With DoRA every adapted matrix is unpacked once.
+    """An adapter as changes of a program's ops, on the CPU. With DoRA every adapted matrix is unpacked once.
 
     Raises:
         FormatError: it adapts experts, or another place that has no op of its own.
@@ -394,15 +491,21 @@ class _Change:
             self.vectors[name] = torch.zeros(ops.shape(self.arguments["blob"])[1])
         return self.vectors[name]
 
+    def _own_bias(self, columns: slice) -> Tensor | float:
+        own = self.arguments.get("bias")
+        return 0.0 if own is None else own[columns].cpu()
+
     def add(self, target: LoraTarget, first: int) -> None:
         """The product, and what DoRA and a bias of B add to it."""
         columns, b = slice(first, first + len(target.b)), target.b.T
         if target.magnitude is not None:
-            weight = ops.unpack(self.arguments["blob"])[:, columns] + target.scale * (target.a.T @ b)
+            blob = self.arguments["blob"]
+            plain = ops.unpack(blob) if blob.device.type == "cpu" else unpack_half(blob).float().cpu()
+            weight = plain[:, columns] + target.scale * (target.a.T @ b)
             gain = target.magnitude / weight.norm(dim=0).clamp(min=1e-20)
             self._vector("gain")[columns] = gain - 1
-            if (own := self.arguments.get("bias")) is not None:  # it is not stretched
-                self._vector("bias")[columns] -= (gain - 1) * own[columns]
+            if self.arguments.get("bias") is not None:  # it is not stretched
+                self._vector("bias")[columns] -= (gain - 1) * self._own_bias(columns)
         if target.bias is not None:
             self._vector("bias")[columns] += target.bias
         inputs = target.a if target.embedding else target.a.T
@@ -411,9 +514,8 @@ class _Change:
     def replace(self, which: str | Place, name: str, vector: Tensor, config: ModelConfig) -> None:
         """Another norm, or another bias of a linear."""
         if isinstance(which, Place):
-            own = self.arguments.get("bias")
             columns = slice(which.first, which.first + which.columns)
-            self._vector("bias")[columns] += vector - (0 if own is None else own[columns])
+            self._vector("bias")[columns] += vector - self._own_bias(columns)
             return
         scale = config.logit_scale if name.startswith(f"{config.names.norm}.") else 1.0
         kind = "norm_bias" if name.endswith(".bias") else "norm"

@@ -20,10 +20,10 @@ from exl2nb.model.gpu import GpuForward
 from exl2nb.model.layers import MLP, Embedding, Head, Layer, RoutedMLP, Step, tensors_of
 from exl2nb.model.points import Edits, Point, points
 from exl2nb.model.rope import both_tables, rope_switch, rope_tables
-from exl2nb.model.trace import Borrowed, Seen, Walk, layers_of
+from exl2nb.model.trace import Borrowed, Seen, Walk, forward_adapted, layers_of
 from exl2nb.ops import gpu_prefill
 from exl2nb.ops.ahead import draw_ahead, join_ahead, step_draw
-from exl2nb.ops.gpu import unpack_half
+from exl2nb.ops.gpu import LoraSlots, unpack_half
 from exl2nb.ops.lora import Adapter, LoraTable
 
 SMALL_MODEL_BYTES = 64 << 20  # of weights: what may still stay in a processor's cache
@@ -148,13 +148,15 @@ class Model:
         """
         if self._network is None:
             raise EngineClosed("the model was closed; load it again")
+        if self.device != "cpu":
+            return self._network, self.gpu.program
         if self._program is None:
             self._extend_ropes(self._network, PAGE_SIZE)
         assert self._program is not None
         return self._network, self._program
 
     def set_adapters(self, adapters: Sequence[Adapter | None]) -> None:
-        """What row 0, 1, ... of `Batch.adapters` mean from the next step on; steps that run keep what they began with. CPU only."""
+        """What row 0, 1, ... of `Batch.adapters` mean from the next step on; steps that run keep what they began with."""
         self.adapters = LoraTable(self.network_and_program[1], tuple(adapters))
 
     def _lora(self, batch: Batch) -> tuple[LoraTable | None, tuple[Tensor | None, Tensor | None]]:
@@ -208,9 +210,13 @@ class Model:
         ids: int32 `(T,)` on the GPU, in place of the batch's.
         """
         self._prepare(batch, cache)
-        if batch.adapters is not None:
-            raise OptionError("adapters run on the CPU; this model is on the GPU")
-        return self.capped(self.gpu.run(self._with_rope_rows(batch), cache, ids=ids))
+        table, _ = self._lora(batch)
+        return self.capped(self.gpu.run(self._with_rope_rows(batch), cache, ids=ids, lora=table))
+
+    def adapter_slots(self) -> LoraSlots:
+        """Where captured steps of a model on the GPU find its adapters, as they are now."""
+        assert self.adapters is not None, "a batch names adapters"
+        return self.gpu.slots(self.adapters)
 
     @property
     def gpu(self) -> GpuForward:
@@ -226,14 +232,17 @@ class Model:
     def forward_by_ops(self, batch: Batch, cache: KVCache, observe: Callable[[str, Tensor], None] | None = None) -> Tensor:
         """`forward` op by op, with the same bits; on the GPU as prompts run, with the batch there too.
 
+        A batch with an adapter has the same one for all tokens; on the CPU it is merged into each matrix, so the bits are not the step's.
+
         observe: called with "embedding", then for each layer "layers.i.attention", "layers.i.middle" and "layers.i.output". The
         tensors are the model's buffers and change afterwards: copy them to keep them.
         """
         network, batch = self._prepare(batch, cache), self._with_rope_rows(batch)
-        if batch.adapters is not None:
-            raise OptionError("a model with adapters does not run op by op: leave lora out")
+        table, _ = self._lora(batch)
         if self.device != "cpu":
-            return self.capped(forward_gpu_observed(self.gpu.program, batch, cache, observe))
+            return self.capped(forward_gpu_observed(self.gpu.program, batch, cache, observe, table))
+        if table is not None:
+            return self.capped(forward_adapted(table, batch, cache, observe))
         step = Step(batch, cache, self._ropes)
         x = network.embedding(batch.input_ids, batch.positions)
         if observe is not None:
@@ -291,13 +300,18 @@ class Model:
         return Borrowed(layers_of(program)[index], program)
 
     def matrix(self, layer: int, part: str) -> Tensor | None:
-        """A layer's matrix f32 `(K, N)` on the CPU, as the engine multiplies by it: "qkv", "up" ([gate; up]) or "down"; None = experts."""
+        """A layer's matrix f32 `(K, N)` on the CPU, as the engine multiplies by it; None = experts.
+
+        part: "qkv", "o", "up" ([gate; up]) or "down"; of layer -1 "head", or "embed", the table `(V, H)` times its factor.
+        """
         if self._network is None:
             raise EngineClosed("the model was closed; load it again")
+        if layer < 0 and part == "embed":
+            return self._network.embedding.table.float().cpu() * self._network.embedding.scale
         of = self._network.layers[layer]
-        if part != "qkv" and not isinstance(of.mlp, MLP):
+        if part not in ("qkv", "o", "head") and not isinstance(of.mlp, MLP):
             return None
-        blob = of.attention.qkv if part == "qkv" else getattr(of.mlp, part)
+        blob = self._network.head.matrix if part == "head" else getattr(of.attention if part in ("qkv", "o") else of.mlp, part)
         with ops.on_device(str(blob.device)):
             return ops.unpack(blob) if blob.device.type == "cpu" else unpack_half(blob).float().cpu()
 
@@ -391,13 +405,20 @@ def _prefixed(observe: Callable[[str, Tensor], None], prefix: str, name: str, va
 
 
 def forward_gpu_observed(
-    program: ops.Program, batch: Batch, cache: KVCache | CachePart, observe: Callable[[str, Tensor], None] | None
+    program: ops.Program,
+    batch: Batch,
+    cache: KVCache | CachePart,
+    observe: Callable[[str, Tensor], None] | None,
+    table: LoraTable | None = None,
 ) -> Tensor:
     """Logits f32 `(R, V)` of a batch on the GPU, before the softcap. observe: see `Model.forward_by_ops`."""
+    lora = None
+    if table is not None and batch.adapters is not None:
+        lora = gpu_prefill.Adapters.of(torch.device(program.device), table.adapters, batch.adapters.cpu(), batch.logit_rows.cpu())
     inputs = gpu_prefill.Inputs(*TENSORS(batch))
     sequences = gpu_prefill.Sequences(batch.cu_seqlens.tolist(), batch.context_lens.tolist())
     watch = None if observe is None else _LayerObserver(observe)
-    return gpu_prefill.prefill(program, inputs, sequences, cache.k, cache.v, watch=watch)
+    return gpu_prefill.prefill(program, inputs, sequences, cache.k, cache.v, watch=watch, lora=lora)
 
 
 class _LayerObserver:

@@ -18,6 +18,7 @@ from exl2nb.cache.pool import KVCache
 from exl2nb.model.batch import TENSORS, Batch
 from exl2nb.model.points import Edits, Point
 from exl2nb.ops import gpu_prefill, kv_codes, reference
+from exl2nb.ops.lora import LoraTable, merged
 from exl2nb.ops.moe import Experts
 from exl2nb.ops.program import Program
 
@@ -116,6 +117,38 @@ class _HostOps:
 
     def linear(self, x: Tensor, blob: Tensor, bias: Tensor | None) -> Tensor:
         return ops.linear(x.contiguous(), blob, bias)
+
+
+def forward_adapted(table: LoraTable, batch: Batch, cache: KVCache, observe: Callable[[str, Tensor], None] | None) -> Tensor:
+    """A step of one adapter op by op on the CPU, each matrix with the adapter merged into it, in fp32, for the moment that it is used.
+
+    observe: see `Model.forward_by_ops`. Logits f32 `(R, V)` before the softcap.
+    """
+    assert batch.adapters is not None
+    assert len(set(batch.adapters.tolist())) == 1, "one adapter"
+    seen: Callable[[str, Tensor], None] = observe or (lambda name, value: None)
+    own, adapter, layer, parts = _HostOps(batch, cache), int(batch.adapters[0]), 0, ["middle", "output"]
+    x = made = torch.empty(0)
+    done: dict[bool, Tensor] = {}
+    for op, (name, plain) in enumerate(table.program.steps):
+        a = plain if name in ("paged_attention", "routed_mlp") else merged(table.words, adapter, op)
+        if name == "embed":
+            x = own.embed(a)
+            seen("embedding", x)
+        elif name == "norm_qkv_rope":
+            layer, parts = a["layer"], ["middle", "output"]
+            made = own.qkv(x, a)
+        elif name == "paged_attention":
+            done[False] = own.attend(made, a)
+            seen(f"layers.{layer}.attention", done[False])
+        elif name == "norm_gate_up":
+            done[a["aside"]] = own.gate_up(x, a)
+        elif name == "norm_head":
+            return own.head(x, batch.logit_rows, a)
+        else:
+            own.routed(x, a) if name == "routed_mlp" else own.add(x, done.pop(a["aside"]), a)
+            seen(f"layers.{layer}.{parts.pop(0)}", x)
+    raise AssertionError("a program ends with its head")
 
 
 class _GpuOps:

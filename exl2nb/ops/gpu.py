@@ -5,13 +5,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from exl2nb.ops import kernel_code
 from exl2nb.ops._library import LIBRARY
+
+if TYPE_CHECKING:
+    from exl2nb.ops.lora import LoraTable
 
 for _schema in (
     "gpu_blob_head(Tensor blob) -> Tensor",
@@ -22,7 +25,9 @@ for _schema in (
     "gpu_step_bytes(Tensor program, int capacity) -> Tensor",
     "gpu_step(Tensor program, Tensor(a!) workspace, int capacity, Tensor ids, Tensor positions, Tensor block_table, Tensor cu_seqlens, "
     "Tensor context_lens, Tensor? logit_rows, Tensor(b!)[] k_pools, Tensor(c!)[] v_pools, int k_format, int v_format, int num_kv_heads, "
-    "int head_dim, Tensor(d!) logits, bool pdl, int stream_k_from) -> ()",
+    "int head_dim, Tensor(d!) logits, bool pdl, int stream_k_from, Tensor? lora=None, Tensor? adapters=None, Tensor(e!)? lora_sums=None, "
+    "int lora_width=0) -> ()",
+    "gpu_lora_sums(Tensor program, int width) -> int",
 ):
     LIBRARY.define(_schema)
 
@@ -111,6 +116,35 @@ def shape_of(head: Tensor) -> tuple[int, int]:
     return K, N
 
 
+class LoraSlots:
+    """Where the kernels of a program look for its adapters: a table of fixed place and size, and room for sums.
+
+    So captured steps stay valid while adapters come and go. More adapters or higher ranks than there is room for need new slots, for which
+    steps are captured anew.
+
+    Args:
+        code: of the program. ops: their number. adapters: room for so many, at least. width: of the widest change, at least.
+    """
+
+    def __init__(self, code: Tensor, ops: int, adapters: int, width: int, device: torch.device) -> None:
+        self.adapters, self.width = 1 << max(adapters - 1, 15).bit_length(), 1 << max(width - 1, 15).bit_length()
+        self.table = torch.zeros(self.adapters, ops, 7, dtype=torch.int64, device=device)
+        self.sums = torch.zeros(_ops.gpu_lora_sums(code, self.width), device=device)
+        self._written: LoraTable | None = None
+
+    def fit(self, table: LoraTable) -> bool:
+        """Whether there is room for all of a table's adapters."""
+        return len(table.adapters) <= self.adapters and table.widest <= self.width
+
+    def write(self, table: LoraTable) -> None:
+        """Make it the table of the steps launched from now on."""
+        if table is self._written:
+            return
+        words = table.words[6:].view(-1, *self.table.shape[1:])
+        self.table[: len(words)].copy_(words.pin_memory() if self.table.is_cuda else words, non_blocking=True)
+        self._written = table  # the one before goes: whatever still runs is ahead in the stream, where its memory is used again
+
+
 class StepKernels:
     """Runs a program on the GPU for steps of up to `capacity` tokens; keeps the memory that its kernels share.
 
@@ -139,15 +173,18 @@ class StepKernels:
         logits: Tensor,
         *,
         pdl: bool = True,
+        lora: tuple[LoraSlots, Tensor] | None = None,
     ) -> None:
         """One step: K and V go to their pages, `logits` f32 `(R, V)` is filled. All tensors on the GPU; at most 8 tokens a sequence.
 
         logit_rows: int32 `(R,)`; None: every token's, which makes a stream-K step a little quicker, with other bits.
         formats: of the K and V pools (cuda/attention/attention.h). heads: of the pools. Ids, pages and positions are not checked, which
-        would wait for the GPU: the caller must have checked them.
+        would wait for the GPU: the caller must have checked them. lora: the adapters, and int32 `(T,)` on the GPU, the row of each token's
+        adapter, -1 for none.
         """
+        adapted = () if lora is None else (lora[0].table, lora[1], lora[0].sums, lora[0].width)
         with launch_lock(self.workspace.device):
             _ops.gpu_step(
                 self.code, self.workspace, self.capacity, ids, positions, block_table, cu_seqlens, context_lens, logit_rows, list(k_pools),
-                list(v_pools), *formats, *heads, logits, pdl, self.stream_k_from,
+                list(v_pools), *formats, *heads, logits, pdl, self.stream_k_from, *adapted,
             )  # fmt: skip

@@ -17,6 +17,7 @@ from torch import Tensor
 from exl2nb.ops import gpu, reference
 from exl2nb.ops.attention import paged_attention
 from exl2nb.ops.cuda_attention import gate_rows, gather_cache, norm_rows, rope_append, rotate_rows
+from exl2nb.ops.lora import Adapter, LoraChange
 from exl2nb.ops.moe import Experts
 from exl2nb.ops.prefill_attention import attend, can_attend
 from exl2nb.ops.program import Program
@@ -46,6 +47,28 @@ class Inputs:
     logit_rows: Tensor
 
 
+@dataclass(frozen=True)
+class Adapters:
+    """The adapters of a step with their rows, int64 on the GPU: of the step's tokens, and of its logit rows."""
+
+    tokens: list[tuple[Adapter, Tensor]]
+    wanted: list[tuple[Adapter, Tensor]]
+
+    @classmethod
+    def of(cls, device: torch.device, adapters: Sequence[Adapter | None], rows: Tensor, wanted: Tensor) -> Adapters:
+        """Of a batch.
+
+        Args:
+            adapters: row 0, 1, ... of a table. rows: int32 `(T,)` on the host, each token's, -1 for none. wanted: int32 `(R,)`.
+        """
+
+        def of(each: Tensor) -> list[tuple[Adapter, Tensor]]:
+            numbers = sorted(set(each.tolist()) - {-1})
+            return [(adapter, (each == n).nonzero()[:, 0].to(device)) for n in numbers if (adapter := adapters[n]) is not None]
+
+        return cls(of(rows), of(rows[wanted.long()]))
+
+
 def prefill(
     program: Program,
     inputs: Inputs,
@@ -54,13 +77,15 @@ def prefill(
     v_pools: Sequence[Tensor],
     *,
     watch: Callable[[str, dict[str, Any], Tensor, Tensor | None], None] | None = None,
+    lora: Adapters | None = None,
 ) -> Tensor:
     """Logits f32 `(R, V)` of a step of any number of tokens; K and V are written to their slots.
 
     watch: called after every op with its name and arguments, the residual stream f32 `(T, H)`, and what attention or MLP left to be added.
+    lora: adapters of the tokens.
     """
-    run = Run(program, inputs, sequences, k_pools, v_pools)
-    for name, arguments in program.steps:
+    run = Run(program, inputs, sequences, k_pools, v_pools, lora)
+    for run.number, (name, arguments) in enumerate(program.steps):
         getattr(run, name)(arguments)
         if watch is not None:
             watch(name, arguments, run.x, run.done.get(False))
@@ -81,8 +106,15 @@ class Run:
     """The state of one walk over a program: `prefill` calls the method of each op's name; `model.trace` calls them one by one."""
 
     def __init__(
-        self, program: Program, inputs: Inputs, sequences: Sequences, k_pools: Sequence[Tensor], v_pools: Sequence[Tensor]
+        self,
+        program: Program,
+        inputs: Inputs,
+        sequences: Sequences,
+        k_pools: Sequence[Tensor],
+        v_pools: Sequence[Tensor],
+        lora: Adapters | None = None,
     ) -> None:
+        self.lora, self.number = lora or Adapters([], []), 0  # number: of the op, for adapters
         self.program, self.inputs, self.sequences, self.k, self.v = program, inputs, sequences, k_pools, v_pools
         self.x = self.logits = torch.empty(0)
         self.done: dict[bool, Tensor] = {}
@@ -94,21 +126,25 @@ class Run:
         """The residual stream of the tokens."""
         i = self.inputs
         self.x = reference.embed(a["table"], i.ids, a["scale"], a["position_table"], i.positions)
+        for change, rows in self._changes():
+            for part in change.parts:
+                low = part.a[i.ids[rows].long(), : part.rank].float() * part.scale
+                self.x[rows, part.first : part.first + part.b.shape[1]] += low @ part.b.float()
 
     def norm_qkv_rope(self, a: dict[str, Any]) -> None:
         """Q, K and V of the stream; K and V go to the cache."""
         norm_bias, layer_norm, interleaved, clip = a["rest"]
         i, layer, (num_heads, num_kv_heads, head_dim) = self.inputs, a["layer"], a["heads"]
-        x, pools = norm_rows(self.x, a["norm"], norm_bias, a["eps"], layer_norm), (self.k[layer], self.v[layer])
+        x, pools = self._normed(self.x, a, norm_bias, layer_norm), (self.k[layer], self.v[layer])
         self.qkv = a
         bare = a["bias"] is None and a["q_norm"] is None and a["k_norm"] is None and not clip and not interleaved
         if bare and head_dim % 16 == 0 and 2 * a["cos"].shape[1] == head_dim and pools[0].dtype == pools[1].dtype == torch.float16:
-            y = self.product(x, a["blob"], None, half=True)
+            y = self._adapted(x, a["blob"], None, half=True)
             rotate_rows(y, a["cos"], a["sin"], i.positions, i.slots, *pools, num_heads, num_kv_heads, head_dim)
             q, k, v = y.view(len(y), -1, head_dim).split([num_heads, num_kv_heads, num_kv_heads], 1)
             self.parts = q, k, v
             return
-        y = self.product(x, a["blob"], a["bias"])
+        y = self._adapted(x, a["blob"], a["bias"])
         self.parts = rope_append(
             y, a["cos"], a["sin"], i.positions, i.slots, *pools, a["q_norm"], a["k_norm"], *a["heads"], a["eps"], layer_norm, interleaved,
             clip,
@@ -139,21 +175,24 @@ class Run:
     def linear_residual(self, a: dict[str, Any]) -> None:
         """The projection of what is in `done`, added to the stream."""
         x, scale = self.done.pop(a["aside"]).half(), a["scale"]
-        if len(x) > FEW and a["norm"] is None:  # added up in the product
+        if len(x) > FEW and a["norm"] is None and not self._changes():  # added up in the product
             weight = self._unpacked(self.program.heads[a["blob"].data_ptr()], x.device)
             torch.addmm(self.x, x, weight, out_dtype=torch.float32, alpha=scale, out=self.x)
             if a["bias"] is not None:
                 self.x.add_(a["bias"], alpha=scale)
             return
-        y = self.product(x, a["blob"], a["bias"])
+        y = self._adapted(x, a["blob"], a["bias"])
         if a["norm"] is not None:
-            y = F.rms_norm(y, (y.shape[1],), a["norm"], a["eps"])
+            plain, y = y, F.rms_norm(y, (y.shape[1],), a["norm"], a["eps"])
+            for change, rows in self._changes():
+                if change.norm is not None:
+                    y[rows] = F.rms_norm(plain[rows], (y.shape[1],), change.norm, a["eps"])
         self.x.add_(y, alpha=scale)
 
     def norm_gate_up(self, a: dict[str, Any]) -> None:
         """The MLP's activations, left in `done`."""
         norm_bias, layer_norm, gated = a["rest"]
-        y = self.product(norm_rows(self.x, a["norm"], norm_bias, a["eps"], layer_norm), a["blob"], a["bias"], half=True)
+        y = self._adapted(self._normed(self.x, a, norm_bias, layer_norm), a["blob"], a["bias"], half=True)
         self.done[a["aside"]] = gate_rows(y, a["activation"], gated)
 
     def routed_mlp(self, a: dict[str, Any]) -> None:
@@ -178,7 +217,47 @@ class Run:
         """Logits of the wanted rows."""
         norm_bias, layer_norm = a["rest"]
         rows = self.x.index_select(0, self.inputs.logit_rows)
-        self.logits = self.product(norm_rows(rows, a["norm"], norm_bias, a["eps"], layer_norm), a["blob"], a["bias"])
+        wanted = self._changes(self.lora.wanted)
+        self.logits = self._adapted(self._normed(rows, a, norm_bias, layer_norm, wanted), a["blob"], a["bias"], changes=wanted)
+
+    # ---- adapters
+
+    def _changes(self, of: list[tuple[Adapter, Tensor]] | None = None) -> list[tuple[LoraChange, Tensor]]:
+        """What the adapters change in the current op, and in which rows."""
+        of = self.lora.tokens if of is None else of
+        return [(change, rows) for adapter, rows in of if (change := adapter.get(self.number)) is not None]
+
+    def _normed(
+        self, x: Tensor, a: dict[str, Any], bias: Tensor | None, layer_norm: bool, changes: list[tuple[LoraChange, Tensor]] | None = None
+    ) -> Tensor:
+        """The norm in front of an op's matrix, f16."""
+        y = norm_rows(x, a["norm"], bias, a["eps"], layer_norm)
+        for change, rows in self._changes() if changes is None else changes:
+            if change.norm is not None:
+                y[rows] = norm_rows(x[rows], change.norm, change.norm_bias, a["eps"], layer_norm)
+        return y
+
+    def _adapted(
+        self,
+        x: Tensor,
+        blob: Tensor,
+        bias: Tensor | None,
+        *,
+        half: bool = False,
+        changes: list[tuple[LoraChange, Tensor]] | None = None,
+    ) -> Tensor:
+        """`product`, and what the adapters add to it."""
+        changes = self._changes() if changes is None else changes
+        y = self.product(x, blob, bias, half=half and not changes)
+        for change, rows in changes:
+            mine = y[rows]
+            for part in change.parts:
+                low = torch.mm(x[rows], part.a, out_dtype=torch.float32)[:, : part.rank] * part.scale
+                mine[:, part.first : part.first + part.b.shape[1]] += low @ part.b.float()
+            if change.gain is not None:
+                mine += change.gain * mine
+            y[rows] = mine if change.bias is None else mine + change.bias
+        return y.half() if half and changes else y
 
     def residual_out(self, a: dict[str, Any]) -> None:
         """The stream itself, of every token."""

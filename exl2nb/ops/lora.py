@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from exl2nb.ops import blob as layout
+from exl2nb.ops import gpu
 from exl2nb.ops._library import check
 from exl2nb.ops.weights import dense, pack_dense
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from exl2nb.ops.program import Program
 
 MAGIC, VERSION, HEADER_WORDS = 0x3141524F4C324558, 1, 6
-CHANGE_WORDS = 7  # of LoraChange in csrc/format/lora.h
+CHANGE_WORDS, PART_WORDS = 7, 6  # of LoraChange and LoraPart in csrc/format/lora.h
 
 _tables: weakref.WeakValueDictionary[int, LoraTable] = weakref.WeakValueDictionary()
 
@@ -51,6 +52,10 @@ class LoraPart:
         """Numbers between the two products."""
         return self.b.shape[0]
 
+    def to(self, device: str | torch.device) -> LoraPart:
+        """The same on a device."""
+        return replace(self, a=self.a.to(device), b=self.b.to(device), scale=self.scale.to(device))
+
     @property
     def dense(self) -> Tensor:
         """The product, f32 `(K, columns)`."""
@@ -70,6 +75,11 @@ class LoraChange:
     norm: Tensor | None = None
     norm_bias: Tensor | None = None
 
+    def to(self, device: str | torch.device) -> LoraChange:
+        """The same on a device."""
+        vectors = {name: None if (v := getattr(self, name)) is None else v.to(device) for name in ("gain", "bias", "norm", "norm_bias")}
+        return LoraChange(parts=tuple(part.to(device) for part in self.parts), **vectors)
+
     @property
     def width(self) -> int:
         """Of all parts together."""
@@ -88,29 +98,48 @@ Adapter = Mapping[int, LoraChange]
 
 @dataclass(frozen=True, eq=False)
 class LoraTable:
-    """Adapters 0, 1, ... for one program. `words` is what the ops take; the table keeps the tensors at its addresses alive."""
+    """Adapters 0, 1, ... for one program, on its device. `words` is what the ops take; the table keeps the tensors at its addresses alive.
+
+    On the GPU `gpu.LoraSlots` copies the words behind the header to where the kernels look. widest: numbers between the two products of an
+    op, of all parts together.
+    """
 
     program: Program
     adapters: tuple[Adapter | None, ...]
     words: Tensor = field(init=False)
+    widest: int = field(init=False)
     _kept: list[Any] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         kept: list[Any] = []
         ops = len(self.program.steps)
+        changes = [None if adapter is None else adapter.get(op) for adapter in self.adapters for op in range(ops)]
+        rows = [row for i, change in enumerate(changes) if change for row in self._parts(i % ops, change, kept)]
+        parts = torch.tensor(rows, dtype=torch.int64).to(self.program.device)  # all in one, as each copy to a GPU takes its time
+        kept.append(parts)
         words: list[int] = []
-        for adapter in self.adapters:
-            for op in range(ops):
-                change = None if adapter is None else adapter.get(op)
-                words += [0] * CHANGE_WORDS if change is None else self._change(op, change, kept)
+        at = parts.data_ptr()
+        for i, change in enumerate(changes):
+            words += [0] * CHANGE_WORDS if change is None else self._change(i % ops, change, at, kept)
+            at += 0 if change is None else 8 * PART_WORDS * len(change.parts)
         most = max((change.width for adapter in self.adapters if adapter for change in adapter.values()), default=0)
         head = [MAGIC, VERSION, HEADER_WORDS + len(words), len(self.adapters), ops, most]
+        object.__setattr__(self, "widest", most)
         object.__setattr__(self, "words", torch.tensor([*head, *words], dtype=torch.int64))
         object.__setattr__(self, "_kept", kept)
         _tables[self.words.data_ptr()] = self
 
-    def _change(self, op: int, change: LoraChange, kept: list[Any]) -> list[int]:
+    def _shape(self, op: int) -> tuple[int, int]:
+        """Inputs and outputs of an op."""
         name, arguments = self.program.steps[op]
+        if name == "embed":
+            return tuple(arguments["table"].shape)
+        head = self.program.heads.get(arguments["blob"].data_ptr())
+        return layout.shape(arguments["blob"]) if head is None else gpu.shape_of(head)
+
+    def _parts(self, op: int, change: LoraChange, kept: list[Any]) -> list[list[int]]:
+        """The words of an op's parts."""
+        name, _ = self.program.steps[op]
         check(
             name not in ("paged_attention", "routed_mlp"),
             "LoraTable",
@@ -118,10 +147,7 @@ class LoraTable:
             f"of {name}",
             "of an op with one matrix, or the embedding",
         )
-        if name == "embed":
-            inputs, outputs = arguments["table"].shape
-        else:
-            inputs, outputs = layout.shape(arguments["blob"])
+        inputs, outputs = self._shape(op)
         rows = []
         for part in change.parts:
             a, b = tuple(part.a.shape), tuple(part.b.shape)
@@ -129,21 +155,27 @@ class LoraTable:
             fits = inside and a == (inputs, -(-part.rank // 16) * 16) and tuple(part.scale.shape) == (part.rank,)
             check(fits, "LoraTable", f"a part of {name}", (a, b, part.first), f"({inputs}, width), and (rank, columns) within {outputs}")
             for tensor, dtype in ((part.a, torch.float16), (part.b, torch.float16), (part.scale, torch.float32)):
-                check(tensor.dtype == dtype and tensor.is_contiguous(), "LoraTable", "a tensor", tensor.dtype, f"contiguous, {dtype}")
+                fits = tensor.dtype == dtype and tensor.is_contiguous() and tensor.device.type == self.program.device.type
+                check(fits, "LoraTable", "a tensor", (tensor.dtype, tensor.device), f"contiguous, {dtype}, on {self.program.device}")
             kept.append(part)
             rows.append([part.a.data_ptr(), part.b.data_ptr(), part.scale.data_ptr(), part.rank, part.first, b[1]])
+        return rows
+
+    def _change(self, op: int, change: LoraChange, parts: int, kept: list[Any]) -> list[int]:
+        """The words of a change whose parts are at an address."""
+        name, _ = self.program.steps[op]
+        inputs, outputs = self._shape(op)
         vectors = []
         widths = {"gain": outputs, "bias": outputs, "norm": outputs if name == "linear_residual" else inputs}
         for which in ("gain", "bias", "norm", "norm_bias"):
             vector: Tensor | None = getattr(change, which)
             width = widths.get(which, widths["norm"])
             fits = vector is None or (vector.dtype == torch.float32 and tuple(vector.shape) == (width,) and vector.is_contiguous())
+            fits = fits and (vector is None or vector.device.type == self.program.device.type)
             check(fits, "LoraTable", f"{which} of {name}", vector is not None and tuple(vector.shape), f"f32 ({width},)")
             kept.append(vector)
             vectors.append(0 if vector is None else vector.data_ptr())
-        table = torch.tensor(rows, dtype=torch.int64)
-        kept.append(table)
-        return [table.data_ptr() if rows else 0, len(rows), change.width, *vectors]
+        return [parts if change.parts else 0, len(change.parts), change.width, *vectors]
 
 
 def merged(words: Tensor, adapter: int, op: int) -> dict[str, Any]:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from exl2nb.widgets.explorer import BitrateExplorer
     from exl2nb.widgets.histogram import WeightHistogram
     from exl2nb.widgets.layerlens import LayerLens
+    from exl2nb.widgets.lora import LoraExplorer
     from exl2nb.widgets.memory_plan import MemoryPlan
     from exl2nb.widgets.microscope import SamplerMicroscope
     from exl2nb.widgets.outliers import OutlierMap
@@ -34,6 +35,7 @@ _PUBLIC = {
     "ErrorFlow": "exl2nb.widgets.errorflow",
     "ExlWidget": "exl2nb.widgets.base",
     "LayerLens": "exl2nb.widgets.layerlens",
+    "LoraExplorer": "exl2nb.widgets.lora",
     "MemoryPlan": "exl2nb.widgets.memory_plan",
     "OutlierMap": "exl2nb.widgets.outliers",
     "PageTable": "exl2nb.widgets.pagetable",
@@ -54,6 +56,7 @@ __all__ = [
     "ErrorFlow",
     "ExlWidget",
     "LayerLens",
+    "LoraExplorer",
     "MemoryPlan",
     "OutlierMap",
     "PageTable",

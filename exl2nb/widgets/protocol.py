@@ -582,6 +582,7 @@ class PlanFormula(TypedDict):
     logits_row: int
     longest: int
     segments: int
+    adapters: int
 
 
 class PlanState(TypedDict):
@@ -1127,6 +1128,52 @@ class GroupHistogram(TypedDict):
     entropy: float
 
 
+class LoraCell(NamedTuple):
+    """What an adapter does to a matrix: Frobenius norms of the change at scale 1, and of the matrix. layer: -1 outside the layers."""
+
+    layer: int
+    matrix: str
+    rank: int
+    change: float
+    weight: float
+
+
+class LoraResult(TypedDict):
+    """What LoraExplorer shows. scale: of the answer. base, adapted: tokens of the answers without and with it; kl: mean over `adapted`."""
+
+    name: str
+    model: str
+    matrices: list[str]
+    layers: list[int]
+    cells: list[LoraCell]
+    scale: float
+    base: list[KlToken]
+    adapted: list[KlToken]
+    kl: float | None
+
+
+class LoraExplorerState(TypedDict):
+    """Synced traits of LoraExplorer. scale: of the slider. selected: layer and matrix, or empty."""
+
+    status: Status
+    error: str
+    height: str
+    prompt: str
+    scale: float
+    selected: list[int | str]
+    _result: LoraResult
+    _has_model: bool
+    _protocol: int
+    _static: bool
+
+
+class ScaleTo(TypedDict):
+    """Answer again with the adapter at another scale."""
+
+    type: Literal["scale"]
+    scale: float
+
+
 class WeightHistogramState(TypedDict):
     """Synced traits of WeightHistogram. row: of the original matrix."""
 
@@ -1239,6 +1286,7 @@ ToKernel = (
     | Solve
     | SolveSize
     | Make
+    | ScaleTo
     | Look
     | RunCaches
     | HideNeedle

@@ -11,7 +11,9 @@ import torch
 
 import exl2nb as ex
 from exl2nb.cli import main
-from exl2nb.core.errors import DeviceError
+from exl2nb.core.errors import DeviceError, ModelNotFound
+
+from .lora_maker import write_lora
 
 ROOT = Path(__file__).parents[2]
 DEMO = Path(ex.__file__).parent / "demo_model"
@@ -135,3 +137,21 @@ def test_plan_is_what_load_takes_on_a_gpu(shape, script, tmp_path_factory):
         if not good or found["total"] != pytest.approx(found["peak"], rel=0.02, abs=64 * 2**20):
             wrong.append(words)
     assert not wrong, "\n".join(wrong)
+
+
+def test_adapters_are_planned(tmp_path, capsys):
+    """From their headers what loading takes; shown in text, HTML and by the command."""
+    with ex.demo(device="cpu", progress=None) as llm:
+        folders = [write_lora(tmp_path / f"a{rank}", llm.config, rank=rank) for rank in (4, 20)]
+        for folder in folders:
+            llm.loras.load(folder)
+        planned = ex.plan(DEMO, loras=folders, free=10**10)
+        assert planned.adapters == llm.loras.nbytes and planned.total == ex.plan(DEMO, free=10**10).total + planned.adapters
+    assert planned.at(batch=3).adapters == planned.adapters and "adapters" in str(planned) and "adapters" in planned._repr_html_()
+    assert "adapters" not in str(ex.plan(DEMO))
+    old = {key: value for key, value in planned.formula.to_dict().items() if key != "adapters"}
+    assert type(planned.formula).from_dict(old).adapters == 0
+    assert main(["plan", "demo", "--lora", str(folders[0]), "--lora", f"{folders[1]}=0.5", "--free", "1GiB", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["parts"]["adapters"] == planned.adapters
+    with pytest.raises(ModelNotFound, match="adapter_config"):
+        ex.plan(DEMO, loras=[DEMO])

@@ -12,7 +12,7 @@ from exl2nb.io.safetensors import SafetensorsFile
 from exl2nb.io.safetensors import save as save_tensors
 from exl2nb.model.batch import Batch, Span
 from exl2nb.model.loader import load_model
-from exl2nb.model.lora import changes, read_lora
+from exl2nb.model.lora import adapter_bytes, change_sizes, changes, read_lora
 from exl2nb.model.lora_merge import merge
 
 from .test_model import error, run
@@ -76,13 +76,66 @@ def test_logits_equal_peft(kind, tmp_path):
     model = load_model(tmp_path / "model")
     ids = ids_of(model.config.vocab_size, 1, 40)
     network, program = model.network_and_program
-    model.set_adapters([changes(read_lora(tmp_path / "lora", model.config), model.config, network, program)])
+    made = changes(read_lora(tmp_path / "lora", model.config), model.config, network, program)
+    assert adapter_bytes(tmp_path / "lora", model.config) == sum(change.nbytes for change in made.values()), "as planned"
+    model.set_adapters([made])
     span = Span(ids=ids[0].tolist(), start=0, pages=[0], logit_rows="all", adapter=0)
     found = model.forward(Batch.build([span]), KVCache(model.cache_spec(256, mode="fp32")))
     want = truth(twin, ids)[0]
     plain = run(model, ids[0])
     assert error(found, want) < 1e-4, (error(found, want), error(plain, want))
     assert error(plain, want) > 0.02, "the adapter changes the logits"
+
+
+def _rows_in_phi3(config, role):
+    """Where a role is in phi3's fused matrices."""
+    up, kv = config.intermediate_size, config.kv_size
+    sizes = {"q": config.q_size, "k": kv, "v": kv} if role in "qkv" else {"gate": up, "up": up}
+    first = sum(size for name, size in sizes.items() if [*sizes].index(name) < [*sizes].index(role))
+    return slice(first, first + sizes[role])
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2, dora with biases", "phi3, fused", "llama, embedding and head", "mixtral, attention"])
+def test_sizes_of_the_changes(kind, tmp_path):
+    """Frobenius norms, beside the weights that PEFT merges."""
+    arch, options = KINDS[kind]
+    twin = adapted(arch, options, tmp_path)
+    model = load_model(tmp_path / "model")
+    sizes = change_sizes(read_lora(tmp_path / "lora", model.config), model)
+    before = {name: p.detach().clone() for name, p in build(arch).named_parameters()}
+    after = dict(twin.merge_and_unload().named_parameters())
+    stems = {"embed": "embed_tokens", "head": "lm_head"}
+    if "phi3" in kind:
+        stems |= dict.fromkeys("qkv", "qkv_proj") | dict.fromkeys(("gate", "up"), "gate_up_proj")
+    for one in sizes:
+        layer = "" if one.layer < 0 else f"layers.{one.layer}."
+        stem = stems.get(one.role, f"{one.role}_proj")
+        name = next(n for n in before if layer in n and n.endswith(f"{stem}.weight"))
+        rows = _rows_in_phi3(model.config, one.role) if "phi3" in kind and one.role in stems else slice(None)
+        old, new = before[name][rows], after[name][rows]
+        assert one.weight == pytest.approx(float(old.norm()), rel=2e-3), one
+        assert one.change == pytest.approx(float((new - old).norm()), rel=5e-3), one
+    assert len(sizes) >= 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_on_the_gpu_equal_peft(kind, tmp_path):
+    """The prompt at once, and in steps of eight: as near as the GPU's fp16 activations are without the adapter."""
+    arch, options = KINDS[kind]
+    twin = adapted(arch, options, tmp_path)
+    model = load_model(tmp_path / "model", device="cuda")
+    ids = ids_of(model.config.vocab_size, 1, 40)
+    network, program = model.network_and_program
+    made = changes(read_lora(tmp_path / "lora", model.config), model.config, network, program)
+    model.set_adapters([{op: change.to("cuda") for op, change in made.items()}])
+    want = truth(twin, ids)[0]
+    for each in (40, 8, 1):
+        cache, found = KVCache(model.cache_spec(256, mode="fp16"), "cuda"), []
+        for first in range(0, 40, each):
+            span = Span(ids=ids[0, first : first + each].tolist(), start=first, pages=[0], logit_rows="all", adapter=0)
+            found.append(model.forward(Batch.build([span]), cache).cpu())
+        assert error(torch.cat(found), want) < 0.02, each
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "embedding" not in kind and kind not in ("B with biases", "gemma2, norms")])

@@ -1,11 +1,15 @@
 """Every widget with something to show, on one page: for tests of all of them together, and for the pictures of the documentation."""
 
+import tempfile
 from pathlib import Path
 
+import torch
 from mock_host import STATIC, blank, mount, state_of
 
 import exl2nb
 from exl2nb import widgets as w
+from exl2nb.model.layout import layer_linears
+from exl2nb.model.lora import save_lora
 
 DATA = Path(__file__).parents[1] / "data" / "demo-exl2-4.0bpw"
 ORIGINAL = Path(exl2nb.__file__).parent / "demo_model"
@@ -40,6 +44,9 @@ def everything(llm) -> dict[str, tuple[str, dict]]:
     flow.patch().wait()
     outliers = w.OutlierMap(sides)
     outliers.look(9, 190)
+    with tempfile.TemporaryDirectory() as folder:
+        llm.loras.load(random_adapter(folder, llm.config), name="pirate", progress=None)
+    adapter = w.LoraExplorer(llm, "pirate", ASK, selected=[3, "v"]).at(0.8)
     made = {
         "playground": play,
         "chat": chat,
@@ -58,6 +65,7 @@ def everything(llm) -> dict[str, tuple[str, dict]]:
         "attention": w.AttentionView(sides, layer=6, head=2),
         "histogram": w.WeightHistogram({**sides, "again": DATA}, layer=3, matrix="mlp.down_proj", row=7),
         "outliers": outliers,
+        "lora": adapter,
     }
     states = {name: ("playground" if name == "chat" else name, state_of(widget)) for name, widget in made.items()}
     running = {"status": "running", "stage": "measure", "done": 3.0, "total": 12.0, "unit": "layers", "rate": 1.5, "elapsed_s": 2.0}
@@ -65,7 +73,18 @@ def everything(llm) -> dict[str, tuple[str, dict]]:
     for widget in made.values():
         widget.close()
     low.close()
+    llm.loras.unload("pirate")
     return states
+
+
+def random_adapter(folder, config) -> Path:
+    """A small one of every matrix of every layer."""
+    g, pairs = torch.Generator().manual_seed(1), {}
+    for layer in range(config.num_layers):
+        for linear in layer_linears(config, layer).values():
+            n, k = linear.shape
+            pairs[linear.key] = torch.randn(4, k, generator=g) * k**-0.5, 0.1 * torch.randn(n, 4, generator=g)
+    return save_lora(folder, pairs)
 
 
 def show_all(page, states: dict[str, tuple[str, dict]], *, theme: str, width: int, unfold: bool = True) -> None:

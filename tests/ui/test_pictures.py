@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 PICTURES = ROOT / "docs" / "pictures"
 MOST_BYTES = 200_000
 NAMES = ("playground", "explorer", "bitmap", "plan", "weights", "microscope", "speculation", "pagetable", "caches", "compare")
-NAMES += ("errorflow", "layerlens", "attention", "histogram", "outliers")
+NAMES += ("errorflow", "layerlens", "attention", "histogram", "outliers", "lora")
 WIDTH = 1000
 
 

@@ -30,6 +30,7 @@ def large() -> ex.MemoryPlan:
         logits_row=513_024,
         longest=65_536,
         segments=1,
+        adapters=84_000_123,
     )
     return type(demo).of(formula, name="eight billion", device="cuda", context=4096, batch=2, cache="fp16", free=8 * 2**30)
 

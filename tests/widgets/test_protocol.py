@@ -18,6 +18,7 @@ from exl2nb.widgets.errorflow import ErrorFlow
 from exl2nb.widgets.explorer import BitrateExplorer
 from exl2nb.widgets.histogram import WeightHistogram
 from exl2nb.widgets.layerlens import LayerLens
+from exl2nb.widgets.lora import LoraExplorer
 from exl2nb.widgets.microscope import SamplerMicroscope
 from exl2nb.widgets.outliers import OutlierMap
 from exl2nb.widgets.pagetable import PageTable
@@ -51,6 +52,7 @@ def test_committed_typescript_is_what_python_generates():
         (partial(Speculation, ANSWER), protocol.SpeculationState),
         (partial(ErrorFlow, result={}), protocol.ErrorFlowState),
         (partial(LayerLens, result={}), protocol.LayerLensState),
+        (partial(LoraExplorer, result={}), protocol.LoraExplorerState),
         (partial(AttentionView, result={"patterns": []}), protocol.AttentionViewState),
         (partial(OutlierMap, result={}), protocol.OutlierMapState),
         (partial(WeightHistogram, DATA / "demo-exl2-4.0bpw"), protocol.WeightHistogramState),

@@ -462,6 +462,7 @@ export interface PlanFormula {
   logits_row: number;
   longest: number;
   segments: number;
+  adapters: number;
 }
 
 /** Synced traits of MemoryPlan. free: bytes, null = not known. _modes: cache modes to choose from. */
@@ -870,6 +871,42 @@ export interface GroupHistogram {
   entropy: number;
 }
 
+/** What an adapter does to a matrix: Frobenius norms of the change at scale 1, and of the matrix. layer: -1 outside the layers. */
+export type LoraCell = [layer: number, matrix: string, rank: number, change: number, weight: number];
+
+/** What LoraExplorer shows. scale: of the answer. base, adapted: tokens of the answers without and with it; kl: mean over `adapted`. */
+export interface LoraResult {
+  name: string;
+  model: string;
+  matrices: string[];
+  layers: number[];
+  cells: LoraCell[];
+  scale: number;
+  base: KlToken[];
+  adapted: KlToken[];
+  kl: number | null;
+}
+
+/** Synced traits of LoraExplorer. scale: of the slider. selected: layer and matrix, or empty. */
+export interface LoraExplorerState {
+  status: Status;
+  error: string;
+  height: string;
+  prompt: string;
+  scale: number;
+  selected: (number | string)[];
+  _result: LoraResult;
+  _has_model: boolean;
+  _protocol: number;
+  _static: boolean;
+}
+
+/** Answer again with the adapter at another scale. */
+export interface ScaleTo {
+  type: "scale";
+  scale: number;
+}
+
 /** Synced traits of WeightHistogram. row: of the original matrix. */
 export interface WeightHistogramState {
   status: Status;
@@ -951,7 +988,7 @@ export interface OutlierMapState {
 
 export type FromKernel = Delta | Snapshot | Done | Pong | Tops | Fates;
 
-export type ToKernel = Ready | Resync | Ping | Stop | Generate | ChatSend | ChatAgain | ChatEdit | ChatGo | LookAt | LookInto | Solve | SolveSize | Make | Look | RunCaches | HideNeedle | RunPrompts | Sample | ShowFrame | ReadPrompt | PatchLayer | ShowGroup;
+export type ToKernel = Ready | Resync | Ping | Stop | Generate | ChatSend | ChatAgain | ChatEdit | ChatGo | LookAt | LookInto | Solve | SolveSize | Make | ScaleTo | Look | RunCaches | HideNeedle | RunPrompts | Sample | ShowFrame | ReadPrompt | PatchLayer | ShowGroup;
 
 export const SAMPLERS: readonly Sampler[] = [
   ["typical_p", "Typical-p", "1 = off", 0.05, 1, 0.05, 0.0, 1.0, 1.0],

@@ -60,10 +60,15 @@ __global__ void __launch_bounds__(kRowThreads) rows_kernel(const __grid_constant
   pdl_wait();
   int from = a.rows ? __ldcg(a.rows + blockIdx.x) : blockIdx.x;
   from = min(max(from, 0), a.tokens - 1);
+  RowSource source = a.from;
+  if (const LoraChange* const change = a.lora.adapters ? a.lora.of(from) : nullptr) {
+    if (source.post_norm && change[-1].norm) source.post_norm = change[-1].norm;
+    if (source.norm.kind != kNoNorm && change->norm) source.norm.weight = change->norm, source.norm.bias = change->norm_bias;
+  }
   Row row;
-  row.load<true>(a.from, from, a.from.to != nullptr, sums);
-  const float* const tail = (a.from.y ? a.from.to : a.from.x) + static_cast<size_t>(from) * a.from.norm.width;
-  if (a.next.x) normed(row, a.from.norm, tail, blockIdx.x, a.next, sums);
+  row.load<true>(source, from, source.to != nullptr, sums);
+  const float* const tail = (source.y ? source.to : source.x) + static_cast<size_t>(from) * source.norm.width;
+  if (a.next.x) normed(row, source.norm, tail, blockIdx.x, a.next, sums);
 }
 
 // Four numbers a thread; tokens along y.

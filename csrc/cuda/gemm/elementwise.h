@@ -3,6 +3,7 @@
 #pragma once
 #include <cstdint>
 
+#include "cuda/gemm/lora.h"
 #include "cuda/gemm/norm.cuh"
 
 namespace exl2nb {
@@ -17,12 +18,14 @@ struct EmbedArgs {
   NormArgs norm;
   MatrixInput next;
 };
-// Row rows[r] of `from` (norm.cuh), rows null: row r; where next.x, its norm becomes row r of that.
+// Row rows[r] of `from` (norm.cuh), rows null: row r; where next.x, its norm becomes row r of that. lora: adapters that have norms of their
+// own; its changes are those of the op that the norm belongs to, the op before it made what is added.
 struct RowsArgs {
   RowSource from;
   const int* rows;
   int tokens;
   MatrixInput next;
+  LoraRows lora;
 };
 // act(gate) * up of y's rows [gate; up] of `width` numbers each, or act(y) where not gated, into the next matrix's input.
 struct GatesArgs {

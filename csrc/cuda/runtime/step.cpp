@@ -65,7 +65,7 @@ class Walker {
 
   // at: the op that failed. A persistent chain takes several ops, so a visit may move it on.
   const char* run(const Op*& at) {
-    for (at = program_.first(); at; at = next(at)) {
+    for (at = program_.first(); at; at = next(at), number_++) {
       prefetch_behind(next(at));
       op_ = at;
       const char* wrong = visit(at, *this);
@@ -132,13 +132,32 @@ class Walker {
     r.x = residual(), r.norm = n, r.norm.width = H_;
     return r;
   }
-  // A kernel that makes rows, all or the wanted ones, and adds what is to be added to all of them.
-  const char* make_rows(const NormArgs& n, const MatrixInput& to, bool wanted = false) {
+  // A kernel that makes rows, all or the wanted ones, and adds what is to be added to all of them. ahead: for the op so many ops further
+  // on.
+  const char* make_rows(const NormArgs& n, const MatrixInput& to, int ahead, bool wanted = false) {
     RowSource from = rows(n);
     if (from.y) from.to = other_residual();
     added_ = {};
-    return rows_launch({from, wanted ? s_.logit_rows : nullptr, s_.tokens, to}, wanted ? s_.logit_count : s_.tokens, stream_, pdl_);
+    const int count = wanted ? s_.logit_count : s_.tokens;
+    return rows_launch({from, wanted ? s_.logit_rows : nullptr, s_.tokens, to, lora_of(number_ + ahead)}, count, stream_, pdl_);
   }
+
+  // ---- adapters
+  bool lora() const { return s_.lora.adapters != nullptr; }
+  LoraRows lora_of(int number) const {
+    LoraRows of = s_.lora;
+    of.changes += number, of.tokens = s_.tokens;
+    return of;
+  }
+  // What the adapters change in the sums y of the current op's product of x.
+  LoraArgs lora_args(const Weight& w, const MatrixInput& x, float* y) const {
+    const int N = w.header().N;
+    return {lora_of(number_), x, w.header().K, nullptr, s_.lora_sums, s_.lora_width, y, N, N, {}, 0, false};
+  }
+  const char* adapt(const Weight& w, const MatrixInput& x, float* y) {
+    return lora() ? lora_launch(lora_args(w, x, y), s_.tokens, stream_, pdl_) : nullptr;
+  }
+
   static Epilogue epilogue_of(const Op& op) { return as<GateUpOp>(&op) ? kActivation : kStore; }
   // The op's product without what it writes.
   GemmArgs product(const NormedOp& op) const {
@@ -151,7 +170,7 @@ class Walker {
     if (as<HeadOp>(&op)) a.tokens = s_.logit_count;
     return a;
   }
-  bool fuses_norm(const NormedOp& op) const { return skinny_fuses_norm(product(op), epilogue_of(op), H_); }
+  bool fuses_norm(const NormedOp& op) const { return !lora() && skinny_fuses_norm(product(op), epilogue_of(op), H_); }
   // The op's product with its normed input, which the kernel before has left, or a kernel makes now, or the
   // product itself.
   const char* normed_product(const NormedOp& op, GemmArgs& a) {
@@ -168,7 +187,7 @@ class Walker {
       if (added_.y && !head) a.from.to = other_residual();
       added_ = {};
     } else if (ready_ == kNothing || head) {
-      if (const char* wrong = make_rows(n, in, head)) return wrong;
+      if (const char* wrong = make_rows(n, in, 0, head)) return wrong;
       return nullptr;
     }
     if (head) a.rows = s_.logit_rows, a.last_row = s_.tokens - 1;
@@ -180,11 +199,15 @@ class Walker {
     a.ids = s_.ids, a.positions = s_.positions, a.table = op.table, a.dtype = static_cast<int>(op.dtype);
     a.vocab = static_cast<int>(op.vocab), a.width = H_, a.scale = static_cast<float>(op.scale), a.position_table = op.position_table;
     a.position_dtype = static_cast<int>(op.position_dtype), a.max_positions = static_cast<int>(op.max_positions), a.x = residual();
-    if (const auto* qkv = as<QkvOp>(next(&op))) {
+    const auto* const qkv = as<QkvOp>(next(&op));
+    if (qkv && !lora()) {
       a.next = input(Weight(qkv->blob), at_.normed), a.norm = norm_of(*qkv);
       ready_ = kNormed;
     }
-    return embed_launch(a, s_.tokens, stream_, pdl_);
+    const char* const wrong = embed_launch(a, s_.tokens, stream_, pdl_);
+    if (wrong || !lora()) return wrong;
+    return lora_launch({lora_of(number_), {}, a.vocab, s_.ids, nullptr, s_.lora_width, a.x, H_, H_, {}, 0, false}, s_.tokens, stream_,
+                       pdl_);
   }
 
   // A product that only writes its sums.
@@ -205,7 +228,10 @@ class Walker {
     const Op* const then = next(&op);
     const auto* o = then ? as<ResidualOp>(next(then)) : nullptr;
     PersistentOp alone{a, weight.head, weight.blob, kStore};
-    if (stream_k(a) || !o || !chain_tokens(*o) || !persistent_tokens(&alone, 1)) return store(a);
+    if (stream_k(a) || !o || !chain_tokens(*o) || !persistent_tokens(&alone, 1)) {
+      if (const char* wrong = store(a)) return wrong;
+      return adapt(weight, input(weight, at_.normed), a.out);
+    }
     flag_outputs(alone, then, op);
     return persistent_launch(&alone, 1, base_ + at_.chain, at_.persistent_bytes, stream_, pdl_);
   }
@@ -240,7 +266,7 @@ class Walker {
   }
   // Tokens of a launch of the persistent chain that begins with attention's output at o; 0: there is none.
   int chain_tokens(const ResidualOp& o) {
-    if (s_.tokens > kSkinnyTokens || !s_.stream_k_from) return 0;
+    if (s_.tokens > kSkinnyTokens || !s_.stream_k_from || lora()) return 0;
     PersistentOp link[4] = {};
     const Op* op[4];
     const Ready ready = ready_;
@@ -256,10 +282,11 @@ class Walker {
     GemmArgs a = matrix(weight, input(weight, at_.act[op.side]));
     a.bias = op.bias;
     ready_ = kNothing;
-    if (!op.norm && stream_k(a) && stream_k_lead_on(a, op)) return run_stream_k(a, a.tokens);
-    if (op.norm || stream_k(a)) {  // a norm of what is added; or the next rows' kernel adds it
+    if (!op.norm && !lora() && stream_k(a) && stream_k_lead_on(a, op)) return run_stream_k(a, a.tokens);
+    if (op.norm || lora() || stream_k(a)) {  // a norm of what is added; or the next rows' kernel adds it
       a.out = sum(), a.out_stride = H_;
       if (const char* wrong = store(a)) return wrong;
+      if (const char* wrong = adapt(weight, input(weight, at_.act[op.side]), sum())) return wrong;
       return add_sum(next(&op), op.norm, op.eps, op.scale);
     }
     add_to_residual(a, op.scale);
@@ -326,7 +353,7 @@ class Walker {
   // Lets a product that adds to the residual also be the router of the op at `next`, if it can.
   bool tap(GemmArgs& a, const Op* next) {
     const auto* routed = as<RoutedOp>(next);
-    if (!routed) return false;
+    if (!routed || lora()) return false;
     const Weight router(routed->blob);
     if (!router_tap(*routed, router.head, router.blob, reinterpret_cast<float*>(base_ + at_.routed), a.router)) return false;
     a.next_norm = norm_of(*routed).weight, a.next_squares = reinterpret_cast<float*>(base_ + at_.squares);
@@ -340,7 +367,7 @@ class Walker {
   // squares of a row.
   bool lead_on(GemmArgs& a, const Op* next, int count) {
     const NormedOp* normed = as_normed(next);
-    if (!normed) return false;
+    if (!normed || lora()) return false;
     const NormArgs n = norm_of(*normed);
     if (n.kind != kRmsNorm || n.bias) return false;
     a.next = input(Weight(normed->blob), at_.normed), a.next_norm = n.weight;
@@ -362,10 +389,10 @@ class Walker {
     added_ = {nullptr, sum(), nullptr, weight, static_cast<float>(eps), static_cast<float>(scale), {}};
     ready_ = kNothing;
     const NormedOp* normed = as_normed(next);
-    if (!normed) return make_rows({}, {});
+    if (!normed) return make_rows({}, {}, 1);
     if (!as<RoutedOp>(next) && (as<HeadOp>(next) || fuses_norm(*normed))) return nullptr;
     ready_ = kNormed;
-    return make_rows(norm_of(*normed), input(Weight(normed->blob), at_.normed));
+    return make_rows(norm_of(*normed), input(Weight(normed->blob), at_.normed), 1);
   }
 
   const char* operator()(const GateUpOp& op) {
@@ -373,18 +400,26 @@ class Walker {
     if (const char* wrong = normed_product(op, a)) return wrong;
     ready_ = kNothing;
     a.bias = op.bias, a.activation = static_cast<int>(op.activation);
-    if (stream_k(a) && stream_k_fuses_gate(a)) return run_stream_k(a, a.tokens);
-    return stream_k(a) ? wide_gate_up(a, Weight(op.blob).header().N) : skinny_launch(a, kActivation, stream_, pdl_);
+    if (!lora() && stream_k(a) && stream_k_fuses_gate(a)) return run_stream_k(a, a.tokens);
+    return stream_k(a) || lora() ? wide_gate_up(a, Weight(op.blob)) : skinny_launch(a, kActivation, stream_, pdl_);
   }
   // Both halves to memory, then the gate; so many tokens at a time as a launch takes.
-  const char* wide_gate_up(const GemmArgs& all, int N) {
-    for (int first = 0; first < all.tokens; first += kStreamKTokens) {
+  const char* wide_gate_up(const GemmArgs& all, const Weight& weight) {
+    const int N = weight.header().N;
+    MatrixInput x = input(weight, at_.normed);
+    for (int first = 0; first < all.tokens; first += kStreamKTokens, x.x += static_cast<size_t>(kStreamKTokens) * x.stride) {
       GemmArgs a = all;
       a.tokens = std::min(kStreamKTokens, all.tokens - first), a.x += static_cast<size_t>(first) * a.x_stride;
       if (a.squares) a.squares += static_cast<size_t>(first) * a.squares_count;
       a.next.x += static_cast<size_t>(first) * a.next.stride;
       a.out = reinterpret_cast<float*>(base_ + at_.wide), a.out_stride = N;
-      if (const char* wrong = run_stream_k(a, all.tokens)) return wrong;
+      if (const char* wrong = stream_k(all) ? run_stream_k(a, all.tokens) : skinny_launch(a, kStore, stream_, pdl_)) return wrong;
+      if (lora()) {
+        LoraArgs change = lora_args(weight, x, a.out);
+        change.of.adapters += first, change.next = a.next, change.activation = a.activation, change.gated = a.gated;
+        if (const char* wrong = lora_launch(change, a.tokens, stream_, pdl_)) return wrong;
+        continue;
+      }
       const GatesArgs gates{a.out, a.out_stride, a.part[0].outputs, a.gated, a.activation, a.next};
       if (const char* wrong = gates_launch(gates, a.tokens, stream_, pdl_)) return wrong;
     }
@@ -416,10 +451,8 @@ class Walker {
     return op.post_norm ? add_sum(next(&op), op.post_norm, op.post_eps, op.scale) : nullptr;
   }
 
-  // What is still to be added is added, and the stream leaves the workspace.
+  // The stream leaves the workspace; whatever was to be added to it has been (add_sum).
   const char* operator()(const ResidualOutOp&) {
-    if (added_.y)
-      if (const char* wrong = make_rows({}, {})) return wrong;
     const size_t bytes = static_cast<size_t>(s_.tokens) * H_ * 4;
     return error_text(driver()->copy(reinterpret_cast<uintptr_t>(s_.logits), reinterpret_cast<uintptr_t>(residual()), bytes,
                                      static_cast<CudaStream>(stream_)));
@@ -433,7 +466,11 @@ class Walker {
     const PersistentOp alone{a, weight.head, weight.blob, kStore};
     if (chained_ && a.squares && persistent_tokens(&alone, 1))
       return persistent_launch(&alone, 1, base_ + at_.chain, at_.persistent_bytes, stream_, pdl_);
-    return store(a);
+    const char* const wrong = store(a);
+    if (wrong || !lora()) return wrong;
+    LoraArgs change = lora_args(weight, input(weight, at_.normed, s_.logit_count), a.out);
+    change.of.rows = s_.logit_rows;
+    return lora_launch(change, s_.logit_count, stream_, pdl_);
   }
 
  private:
@@ -453,9 +490,17 @@ class Walker {
   StreamKNext ahead_{};
   const QkvOp* last_qkv_ = nullptr;
   const Op* op_ = nullptr;  // the last op that is done
+  int number_ = 0;          // of the current op; only followed where nothing is chained
 };
 
 }  // namespace
+
+int64_t lora_sums(const Program& program, int64_t width) {
+  int64_t K = 0;
+  for (const Op* op = program.first(); op; op = program.next(op))
+    if (const uint8_t* blob = matrix_of(op)) K = std::max<int64_t>(K, Weight(blob).header().K);
+  return kLoraRows * lora_chunks(K) * width;
+}
 
 std::string step_workspace(const Program& program, int capacity, size_t& bytes, int64_t& width) {
   Layout layout{};

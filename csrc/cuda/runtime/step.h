@@ -8,14 +8,16 @@
 //     norm is a kernel of its own where not every row wants logits.
 // The GEMM that adds to the residual also writes the next GEMM's input, times the norm's weights; the next one divides its sums by the root
 // mean square. A LayerNorm, and a norm behind attention or MLP, need the whole row first: up to 4 rows every CTA of the next GEMM computes
-// it (norm.cuh), else a small kernel. Experts: moe.h. A blob's word in the program is the address of a host copy of its head: int64 address
-// on the device, then header and parts (gpu_blob.h).
+// it (norm.cuh), else a small kernel. Experts: moe.h. A step with adapters has a launch for every product, which only stores, and the
+// kernels of lora.h between them; it is captured as any other. A blob's word in the program is the address of a host copy of its head:
+// int64 address on the device, then header and parts (gpu_blob.h).
 #pragma once
 #include <cstddef>
 #include <cstdint>
 #include <string>
 
 #include "cuda/attention/attention.h"
+#include "cuda/gemm/lora.h"
 #include "format/program.h"
 
 namespace exl2nb {
@@ -31,8 +33,14 @@ struct GpuStep {
   float* logits;            // of a program without head: the residual stream of every token
   // Steps of at least so many tokens (9 or more) use stream-K, with other bits than fewer tokens get. 0: neither it nor chains.
   int stream_k_from;
+  // Adapters of the tokens, or none: `lora.changes` is a table (adapters, ops of the program), lora_sums has room for `lora_width`.
+  LoraRows lora;
+  float* lora_sums;
+  int lora_width;
 };
 
+// Floats of lora_sums, for any number of tokens.
+int64_t lora_sums(const Program& program, int64_t width);
 // Bytes of workspace for up to `capacity` tokens, or what is wrong with the program; width: numbers per row of what a step writes.
 std::string step_workspace(const Program& program, int capacity, size_t& bytes, int64_t& width);
 // workspace: zeroed once by its owner, then used with one capacity only, by one step at a time. Steps in different streams of one device

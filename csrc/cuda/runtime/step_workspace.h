@@ -57,9 +57,7 @@ inline const ResidualOp* reader(const Program& program, const Op* op, int64_t si
 struct LayoutSizes {
   const Program& program;
   const int tokens;
-  const bool stream_k = tokens > kSkinnyTokens;
   size_t normed = 0, qkv = 0, act[2] = {0, 0}, wide = 0, attention = 0, routed = 0, lamport_qkv = 0;
-  bool summed = stream_k;
   int inner = 0;
 
   void matrix(const Weight& weight) { normed = std::max(normed, input_bytes(weight, tokens)); }
@@ -78,21 +76,19 @@ struct LayoutSizes {
   const char* operator()(const ResidualOp& op) {
     const Weight weight(op.blob);
     act[op.side] = std::max(act[op.side], input_bytes(weight, tokens));
-    summed |= op.norm != nullptr;
     inner = std::max(inner, weight.header().K);
     return nullptr;
   }
   const char* operator()(const GateUpOp& op) {
     const Weight weight(op.blob);
     matrix(weight);
-    if (stream_k) wide = std::max(wide, static_cast<size_t>(weight.header().N) * std::min(tokens, kStreamKTokens) * 4);
+    wide = std::max(wide, static_cast<size_t>(weight.header().N) * std::min(tokens, kStreamKTokens) * 4);
     return reader(program, &op, op.side) ? nullptr : "nothing reads the MLP's result";
   }
   const char* operator()(const RoutedOp& op) {
     const Weight weight(op.blob);
     matrix(weight);
     routed = std::max(routed, routed_bytes(op, weight.header(), tokens));
-    summed |= op.post_norm != nullptr;
     return nullptr;
   }
   const char* operator()(const HeadOp& op) {
@@ -114,7 +110,7 @@ inline std::string lay_out(const Program& program, int tokens, Layout& layout) {
   layout.normed = arena.take(sizes.normed);
   layout.qkv = arena.take(sizes.qkv);
   for (int i = 0; i < 2; i++) layout.act[i] = arena.take(sizes.act[i]);
-  layout.sum = arena.take(sizes.summed ? static_cast<size_t>(tokens) * H * 4 : 0);
+  layout.sum = arena.take(static_cast<size_t>(tokens) * H * 4);
   layout.wide = arena.take(sizes.wide);
   layout.squares = arena.take(static_cast<size_t>(tokens) * std::max(multiprocessors(), stream_k_squares(static_cast<int>(H))) * 4);
   layout.attention = arena.take(sizes.attention);

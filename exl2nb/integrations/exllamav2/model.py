@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -201,8 +202,8 @@ class ExLlamaV2:
         found = logits(self.llm.engine.shared_model, input_ids.cpu())
         return found[:, -1:] if last_id_only else found
 
-    def __del__(self) -> None:
-        if getattr(self, "llm", None) is not None:
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if getattr(self, "llm", None) is not None and not ending():  # at the end of the interpreter nothing is left to close it with
             self.llm.close()
 
 

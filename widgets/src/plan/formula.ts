@@ -1,7 +1,7 @@
 // The arithmetic of exl2nb/llm/memory.py, line for line: bytes from context, batch and cache mode. tests/ui/test_plan_page.py compares.
 import type { PlanFormula } from "../protocol.gen";
 
-export const PARTS = ["weights", "cache", "work", "graphs", "logits", "rounding"] as const;
+export const PARTS = ["weights", "cache", "work", "graphs", "logits", "rounding", "adapters"] as const;
 export type Part = (typeof PARTS)[number];
 export type Sizes = Record<Part, number>;
 
@@ -23,6 +23,7 @@ export function parts(f: PlanFormula, { context, batch, mode }: Choice): Sizes {
     graphs: f.graph_fixed + f.graph_row * rows(batch),
     logits: f.logits_row * batch,
     rounding: f.segments ? segment(f.weights) - f.weights + segment(cache) - cache : 0,
+    adapters: f.adapters,
   };
 }
 

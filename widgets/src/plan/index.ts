@@ -16,6 +16,7 @@ const NAMES: Record<Part, string> = {
   graphs: "graphs",
   logits: "logits",
   rounding: "rounding",
+  adapters: "LoRA adapters",
 };
 const MOST_TEXTS = 256;
 const STEPS = 48; // stops of the context slider, evenly in the logarithm

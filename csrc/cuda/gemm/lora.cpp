@@ -1,0 +1,32 @@
+#include "cuda/gemm/lora.h"
+
+#include <algorithm>
+
+#include "cuda/runtime/kernel.h"
+
+namespace exl2nb {
+namespace {
+
+constexpr int kShrinkSplit = 4;  // CTAs that share the columns of a chunk: q, k and v of rank 16, or gate and up of rank 32, one each
+const Kernel<LoraArgs> shrink{"gemm/lora.cu", "lora_shrink"}, expand{"gemm/lora.cu", "lora_expand"};
+
+}  // namespace
+
+const char* lora_launch(LoraArgs a, int rows, void* stream, bool pdl) {
+  const int columns = a.next.x && a.gated ? a.N / 2 : a.N;
+  for (int left = rows; left > 0; left -= kLoraRows) {
+    const unsigned now = std::min(left, kLoraRows), split = std::clamp(a.width / 16, 1, kShrinkSplit);
+    const Dim chunks(static_cast<unsigned>(lora_chunks(a.K)), split, now), pieces((columns + kLoraThreads - 1) / kLoraThreads, now);
+    if (!a.ids)
+      if (const char* wrong = shrink({chunks, kLoraThreads, 0, stream, pdl}, a)) return wrong;
+    if (const char* wrong = expand({pieces, kLoraThreads, 0, stream, pdl}, a)) return wrong;
+    (a.of.rows ? a.of.rows : a.of.adapters) += kLoraRows;
+    if (a.ids) a.ids += kLoraRows;
+    if (a.x.x) a.x.x += static_cast<size_t>(kLoraRows) * a.x.stride;
+    if (a.next.x) a.next.x += static_cast<size_t>(kLoraRows) * a.next.stride;
+    a.y += kLoraRows * a.stride;
+  }
+  return nullptr;
+}
+
+}  // namespace exl2nb

@@ -1,0 +1,135 @@
+"""Adapters in steps on the GPU: step kernels and prefill against the fp32 reference that merges them, bits alone and beside others, room.
+
+The tests on the CPU are in tests/ops/test_lora.py.
+
+Marked gpu: `make test-gpu` on a machine that has one.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from exl2nb.cache.pool import KVCache
+from exl2nb.cache.spec import CacheSpec
+from exl2nb.model.batch import Batch, Span
+from exl2nb.model.gpu import GpuForward
+from exl2nb.ops._library import REFERENCES
+from exl2nb.ops.lora import LoraTable
+from tests.ops.cases import Net
+from tests.ops.test_lora import adapter
+
+pytestmark = pytest.mark.gpu
+NETS = {
+    "dense": {"dense": True},
+    "dense, biases and head norms": {"dense": True, "bias": True, "head_norms": True},
+    "6 bits": {"bits": 6, "bias": True},
+    "4 bits, wide": {"bits": 4, "hidden": 512, "inter": 1056, "heads": 8, "kv_heads": 2, "head_dim": 64},
+}
+STEPS = {  # new tokens of each sequence, its adapter
+    "one token": ([1], [0]),
+    "a few, some without": ([1, 1, 1, 1], [0, 1, -1, 1]),
+    "several tokens each": ([5, 1, 4, 1, 3, 1], [0, 1, -1, 1, 0, -1]),
+    "more than one slice": ([8] * 9, [0, 1, -1] * 3),
+    "prompts": ([70, 90, 30], [1, -1, 0]),
+    "a prompt beside decoding": ([1, 40, 1, 1, 1, 1], [0, 1, -1, 1, 0, 0]),
+}
+
+
+def small(adapter, size):
+    """An adapter whose products are scaled: large ones drive every attention score to one key."""
+    return {
+        op: replace(change, parts=tuple(replace(part, scale=part.scale * size) for part in change.parts)) for op, change in adapter.items()
+    }
+
+
+class Pair:
+    """A net on the GPU and the same one on the CPU, with two adapters each."""
+
+    def __init__(self, options, *, deterministic=False, rank=8, **extra):
+        options = {"layers": 2, "scale": 0.1, "pages": 10, **options}
+        self.net, self.plain = Net(**options, device="cuda"), Net(**options, storages=("fp32", "fp32"))
+        self.forward = GpuForward(self.net.program, torch.device("cuda"), deterministic=deterministic)
+        program = self.plain.program
+        self.made = [small(adapter(program, 1, **extra), 0.05), small(adapter(program, 2, rank=rank, **extra), 0.15 * rank**-0.5)]
+        self.table = LoraTable(program, tuple(self.made))
+        self.on_gpu = self.moved(self.made)
+        self.spec = CacheSpec(self.net.layers, self.net.kv_heads, self.net.head_dim, 10)
+
+    def moved(self, adapters):
+        return LoraTable(self.net.program, tuple({op: change.to("cuda") for op, change in one.items()} for one in adapters))
+
+    def batch(self, counts, adapters, rows="all"):
+        spans = [
+            Span(ids=[(7 * i + 3 + 11 * page) % self.net.vocab for i in range(n)], start=0, pages=[page], logit_rows=rows, adapter=of)
+            for page, (n, of) in enumerate(zip(counts, adapters))
+        ]
+        return Batch.build(spans)
+
+    def found(self, counts, adapters, rows="all", table=None):
+        cache = KVCache(self.spec, "cuda")
+        return self.forward.run(self.batch(counts, adapters, rows), cache, lora=table or self.on_gpu).cpu()
+
+    def wanted(self, counts, adapters, rows="all"):
+        b = self.batch(counts, adapters, rows)
+        tensors = (b.input_ids, b.positions, b.slot_mapping, b.block_table, b.cu_seqlens, b.context_lens, b.logit_rows)
+        lora = (None, None) if b.adapters is None else (self.table.words, b.adapters)
+        return REFERENCES["decode_step"](self.plain.program.code, *tensors, *self.plain.pools(), *lora)
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("extra", [{}, {"gain": True, "norms": True}], ids=str)
+@pytest.mark.parametrize("name", NETS)
+def test_equals_merged_weights(name, extra, step):
+    pair, (counts, adapters) = Pair(NETS[name], **extra), STEPS[step]
+    for rows in ("all", "last"):
+        got, want = pair.found(counts, adapters, rows), pair.wanted(counts, adapters, rows)
+        assert got.isfinite().all()
+        assert float((got - want).norm() / want.norm()) < 5e-3, rows
+        without = pair.wanted(counts, [-1] * len(counts), rows)
+        assert float((want - without).norm() / want.norm()) > 0.05, "the adapters change the logits"
+
+
+@pytest.mark.parametrize("rank", [1, 16, 17, 70, 300])
+def test_ranks(rank):
+    pair = Pair(NETS["dense"], rank=rank)
+    for counts, adapters in (([1, 1], [1, 0]), ([70], [1])):
+        got, want = pair.found(counts, adapters), pair.wanted(counts, adapters)
+        assert float((got - want).norm() / want.norm()) < 5e-3
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_same_bits_alone_and_together(name):
+    """Deterministic: in steps of any size, beside rows with and without adapters, after other adapters were loaded."""
+    pair = Pair(NETS[name], deterministic=True, gain=True, norms=True)
+    counts, adapters = [5, 1, 4, 1, 3, 1, 12], [0, 1, -1, 1, 0, -1, 1]
+    together = pair.found(counts, adapters).split(counts)
+    more = pair.moved(
+        [adapter(pair.plain.program, 1, gain=True, norms=True), adapter(pair.plain.program, 2, rank=8, gain=True, norms=True)] * 20
+    )
+    for i, (n, of) in enumerate(zip(counts, adapters)):
+        alone = pair.batch(counts, adapters).select([i])[0]
+        for table in (pair.on_gpu, more):
+            got = pair.forward.run(alone, KVCache(pair.spec, "cuda"), lora=table).cpu()
+            assert torch.equal(got, together[i]), (i, n, of)
+
+
+def test_no_adapter_is_no_change():
+    pair = Pair(NETS["6 bits"], deterministic=True)
+    empty = LoraTable(pair.net.program, (None,))
+    counts = [5, 1, 4]
+    plain = pair.forward.run(pair.batch(counts, [-1] * 3), KVCache(pair.spec, "cuda")).cpu()
+    got = pair.found(counts, [0, 0, 0], table=empty)
+    assert float((got - plain).norm() / plain.norm()) < 5e-3
+    assert torch.equal(pair.found([5, 1, 4, 1], [-1, -1, -1, 0])[: sum(counts)], plain)
+
+
+def test_room_grows_and_stays():
+    pair = Pair(NETS["dense"])
+    slots = pair.forward.slots(pair.on_gpu)
+    assert pair.forward.slots(pair.moved([adapter(pair.plain.program, 3)] * 16)) is slots, "there is room for sixteen"
+    larger = pair.forward.slots(pair.moved([adapter(pair.plain.program, 3)] * 17))
+    assert larger is not slots and larger.adapters == 32
+    assert pair.forward.slots(pair.on_gpu) is larger, "it does not shrink"
+    wide = pair.forward.slots(pair.moved([adapter(pair.plain.program, 3, rank=40)]))
+    assert wide.width >= 96 and wide.adapters == 32

@@ -1,0 +1,218 @@
+// LoraExplorer: how much an adapter changes every matrix, a slider for its scale, and the answer beside the model's own.
+import type { AnyModel } from "@anywidget/types";
+import type { KlToken, LoraCell, LoraExplorerState, LoraResult } from "../protocol.gen";
+import { type State, state } from "../shared/afm";
+import { AnswerGroup, klLegend } from "../shared/answers";
+import { BitGridView, type Paint, type Place } from "../shared/bitgrid";
+import { guardKeys, h, root, setAttributes, uniqueId } from "../shared/dom";
+import { perFrame } from "../shared/frame";
+import { type InsideState, PromptBar } from "../shared/inside";
+import { watchKernel } from "../shared/kernel";
+import { firstDifference, klText, summary } from "../shared/kl";
+import { mapSvg } from "../shared/mapsvg";
+import { css, shade } from "../shared/palette";
+import { tools, tsv } from "../shared/tools";
+import "./lora.css";
+
+const WATCHED: (keyof LoraExplorerState)[] = ["status", "error", "prompt", "scale", "selected", "height", "_result"];
+const [LOW, HIGH, STEP] = [0, 2, 0.05];
+
+class LoraView {
+  readonly root = root("lora", "LoRA adapter");
+  private readonly title = h("b");
+  private readonly bar: PromptBar;
+  private readonly grid = new BitGridView(
+    (place) => this.select(place),
+    (index) => this.readout(index),
+    "Norm of the change against the matrix's own: matrices down, layers across",
+  );
+  private readonly scroll: HTMLElement;
+  private readonly ramp = h("span", { class: "exl2nb-scale", "aria-hidden": "true" });
+  private readonly most = h("span", { class: "exl2nb-muted" });
+  private readonly line = h("div", { class: "exl2nb-inside-line exl2nb-muted" });
+  private readonly slider = h("input", { type: "range", class: "exl2nb-range", min: LOW, max: HIGH, step: STEP, id: uniqueId("scale") });
+  private readonly number = h("span", { class: "exl2nb-lora-number", "aria-hidden": "true" });
+  private readonly figures = h("span", { class: "exl2nb-muted", role: "status" });
+  private readonly answers = h("div");
+  private readonly spoken = h("div", { class: "exl2nb-sr", role: "status" });
+  private readonly frame = perFrame(() => this.draw());
+  private readonly undo: (() => void)[];
+  private built: unknown = null;
+  private written = "";
+  private pointed = -1;
+  private wish: number | null = null; // the slider's, until the kernel has it
+  private asked = Number.NaN;
+
+  constructor(private readonly widget: State<LoraExplorerState>) {
+    this.bar = new PromptBar(widget as unknown as State<InsideState>);
+    const taken = tools("lora", { text: () => this.text(), picture: () => this.picture() });
+    const head = h("div", { class: "exl2nb-inside-head" }, this.title, h("div", { class: "exl2nb-inside-right" }, taken));
+    this.scroll = h("div", { class: "exl2nb-grid-scroll" }, this.grid.element);
+    const legend = h("div", { class: "exl2nb-inside-right" }, h("span", { class: "exl2nb-muted" }, "0"), this.ramp, this.most);
+    const map = h(
+      "div",
+      { class: "exl2nb-inside-part" },
+      h("h4", {}, "Change of every matrix, per cent of its norm"),
+      this.scroll,
+      legend,
+      this.line,
+    );
+    const scale = h(
+      "div",
+      { class: "exl2nb-lora-slider" },
+      h("label", { for: this.slider.id }, "Scale"),
+      this.slider,
+      this.number,
+      this.figures,
+    );
+    const below = h("div", { class: "exl2nb-inside-part" }, scale, this.answers, klLegend());
+    this.root.append(h("div", { class: "exl2nb-card" }, head, this.bar.element, this.bar.error, map, below), this.spoken);
+    this.slider.disabled = !this.able;
+    this.slider.addEventListener("input", () => this.move(Number(this.slider.value)));
+    this.undo = [guardKeys(this.root), widget.observe(WATCHED, () => this.frame.request())];
+    this.draw();
+  }
+
+  close(): void {
+    for (const undo of this.undo) undo();
+    this.frame.cancel();
+    this.root.remove();
+  }
+
+  private get able(): boolean {
+    return this.widget.get("_has_model") && !this.widget.get("_static");
+  }
+
+  private get result(): LoraResult {
+    return this.widget.get("_result");
+  }
+
+  private move(scale: number): void {
+    this.wish = scale;
+    this.widget.send({ type: "scale", scale });
+    this.frame.request();
+  }
+
+  private select(place: Place | null): void {
+    this.widget.set("selected", place ? [place.layer, place.matrix] : []);
+    this.widget.save();
+    this.frame.request();
+  }
+
+  private draw(): void {
+    const { result } = this;
+    const { cells } = result;
+    const kernel = this.widget.get("scale");
+    if (this.wish === kernel) this.wish = null;
+    if (this.wish !== null && this.widget.get("status") === "error") this.wish = null;
+    const scale = this.wish ?? kernel;
+    if (this.able && this.widget.get("status") === "done" && Math.abs(result.scale - scale) > 1e-3 && this.asked !== scale) {
+      this.asked = scale; // it came when the kernel was about to be done
+      this.widget.send({ type: "scale", scale });
+    }
+    this.bar.draw();
+    this.title.textContent = result.name ? `${result.name} on ${result.model}: ${cells.length} matrices` : "LoRA adapter";
+    this.scroll.style.maxHeight = String(this.widget.get("height"));
+    if (this.built !== cells) this.build(cells);
+    this.grid.paint((index) => this.paint(index));
+    const [layer, matrix] = this.widget.get("selected") as [number?, string?];
+    const chosen = cells.find((cell) => cell[0] === layer && cell[1] === matrix);
+    this.grid.mark(chosen ? { layer: chosen[0], matrix: chosen[1] } : null);
+    this.drawScale(scale);
+    this.drawAnswers();
+    this.readout(this.pointed);
+    if (this.pointed < 0 && chosen) this.line.textContent = this.paint(cells.indexOf(chosen)).label;
+  }
+
+  private build(cells: LoraCell[]): void {
+    this.built = cells;
+    const places = cells.map(([layer, matrix]) => ({ layer, matrix }));
+    this.grid.build(this.result.matrices, this.result.layers, places);
+    const stops = Array.from({ length: 9 }, (_, i) => css(shade(i / 8)));
+    this.ramp.style.background = `linear-gradient(to right, ${stops.join(", ")})`;
+  }
+
+  private drawScale(scale: number): void {
+    const { result } = this;
+    if (document.activeElement !== this.slider || this.wish === null) this.slider.value = String(scale);
+    const share = Math.min(1, Math.max(0, (scale - LOW) / (HIGH - LOW)));
+    this.slider.style.setProperty("--exl-fill", `${(100 * share).toFixed(1)}%`);
+    this.number.textContent = scale.toFixed(2);
+    setAttributes(this.slider, { "aria-valuetext": `scale ${scale.toFixed(2)}` });
+    const { mean, same } = summary(result.adapted);
+    const measured = mean === null ? "" : `mean KL ${klText(mean)}, ${Math.round(100 * (same ?? 0))} % the model's own choice`;
+    const waits = this.able && (this.bar.running || this.wish !== null);
+    const said = waits ? "writing…" : measured;
+    if (this.figures.textContent !== said) this.figures.textContent = said;
+    this.most.textContent = `${(100 * this.largest * Math.abs(scale)).toFixed(1)} % at this scale`;
+  }
+
+  private drawAnswers(): void {
+    const { result } = this;
+    const tokens: KlToken[][] = [result.base, result.adapted];
+    const key = JSON.stringify([result.scale, tokens]);
+    if (this.written === key) return;
+    this.written = key;
+    const group = new AnswerGroup(["model alone", `${result.name} × ${result.scale}`], "the model alone", (words) => {
+      this.spoken.textContent = words;
+    });
+    group.views.forEach((view, i) => {
+      view.head.append(h("b", {}, view.name));
+      view.foot.textContent = i ? "tinted by the KL of the model alone against it" : "";
+    });
+    this.answers.replaceChildren(group.element);
+    group.draw(tokens, [-1, firstDifference(result.base, result.adapted, true)]);
+  }
+
+  private get largest(): number {
+    return Math.max(1e-12, ...this.result.cells.map(relative));
+  }
+
+  private paint(index: number): Paint {
+    const cell = this.result.cells[index] as LoraCell;
+    const [layer, matrix, rank, change, weight] = cell;
+    const scale = Math.abs(this.wish ?? this.widget.get("scale"));
+    const share = 100 * relative(cell) * scale;
+    const where = layer < 0 ? matrix : `layer ${layer} ${matrix}`;
+    const norms = `norm ${(change * scale).toPrecision(3)} of the change, ${weight.toPrecision(3)} of the matrix`;
+    const text = share.toFixed(share < 9.95 ? 1 : 0);
+    return {
+      text,
+      colour: shade(relative(cell) / this.largest),
+      label: `${where}: ${text} %, rank ${rank}; ${norms}`,
+    };
+  }
+
+  private readout(index: number): void {
+    this.pointed = index;
+    if (index >= 0) this.line.textContent = this.result.cells[index] ? this.paint(index).label : "";
+    else if (!this.widget.get("selected").length) this.line.textContent = "";
+  }
+
+  private text(): string {
+    const head = ["layer", "matrix", "rank", "norm of the change", "norm of the matrix", "relative"];
+    return tsv([head, ...this.result.cells.map((cell) => [...cell, relative(cell)])]);
+  }
+
+  private picture(): string {
+    const { name, matrices, layers, cells } = this.result;
+    const places = cells.map(([layer, matrix]) => ({ layer, matrix }));
+    return mapSvg(`${name}: change of every matrix, per cent of its norm`, matrices, layers, places, (index) => this.paint(index));
+  }
+}
+
+function relative([, , , change, weight]: LoraCell): number {
+  return change / Math.max(weight, 1e-20);
+}
+
+export default {
+  render({ model, el }: { model: AnyModel; el: HTMLElement }) {
+    const view = new LoraView(state<LoraExplorerState>(model));
+    el.append(view.root);
+    const undo = watchKernel(view.root, model);
+    return () => {
+      undo();
+      view.close();
+    };
+  },
+};
