@@ -109,8 +109,8 @@ class MoE:
 class MRope:
     """RoPE with three positions per token: time, height and width of a patch of a picture; a text's three are equal.
 
-    sections: how many of a head's frequencies each of them turns. interleaved: the axes take turns over the frequencies (Qwen3-VL); otherwise
-    they stand side by side.
+    sections: how many of a head's frequencies each of them turns. interleaved: the axes take turns over the frequencies (Qwen3-VL);
+    otherwise they stand side by side.
 
     Raises:
         ConfigError: not three numbers of 1 or more.

@@ -80,12 +80,12 @@ class GpuForward:
         short = sum(b - a <= SHORT for a, b in itertools.pairwise(bounds))
         if APART <= short < len(bounds) - 1:
             return self._apart(batch, bounds, cache, ids)
-        inputs = self._inputs(batch, ids)
+        inputs = self.inputs(batch, ids)
         sequences = gpu_prefill.Sequences(bounds, batch.context_lens.tolist())
         return gpu_prefill.prefill(self.program, inputs, sequences, cache.k, cache.v)
 
     def _step(self, batch: Batch, cache: KVCache, ids: Tensor | None) -> Tensor:
-        i = self._inputs(batch, ids)
+        i = self.inputs(batch, ids)
         every = torch.equal(batch.logit_rows.cpu(), torch.arange(len(batch.input_ids), dtype=torch.int32))
         rows = None if every else i.logit_rows  # as captured steps have it, for the same bits
         logits = torch.empty(len(batch.logit_rows), self.vocab, device=self.device)
@@ -126,7 +126,7 @@ class GpuForward:
                     out[wanted[at:end][rows.long()].to(self.device)] = logits
         return out
 
-    def _inputs(self, batch: Batch, ids: Tensor | None) -> gpu_prefill.Inputs:
+    def inputs(self, batch: Batch, ids: Tensor | None) -> gpu_prefill.Inputs:
         """The batch on the GPU, in one copy."""
         parts = TENSORS(batch)
         flat = torch.cat([part.reshape(-1) for part in parts])

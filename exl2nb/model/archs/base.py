@@ -59,8 +59,8 @@ class Architecture:
     that are not listed must be present. names: module keys; files: how checkpoints differ from them. fixed: fields of ModelConfig that are
     the same for every model of this kind; read: `(fields, sizes)` -> those that the config decides. keys: our name of a config key -> the
     one this architecture uses, dots where it is nested. eps_key, activation_key: of the norms, of the MLP. text_key: the decoder's config
-    is nested under it, or, with `flat`, at the top. partial_rotary: `partial_rotary_factor` may be below 1. inner_multiple: intermediate_size over hidden_size where
-    the config has none.
+    is nested under it, or, with `flat`, at the top. partial_rotary: `partial_rotary_factor` may be below 1. inner_multiple:
+    intermediate_size over hidden_size where the config has none.
     """
 
     model_type: str

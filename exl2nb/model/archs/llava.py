@@ -5,9 +5,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from exl2nb.core.errors import ConfigError
-from exl2nb.model.archs import gemma, llama, mistral, qwen  # noqa: F401: registers what is picked below
+from exl2nb.model.archs import llama, mistral, qwen
 from exl2nb.model.archs.base import ARCHS, Architecture, inside
 from exl2nb.model.config import ModelConfig
+
+REGISTERED = (llama, mistral, qwen)  # before their entries are looked up below
 
 # Llava's files leave out of `text_config` whatever is a default of its class.
 LLAMA = {
@@ -32,7 +34,7 @@ class Wrapped(Architecture):
         """Read and check `raw` as this architecture."""
         text = raw.get("text_config")
         kind = text.get("model_type", "llama") if isinstance(text, Mapping) else None
-        if kind not in self.decoders:
+        if not isinstance(kind, str) or kind not in self.decoders:
             raise ConfigError(f"{where}: text_config.model_type is {str(kind)[:40]!r}; expected one of {', '.join(sorted(self.decoders))}")
         return self.decoders[kind].config(name, raw, where)
 

@@ -16,6 +16,7 @@ from exl2nb.model.config import ModelConfig
 from exl2nb.model.store import ModelStore, open_store
 from exl2nb.model.vision.families import VISIONS, Features, Vision, read_vision
 from exl2nb.model.vision.pictures import Picture
+from exl2nb.model.vision.rules import Rules
 from exl2nb.model.vision.tower import Grid, forward, grid_of
 
 KEPT_BYTES = 256 << 20  # of the rows of pictures that were seen
@@ -55,6 +56,12 @@ class VisionEncoder:
         """Tokens of the prompt that a picture takes, its marks left out."""
         return self.vision.tokens(self.grid(picture))
 
+    @property
+    def largest(self) -> int:
+        """Tokens of the largest picture, where all have one size."""
+        rules, tower = self.vision.rules, self.vision.tower
+        return self.vision.tokens((1, rules.height // tower.patch, rules.width // tower.patch))
+
     def __call__(self, picture: Picture) -> tuple[Features, Grid]:
         """Encode a picture, or take what is kept of it.
 
@@ -87,7 +94,7 @@ class VisionEncoder:
         """Give the memory back."""
         self._weights, self._kept = {}, OrderedDict()
 
-    def _rules(self, picture: Picture):  # noqa: ANN202
+    def _rules(self, picture: Picture) -> Rules:
         if not picture.is_video:
             return self.vision.rules
         if self.vision.video_rules is None:

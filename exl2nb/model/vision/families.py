@@ -22,7 +22,7 @@ Project = Callable[[Weights, Sequence[Tensor], Grid], "Features"]
 
 @dataclass(frozen=True, eq=False)
 class Features:
-    """What a picture becomes. rows: `(n, H)`, one per token of the picture. deep: `(n, H)` each, added to the stream after layer 0, 1, ..."""
+    """What a picture becomes. rows: `(n, H)`, one per token. deep: `(n, H)` each, added to the stream after layer 0, 1, ..."""
 
     rows: Tensor
     deep: tuple[Tensor, ...] = ()
@@ -37,9 +37,10 @@ class Features:
 class Marks:
     """How pictures stand in a prompt, as token ids.
 
-    image, video: what a picture's rows replace. mark: what the chat template writes for a picture, where that is not `image`. style: "plain"
-    (the id, repeated), "framed" (between two blank lines and the ids `mark` and `end`), "rows" (`rest` after each row of patches, `end` after
-    the last), "frames" (a video as frames between `start` and `end`, each after its time).
+    image, video: what a picture's rows replace.
+    mark: what the chat template writes for a picture, where that is not `image`. style: "plain"
+    (the id, repeated), "framed" (between two blank lines and the ids `mark` and `end`), "rows" (`rest` after each row of patches, `end`
+    after the last), "frames" (a video as frames between `start` and `end`, each after its time).
     """
 
     image: int
@@ -55,8 +56,8 @@ class Marks:
 class Vision:
     """One class's way of seeing.
 
-    tower, project: pixels to features. merge: patches per token and side. rules, video_rules: what pictures and videos are made into; None: no
-    videos. marks: see there. seconds: steps of time per second of a video in M-RoPE; 0 = a step per frame.
+    tower, project: pixels to features. merge: patches per token and side. rules, video_rules: what pictures and videos are made into; None:
+    no videos. marks: see there. seconds: steps of time per second of a video in M-RoPE; 0 = a step per frame.
     """
 
     tower: TowerConfig
@@ -111,7 +112,9 @@ def _token(fields: Fields, *keys: str, default: Any = REQUIRED) -> int:
 
 def _theta(fields: Fields) -> float:
     own = fields.child("rope_parameters") or fields
-    return own.number("rope_theta", low=1.001, high=1e12, default=None) or fields.number("rope_theta", low=1.001, high=1e12, default=10000.0)
+    return own.number("rope_theta", low=1.001, high=1e12, default=None) or fields.number(
+        "rope_theta", low=1.001, high=1e12, default=10000.0
+    )
 
 
 # ---- CLIP, SigLIP, Pixtral: towers under `vision_tower`, behind several classes
@@ -216,7 +219,9 @@ def llava(fields: Fields, directory: Path) -> Vision:
         longest = _size(vision, "image_size", 1024, 8192)
         rules = Rules(fit="longest", unit=tower.patch, longest=longest).read(given)
         marks = Marks(image=image, style="rows")
-        return Vision(tower=tower, project=lambda w, x, grid: Features(_rows(w, torch.cat([*x], -1), activation)), merge=1, rules=rules, marks=marks)
+        return Vision(
+            tower=tower, project=lambda w, x, grid: Features(_rows(w, torch.cat([*x], -1), activation)), merge=1, rules=rules, marks=marks
+        )
     if kind not in ("clip_vision_model", "siglip_vision_model"):
         raise vision.refuse("model_type", kind, "clip_vision_model, siglip_vision_model or pixtral")
     clip = kind == "clip_vision_model"
@@ -302,7 +307,9 @@ QWEN25 = replace(QWEN2, up=("mlp.gate_proj", "mlp.up_proj"), down="mlp.down_proj
 QWEN3 = replace(QWEN2, up=("mlp.linear_fc1",), down="mlp.linear_fc2")
 
 
-def _qwen_tower(vision: Fields, width_key: str, width: int, heads: int, depth: int, patch: int, names: BlockNames, **more: Any) -> TowerConfig:
+def _qwen_tower(
+    vision: Fields, width_key: str, width: int, heads: int, depth: int, patch: int, names: BlockNames, **more: Any
+) -> TowerConfig:
     width, heads = _size(vision, width_key, width), _size(vision, "num_heads", heads, 1024)
     _heads(vision, width, heads, 4)
     layers = _size(vision, "depth", depth, 1024)

@@ -59,8 +59,8 @@ class Picture:
 
         Args:
             source: a path, the bytes of a PNG, JPEG, WebP, GIF or BMP file, a data URL, a PIL image, an array `(H, W)`, `(H, W, 3)` or
-                `(H, W, 4)` of uint8 or of floats from 0 to 1, or a figure of matplotlib. Transparent parts become white; the rotation that a
-                camera noted is carried out; of a GIF the first frame counts.
+                `(H, W, 4)` of uint8 or of floats from 0 to 1, or a figure of matplotlib. Transparent parts become white; the rotation that
+                a camera noted is carried out; of a GIF the first frame counts.
 
         Raises:
             PictureError: it is none of these, is damaged, or is too large.
@@ -72,9 +72,9 @@ class Picture:
         """A video as frames.
 
         Args:
-            source: a sequence of pictures, `fps` of them per second; or a path or bytes of a video file, of which `fps` frames per second are
-                taken (needs PyAV: `pip install 'exl2nb[vision]'`).
-            fps: frames per second. max_frames: fewer per second are taken where there would be more.
+            source: a sequence of pictures, `fps` of them per second; or a path or bytes of a video file, of which `fps` frames per second
+                are taken (needs PyAV: `pip install 'exl2nb[vision]'`). fps: frames per second. max_frames: fewer per second are taken where
+                there would be more.
 
         Raises:
             PictureError: it cannot be read, has no frame, or its frames differ in size. MissingDependency: PyAV is not installed.
@@ -140,13 +140,13 @@ def from_data_url(url: str, where: str) -> bytes:
 
 
 def _rgb(source: Any, where: str) -> Image:
-    from PIL import Image as images
+    import PIL.Image
 
     if isinstance(source, str) and source.startswith("data:"):
         source = from_data_url(source, where)
     if isinstance(source, str) and source.startswith(("http://", "https://")):
         raise PictureError(f"{where}: {source[:60]!r} is an address; nothing is fetched from there: download it, and give the file's path")
-    if isinstance(source, images.Image):
+    if isinstance(source, PIL.Image.Image):
         check_size(*source.size, where)
         return _flat(source, where)
     if isinstance(source, (str, os.PathLike)):
@@ -172,19 +172,19 @@ def _file_bytes(path: Path, where: str) -> bytes:
 
 
 def _opened(data: bytes, where: str) -> Image:
-    from PIL import Image as images
+    import PIL.Image
     from PIL import UnidentifiedImageError
 
     if len(data) > MAX_BYTES:
         raise PictureError(f"{where}: the file has {len(data) >> 20} MiB; expected at most {MAX_BYTES >> 20} MiB")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", images.DecompressionBombWarning)  # our own limit is lower, and is checked next
-            opened = images.open(io.BytesIO(data), formats=FORMATS)
+            warnings.simplefilter("ignore", PIL.Image.DecompressionBombWarning)  # our own limit is lower, and is checked next
+            opened = PIL.Image.open(io.BytesIO(data), formats=FORMATS)
         check_size(*opened.size, where)
         opened.load()
         return _flat(opened, where)
-    except images.DecompressionBombError:
+    except PIL.Image.DecompressionBombError:
         raise PictureError(f"{where}: the picture has more than {MAX_PIXELS / 1e6:.0f} million pixels: make it smaller first") from None
     except UnidentifiedImageError:
         raise PictureError(f"{where}: no picture is in these {len(data)} bytes; expected {', '.join(FORMATS)}") from None
@@ -196,7 +196,7 @@ def _opened(data: bytes, where: str) -> Image:
 
 def _flat(picture: Image, where: str) -> Image:
     """RGB, upright, transparent parts white."""
-    from PIL import Image as images
+    import PIL.Image
     from PIL import ImageOps
 
     try:
@@ -204,10 +204,10 @@ def _flat(picture: Image, where: str) -> Image:
         if picture.mode.startswith("I;16"):
             import numpy as np
 
-            picture = images.fromarray((np.asarray(picture) >> 8).astype("uint8"))
+            picture = PIL.Image.fromarray((np.asarray(picture) >> 8).astype("uint8"))
         if picture.mode in ("RGBA", "LA", "PA") or "transparency" in picture.info:
             picture = picture.convert("RGBA")
-            picture = images.alpha_composite(images.new("RGBA", picture.size, "white"), picture)
+            picture = PIL.Image.alpha_composite(PIL.Image.new("RGBA", picture.size, "white"), picture)
         return picture.convert("RGB")
     except Exception as error:
         raise PictureError(f"{where}: the picture is damaged: {type(error).__name__}: {str(error)[:120]}") from None
@@ -215,7 +215,7 @@ def _flat(picture: Image, where: str) -> Image:
 
 def _from_array(source: Any, where: str) -> Image:
     import numpy as np
-    from PIL import Image as images
+    import PIL.Image
 
     array = np.asarray(source.detach().cpu() if hasattr(source, "detach") else source)
     shape = array.shape
@@ -235,13 +235,13 @@ def _from_array(source: Any, where: str) -> Image:
         raise PictureError(f"{where}: an array of numbers from {low} to {high}; expected 0 to 255")
     elif array.dtype.kind == "b":
         array = array * np.uint8(255)
-    return _flat(images.fromarray(np.ascontiguousarray(array.astype(np.uint8))), where)
+    return _flat(PIL.Image.fromarray(np.ascontiguousarray(array.astype(np.uint8))), where)
 
 
 def _decoded(source: Any, fps: float, max_frames: int, where: str) -> tuple[list[Image], list[float]]:
     """Frames of a video file, and their times."""
     try:
-        import av
+        import av  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise MissingDependency(
             f"{where}: video files need PyAV: pip install 'exl2nb[vision]'; a list of pictures works without it"

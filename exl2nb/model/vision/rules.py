@@ -124,11 +124,11 @@ class Rules:
     def _fitted(self, picture: Image, frames: int) -> Any:
         """The 8-bit pixels `(H, W, 3)` of one frame after resizing."""
         import numpy as np
-        from PIL import Image as images
+        import PIL.Image
 
         if self.square and picture.width != picture.height:
             side = max(picture.size)
-            whole = images.new("RGB", (side, side), tuple(int(x * 255) for x in self.mean))  # pyright: ignore[reportArgumentType]
+            whole = PIL.Image.new("RGB", (side, side), tuple(int(x * 255) for x in self.mean))  # pyright: ignore[reportArgumentType]
             whole.paste(picture, ((side - picture.width) // 2, (side - picture.height) // 2))
             picture = whole
         size = self.size_for(*picture.size, frames)

@@ -40,13 +40,13 @@ class BlockNames:
 class TowerConfig:
     """One tower.
 
-    layers, width, heads: of the transformer. patch: side of a patch in pixels. temporal: frames of a patch. merge: patches come in blocks of
-    merge x merge, the order in which they are merged afterwards. names: see `BlockNames`. embed: name of the patch embedding. norm: "rms" or
-    "layer". rope: "" (none), "halves" (height turns the first half of the frequencies, width the second) or "alternate" (they take turns).
-    positions: "" (none), "table" (one learned row per patch) or "resampled" (a square table, interpolated to the grid); position_name: where
-    they are. class_token: name of a row in front of the patches. norm_before, norm_after: names of norms around the blocks. window: side of
-    an attention window in pixels, 0 = the whole frame; whole: blocks that see the whole frame nevertheless. taken: blocks whose outputs are
-    wanted, counted from 1; 0: what goes into the first.
+    layers, width, heads: of the transformer. patch: side of a patch in pixels. temporal: frames of a patch. merge: patches come in blocks
+    of merge x merge, the order in which they are merged afterwards. names: see `BlockNames`. embed: name of the patch embedding. norm:
+    "rms" or "layer". rope: "" (none), "halves" (height turns the first half of the frequencies, width the second) or "alternate" (they take
+    turns). positions: "" (none), "table" (one learned row per patch) or "resampled" (a square table, interpolated to the grid);
+    position_name: where they are. class_token: name of a row in front of the patches. norm_before, norm_after: names of norms around the
+    blocks. window: side of an attention window in pixels, 0 = the whole frame; whole: blocks that see the whole frame nevertheless. taken:
+    blocks whose outputs are wanted, counted from 1; 0: what goes into the first.
     """
 
     layers: int
