@@ -1,6 +1,7 @@
 """Towers, projectors and whole models with pictures against Transformers, on the zoo's tiny random models."""
 
 import functools
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -153,7 +154,7 @@ def test_any_cut_gives_the_same_bits(name, made):
     once = model.forward(step(ids, pictures), KVCache(model.cache_spec(512)))
     cuts = sorted({pictures.block_end(at) for at in (5, 9, 20, 21, 40, len(ids) - 1) if at < len(ids)} | {0, len(ids)})
     cache = KVCache(model.cache_spec(512))
-    parts = [model.forward(step(ids, pictures, a, b), cache) for a, b in zip(cuts, cuts[1:])]
+    parts = [model.forward(step(ids, pictures, a, b), cache) for a, b in itertools.pairwise(cuts)]
     assert same(torch.cat(parts), once)
 
 
