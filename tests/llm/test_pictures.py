@@ -12,7 +12,6 @@ import exl2nb as ex
 from exl2nb.core.errors import ContextOverflow, FormatError, OptionError, PictureError
 from exl2nb.model.vision.pictures import Picture
 from exl2nb.model.vision.tower import patches_of
-
 from tests.model.vision.zoo import ZOO, build, write
 
 GREEDY = {"temperature": 0, "max_tokens": 10, "ignore_eos": True}
