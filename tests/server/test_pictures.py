@@ -51,9 +51,10 @@ def test_openai_anthropic_and_responses_see_the_same(llm, client):
     assert answer["usage"]["prompt_tokens"] == want.timings.prompt_tokens
     block = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": URL.partition(",")[2]}}
     messages = [{"role": "user", "content": [block, {"type": "text", "text": "w1 w2"}]}]
-    answer = client.post("/v1/messages", json={"messages": messages, **GREEDY}).json()
+    answer = client.post("/v1/messages", json={"messages": messages, "model": llm.name, **GREEDY}).json()
+
     assert answer["content"][0]["text"] == want.text
-    counted = client.post("/v1/messages/count_tokens", json={"messages": messages}).json()
+    counted = client.post("/v1/messages/count_tokens", json={"messages": messages, "model": llm.name}).json()
     assert counted["input_tokens"] == want.timings.prompt_tokens
     content = [{"type": "input_image", "image_url": URL}, {"type": "input_text", "text": "w1 w2"}]
     body = {"input": [{"role": "user", "content": content}], "max_output_tokens": 6, "temperature": 0}
