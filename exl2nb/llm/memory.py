@@ -25,6 +25,7 @@ from exl2nb.model.config import ModelConfig
 from exl2nb.model.gpu_memory import kept_bytes
 from exl2nb.model.inspect import Inspection, inspect
 from exl2nb.model.loader import read_model_config
+from exl2nb.model.vision.encoder import plan_encoder
 from exl2nb.ops.memory import partial_sums_bytes
 
 CHUNKS = {"cpu": 512, "cuda": 2048}
@@ -242,7 +243,8 @@ class MemoryPlan:
     """Bytes that a loaded model will take.
 
     name: of the model. device: "cpu" or "cuda". context: tokens of one sequence. batch: sequences. cache_mode: format of K and V. weights:
-    in the layout of the kernels; a tied head is stored once more. cache: pages for `batch` sequences of full length. work: activations of
+    in the layout of the kernels; a tied head is stored once more. tower: of them the vision tower's, 0 where the model sees nothing;
+    picture_tokens: of the context that a picture of 1024 x 1024 pixels takes. cache: pages for `batch` sequences of full length. work: activations of
     the largest step. graphs: what captured decode steps and CUDA's own code keep, on a GPU. logits: one row per sequence. rounding: what
     the allocator of a GPU takes beyond the tensors. free: memory free now, None where it is not known. token_bytes: of the cache, per
     token. formula: gives these numbers for any other choice, see `at`.
@@ -262,6 +264,8 @@ class MemoryPlan:
     graphs: int = 0
     rounding: int = 0
     free: int | None = None
+    tower: int = 0
+    picture_tokens: int = 0
 
     @property
     def parts(self) -> dict[str, int]:
@@ -281,7 +285,7 @@ class MemoryPlan:
             >>> planned.at(cache="q4").cache < planned.cache / 3
             True
         """
-        return MemoryPlan.of(
+        made = MemoryPlan.of(
             self.formula,
             name=self.name,
             device=self.device,
@@ -290,6 +294,7 @@ class MemoryPlan:
             cache=self.cache_mode if cache is None else cache,
             free=self.free if free is None else free,
         )
+        return replace(made, tower=self.tower, picture_tokens=self.picture_tokens)
 
     def unbounded(self) -> MemoryPlan:
         """A copy with free memory not known."""
@@ -363,7 +368,12 @@ class MemoryPlan:
             if not size:
                 continue  # no graphs on a CPU
             lines.append(f"{name:<8} {size_text(size):>10}  {'#' * round(40 * size / most)}".rstrip())
+        if self.tower:
+            lines.append(self._tower_text())
         return "\n".join([*lines, self.verdict()])
+
+    def _tower_text(self) -> str:
+        return f"{size_text(self.tower)} of the weights are the vision tower's; 1024 x 1024 pixels take {self.picture_tokens} tokens"
 
     def _repr_html_(self) -> str:
         most = max(1, self.total, self.free or 0)
@@ -378,10 +388,11 @@ class MemoryPlan:
             if size
         )
         first = html.escape(str(self).split("\n", 1)[0])
+        seeing = f"<div>{self._tower_text()}</div>" if self.tower else ""
         return (
             f'<div style="font:13px/1.5 system-ui,sans-serif;max-width:46rem"><b>{first}</b>'
             f'<div style="display:flex;height:18px;border:1px solid rgba(128,128,128,.6)">{bars}</div>'
-            f"<div>{names}</div><div>{html.escape(self.verdict())}</div></div>"
+            f"<div>{names}</div>{seeing}<div>{html.escape(self.verdict())}</div></div>"
         )
 
 
@@ -420,9 +431,11 @@ def plan(
     mode = parse_mode(cache, where="plan")
     with metadata_folder(path, revision) as folder:  # of a hub id the headers alone
         config, found = read_model_config(folder), inspect(folder)
+        tower = plan_encoder(folder, config, device=device)
         name = display_name(folder) if Path(path).expanduser().exists() else f"{path}@{revision}" if revision else str(path)
-    return MemoryPlan.of(
-        formula_of(config, found, device, modes=(mode,), multiprocessors=_multiprocessors()),
+    formula = formula_of(config, found, device, modes=(mode,), multiprocessors=_multiprocessors())
+    made = MemoryPlan.of(
+        replace(formula, weights=formula.weights + tower.nbytes),
         name=name,
         device=device,
         context=context if context is not None else min(config.max_position_embeddings, CONTEXT),
@@ -430,6 +443,7 @@ def plan(
         cache=mode,
         free=free if free is not None else free_bytes(device),
     )
+    return replace(made, tower=tower.nbytes, picture_tokens=tower.tokens)
 
 
 def _multiprocessors() -> int:

@@ -299,3 +299,15 @@ def test_towers_that_do_not_fit_are_named(tmp_path):
     )
     with ex.load(folder, device="cpu", progress=None) as llm:  # the text part alone
         assert llm.vision is None
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "llava"])
+def test_plans_count_the_tower_and_the_tokens_of_a_picture(name, made, tmp_path):
+    twin, llm = made(name)
+    planned = ex.plan(write(name, twin, tmp_path), context=256, free=1 << 40)
+    assert planned.tower == llm.vision.weight_bytes
+    assert abs(planned.weights - llm.weight_bytes - planned.tower) < 0.35 * llm.weight_bytes  # small ones are padded
+    assert planned.picture_tokens == llm.vision.tokens(Picture.of(noise(1024, 1024, 0)))
+    assert planned.at(batch=2).tower == planned.tower
+    assert f"take {planned.picture_tokens} tokens" in str(planned) + planned._repr_html_()
+    assert ex.plan(llm.path, device="cuda", context=256, free=1 << 40).tower == planned.tower // 2

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections import OrderedDict
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -153,6 +155,30 @@ def _loaded(vision: Vision, store: ModelStore, config: ModelConfig, device: str,
         wanted = dtype or (torch.float32 if device == "cpu" else stored)
         weights[tower_name(name)] = tensor.to(device, wanted)
     return VisionEncoder(vision, weights, hidden=config.hidden_size, where=str(store.directory))
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A tower before it is loaded. nbytes: memory of its weights. tokens: of a picture of 1024 x 1024 pixels, marks left out."""
+
+    nbytes: int = 0
+    tokens: int = 0
+
+
+def plan_encoder(directory: str | os.PathLike[str], config: ModelConfig, *, device: str = "cpu") -> Planned:
+    """What the tower of a model directory will take, from headers alone; arguments and errors as of `load_encoder`."""
+    folder = Path(directory)
+    if config.architecture not in VISIONS:
+        return Planned()
+    with open_store(config, folder) as store:
+        infos = [store.info_untouched(name) for name in store.untouched()]
+        vision = read_vision(config.architecture, read_config(folder), folder) if infos else None
+    if vision is None:
+        return Planned()
+    width, height = vision.rules.size_for(1024, 1024)
+    grid = (1, height // vision.tower.patch, width // vision.tower.patch)
+    each = 4 if device == "cpu" else 2
+    return Planned(sum(each * math.prod(info.shape) for info in infos), vision.tokens(grid))
 
 
 def tower_name(name: str) -> str:
