@@ -41,6 +41,7 @@ class BatchBuilder:
         self._batches: dict[tuple[int, int, int, int, bool], Batch] = {}
         self._last: tuple[object, ...] = ()  # the sequences of the last step
         self._changes, self._width, self._decoding, self._fed = -1, 0, False, False
+        self._seeing = False  # a sequence of the last step has pictures
         self._adapted = False  # a sequence of the last step has an adapter
         self._row_of: dict[int, int] = {}  # a sequence of the last step -> its logit row
 
@@ -54,10 +55,12 @@ class BatchBuilder:
         sequences, starts, lengths, wanted, feeds = zip(*spans)
         count, feed = len(spans), True in feeds
         ones = self._ones[:count]
-        decoding = lengths == ones == wanted
-        seeing = any([sequence.pictures is not None for sequence in sequences])
-        decoding = decoding and not (seeing and any(start < sequence.pictured for sequence, start in zip(sequences, starts)))
         same_table = changes == self._changes and sequences == self._last
+        if not same_table:
+            self._seeing = any([sequence.pictures is not None for sequence in sequences])
+        decoding, seeing = lengths == ones == wanted, self._seeing
+        if seeing and decoding:  # the last token of a prompt may be a picture's
+            decoding = all([start >= sequence.pictured for sequence, start in zip(sequences, starts)])
         same = same_table and decoding and self._decoding
         if self._long is not None:
             self._long[:count] = [sequence.long for sequence in sequences]

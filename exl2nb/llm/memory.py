@@ -244,10 +244,10 @@ class MemoryPlan:
 
     name: of the model. device: "cpu" or "cuda". context: tokens of one sequence. batch: sequences. cache_mode: format of K and V. weights:
     in the layout of the kernels; a tied head is stored once more. tower: of them the vision tower's, 0 where the model sees nothing;
-    picture_tokens: of the context that a picture of 1024 x 1024 pixels takes. cache: pages for `batch` sequences of full length. work: activations of
-    the largest step. graphs: what captured decode steps and CUDA's own code keep, on a GPU. logits: one row per sequence. rounding: what
-    the allocator of a GPU takes beyond the tensors. free: memory free now, None where it is not known. token_bytes: of the cache, per
-    token. formula: gives these numbers for any other choice, see `at`.
+    picture_tokens: of the context that a picture of 1024 x 1024 pixels takes. cache: pages for `batch` sequences of full length. work:
+    activations of the largest step. graphs: what captured decode steps and CUDA's own code keep, on a GPU. logits: one row per sequence.
+    rounding: what the allocator of a GPU takes beyond the tensors. free: memory free now, None where it is not known. token_bytes: of the
+    cache, per token. formula: gives these numbers for any other choice, see `at`.
     """
 
     name: str

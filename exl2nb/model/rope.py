@@ -76,7 +76,7 @@ class RopeConfig:
         if nested is not None:
             raise own.refuse(nested, own.raw[nested], "one set of RoPE parameters for all layers")
         kind = own.text("rope_type", default=None) or own.text("type", default="default")
-        kind = "longrope" if kind == "su" else "default" if kind == "mrope" else kind
+        kind = "longrope" if kind == "su" else "default" if kind == "mrope" and "mrope_section" in own.raw else kind
         if kind not in ROPE_TYPES:
             raise own.refuse("rope_type", kind, f"one of {', '.join(ROPE_TYPES)}")
         rotary_dim = _rotary_dim(own if "partial_rotary_factor" in own.raw else fields, head_dim) if partial else head_dim

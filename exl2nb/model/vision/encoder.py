@@ -114,7 +114,7 @@ class VisionEncoder:
             found = self.vision.project(weights, forward(tower, weights, frames), grid)
         except KeyError as error:
             raise FormatError(f"{where}: tensor {str(error.args[0])!r} is missing; config.json says that the tower has it") from None
-        except (RuntimeError, ValueError, IndexError, NotImplementedError) as error:
+        except (RuntimeError, ValueError, IndexError) as error:
             raise FormatError(f"{where}: the tower's tensors do not fit each other or config.json: {str(error)[:160]}") from None
         want = (self.vision.tokens(grid), hidden)
         if tuple(found.rows.shape) != want:
