@@ -63,8 +63,9 @@ class Picture:
                 a camera noted is carried out; of a GIF the first frame counts.
 
         Raises:
-            PictureError: it is none of these, is damaged, or is too large.
+            PictureError: it is none of these, is damaged, or is too large. MissingDependency: Pillow is not installed.
         """
+        check_pillow()
         return source if isinstance(source, Picture) else cls((_rgb(source, where),), (), b"")._named()
 
     @classmethod
@@ -79,6 +80,7 @@ class Picture:
         Raises:
             PictureError: it cannot be read, has no frame, or its frames differ in size. MissingDependency: PyAV is not installed.
         """
+        check_pillow()
         if isinstance(source, Picture):
             return source
         if isinstance(fps, bool) or not isinstance(fps, (int, float)) or not 0.001 <= fps <= 1000:
@@ -103,6 +105,18 @@ class Picture:
         for frame in self.frames:
             digest.update(frame.tobytes())
         return Picture(self.frames, self.times_s, digest.digest())
+
+
+def check_pillow() -> None:
+    """Say what to install where Pillow is not there.
+
+    Raises:
+        MissingDependency: it is not.
+    """
+    try:
+        import PIL.Image  # noqa: F401
+    except ImportError:
+        raise MissingDependency("pictures need Pillow: pip install 'exl2nb[vision]'") from None
 
 
 def check_size(width: int, height: int, where: str) -> None:

@@ -177,3 +177,12 @@ def test_video_files(tmp_path, drawn):
     assert len(Picture.video(path.read_bytes(), fps=5, max_frames=4).frames) == 4
     with pytest.raises(PictureError, match="cannot be read"):
         Picture.video(b"no video")
+
+
+def test_without_pillow_the_error_says_what_to_install(monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    monkeypatch.setitem(sys.modules, "PIL.Image", None)
+    with pytest.raises(MissingDependency, match=r"exl2nb\[vision\]"):
+        Picture.of(b"")
