@@ -38,7 +38,8 @@ NUMBERS = ("no", "one", "two", "three", "four")
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ '<|user|>' if m.role != 'assistant' else '<|bot|>' }}"
     "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
-    "{{ '<image>' if p.type == 'image' else p.text }}{% endfor %}{% endif %}{{ eos_token if m.role == 'assistant' else '' }}{% endfor %}{% if add_generation_prompt %}<|bot|>{% endif %}"
+    "{{ '<image>' if p.type == 'image' else p.text }}{% endfor %}{% endif %}"
+    "{{ eos_token if m.role == 'assistant' else '' }}{% endfor %}{% if add_generation_prompt %}<|bot|>{% endif %}"
 )
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import exl2nb as ex
-from exl2nb.core.errors import ContextOverflow, FormatError, OptionError, PictureError
+from exl2nb.core.errors import ConfigError, ContextOverflow, FormatError, OptionError, PictureError
 from exl2nb.model.vision.pictures import Picture
 from exl2nb.model.vision.tower import patches_of
 from tests.model.vision.zoo import ZOO, build, write
@@ -311,3 +311,28 @@ def test_plans_count_the_tower_and_the_tokens_of_a_picture(name, made, tmp_path)
     assert planned.at(batch=2).tower == planned.tower
     assert f"take {planned.picture_tokens} tokens" in str(planned) + planned._repr_html_()
     assert ex.plan(llm.path, device="cuda", context=256, free=1 << 40).tower == planned.tower // 2
+
+
+def test_conversations_keep_the_pictures_they_were_shown(made, tmp_path):
+    _, llm = made("llava")
+    talk = llm.conversation(temperature=0, max_tokens=5)
+    first = talk.say("w1 w2", images=[noise(30, 20, 5)])
+    again = llm.chat([{"role": "user", "content": [noise(30, 20, 5), "w1 w2"]}], temperature=0, max_tokens=5)
+    assert first.content == again.reply.content
+    runs = llm.vision.runs
+    second = talk.say("w3")
+    assert llm.vision.runs == runs
+    talk.save(tmp_path / "talk.json")
+    loaded = llm.load_conversation(tmp_path / "talk.json")
+    assert [turn.content for turn in loaded.turns] == [turn.content for turn in talk.turns]
+    assert loaded.regenerate().content == second.content
+    edited = loaded.edit(loaded.turns[0], "w9")
+    assert loaded.turns[0].images == talk.turns[0].images
+    assert edited.role == "assistant"
+    assert "data:image/png;base64," in talk._repr_html_()
+    text = (tmp_path / "talk.json").read_text().replace("data:image/png", "http://else")
+    (tmp_path / "talk.json").write_text(text)
+    with pytest.raises(ConfigError, match="data URLs"):
+        llm.load_conversation(tmp_path / "talk.json")
+    with pytest.raises(OptionError, match="list of pictures"):
+        talk.say("w1", images="cat.png")

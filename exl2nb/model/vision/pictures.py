@@ -49,6 +49,13 @@ class Picture:
         """Width and height in pixels."""
         return self.frames[0].size
 
+    @property
+    def data_url(self) -> str:
+        """The picture, or a video's first frame, as the data URL of a PNG file, which gives the same pixels again."""
+        held = io.BytesIO()
+        self.frames[0].save(held, "PNG")
+        return f"data:image/png;base64,{base64.b64encode(held.getvalue()).decode()}"
+
     def __repr__(self) -> str:
         width, height = self.size
         return f"Picture({width}x{height}{f', {len(self.frames)} frames' if self.is_video else ''})"
