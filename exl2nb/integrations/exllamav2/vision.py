@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from exl2nb.core.errors import OptionError
-from exl2nb.integrations.exllamav2.model import ExLlamaV2, ExLlamaV2Config, ExLlamaV2Tokenizer
 from exl2nb.io import hub
 from exl2nb.llm.load import pick_device
 from exl2nb.llm.pictures import picture_prompt, placed
@@ -14,6 +13,9 @@ from exl2nb.model.loader import read_model_config
 from exl2nb.model.vision.encoder import VisionEncoder, load_encoder
 from exl2nb.model.vision.pictures import Picture
 from exl2nb.model.vision.prompt import PromptPictures, mark_of
+
+if TYPE_CHECKING:
+    from exl2nb.integrations.exllamav2.model import ExLlamaV2, ExLlamaV2Config, ExLlamaV2Tokenizer
 
 FIRST_ID = 1_000_000_000
 
