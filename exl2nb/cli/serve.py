@@ -22,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, help="port; 0 takes a free one (default 5000)")
     parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="keys, one a line; administrators' begin with `admin:`")
     parser.add_argument("--allow-no-key", action="store_true", default=None, help="listen beyond this machine without a key")
+    parser.add_argument("--remote-images", action="store_true", default=None, help="fetch pictures that requests name by address")
     parser.add_argument(
         "--cors-origin", dest="cors_origins", action="append", metavar="ORIGIN", help="pages that may call it; again for more"
     )

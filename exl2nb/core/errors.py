@@ -69,5 +69,9 @@ class CalibrationWarning(UserWarning):
     """The calibration text seems wrong for the model; the conversion continues."""
 
 
+class PictureError(Exl2Error, ValueError):
+    """A picture or video cannot be read, is too large, or is given to a model that sees none."""
+
+
 class MissingDependency(Exl2Error, ImportError):
     """An optional package is needed and not installed; names it and the extra that brings it."""

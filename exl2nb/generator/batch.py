@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 
 from exl2nb.generator.executor import Draw, Step
 from exl2nb.generator.scheduler import Span
-from exl2nb.model.batch import Batch
+from exl2nb.model.batch import Batch, PictureRows
 
 MAX_SHAPES = 256  # batches kept; decoding comes back to the same few shapes
 MAX_ROWS = 32  # tokens of a sequence in a step that is no prompt: its last one and its draft tokens
@@ -29,7 +30,7 @@ class BatchBuilder:
     def __init__(self, *, max_tokens: int, max_sequences: int, max_pages: int, page_size: int, switches: bool = False) -> None:
         self._long = np.ones(max_sequences, np.int32) if switches else None
         self._page_size, self._max_pages = page_size, max_pages
-        self._ids, self._rows, self._feed, self._adapters = (np.zeros(max_tokens, np.int32) for _ in range(4))
+        self._ids, self._rows, self._feed, self._adapters, self._moved = (np.zeros(max_tokens, np.int32) for _ in range(5))
         # of sequences that decode: where the page that is written begins in the text, its first slot; _offsets: how far into it they are
         self._firsts, self._page_slots = (np.zeros(max_sequences, np.int32) for _ in range(2))
         self._ones = (1,) * max_sequences
@@ -40,6 +41,7 @@ class BatchBuilder:
         self._batches: dict[tuple[int, int, int, int, bool], Batch] = {}
         self._last: tuple[object, ...] = ()  # the sequences of the last step
         self._changes, self._width, self._decoding, self._fed = -1, 0, False, False
+        self._seeing = False  # a sequence of the last step has pictures
         self._adapted = False  # a sequence of the last step has an adapter
         self._row_of: dict[int, int] = {}  # a sequence of the last step -> its logit row
 
@@ -53,8 +55,12 @@ class BatchBuilder:
         sequences, starts, lengths, wanted, feeds = zip(*spans)
         count, feed = len(spans), True in feeds
         ones = self._ones[:count]
-        decoding = lengths == ones == wanted
         same_table = changes == self._changes and sequences == self._last
+        if not same_table:
+            self._seeing = any([sequence.pictures is not None for sequence in sequences])
+        decoding, seeing = lengths == ones == wanted, self._seeing
+        if seeing and decoding:  # the last token of a prompt may be a picture's
+            decoding = all([start >= sequence.pictured for sequence, start in zip(sequences, starts)])
         same = same_table and decoding and self._decoding
         if self._long is not None:
             self._long[:count] = [sequence.long for sequence in sequences]
@@ -87,7 +93,30 @@ class BatchBuilder:
         self._fed = same and False not in feeds  # `_feed` says: row i of the last launch, for all
         key = (tokens, count, self._width, rows, self._adapted)
         batch = self._batches.get(key) or self._new_batch(*key)
+        if seeing:
+            batch = self._with_pictures(batch, spans)
         return Step(batch, self._feed[:tokens] if feed else None, draws, same)
+
+    def _with_pictures(self, batch: Batch, spans: Sequence[Span]) -> Batch:
+        """The batch with positions and rows of sequences that have pictures."""
+        at, parts, moved = 0, [], None
+        for sequence, start, length, _, _ in spans:
+            pictures = sequence.pictures
+            if pictures is not None:
+                if pictures.axes is not None:
+                    moved = self._moved[: len(batch.positions)] if moved is None else moved
+                    moved[at : at + length] = pictures.positions(start, length)
+                if start < pictures.end and (part := pictures.within(start, length, at)) is not None:
+                    parts.append(part)
+            at += length
+        if moved is not None:
+            at = 0
+            for sequence, _, length, _, _ in spans:
+                if sequence.pictures is None or sequence.pictures.axes is None:
+                    moved[at : at + length] = self._positions[at : at + length]
+                at += length
+        positions = batch.positions if moved is None else torch.from_numpy(moved)
+        return replace(batch, positions=positions, pictures=PictureRows.joined(parts))
 
     def forget(self) -> None:
         """The step that was built last was not launched."""

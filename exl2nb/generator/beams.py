@@ -260,7 +260,7 @@ class Guided(Group):
         The longer prompt decides how much room the context leaves.
         """
         positive = Sequence(request, tokenizer, context=context)
-        plain = {"negative_ids": (), "cfg_scale": 1.0, "token_healing": False, "structure": None}
+        plain = {"negative_ids": (), "cfg_scale": 1.0, "token_healing": False, "structure": None, "pictures": None}
         negative = Sequence(replace(request, prompt_ids=request.negative_ids, **plain), tokenizer, context=context)
         positive.limit = negative.limit = min(positive.limit, negative.limit)
         cls(positive, negative)

@@ -160,6 +160,7 @@ class Engine:
         max_sequences: that run together.
         max_chunk: prompt tokens per step, at most.
         executor: makes what computes the steps; None = `HostExecutor`.
+        block_tokens: of the largest picture whose tokens run in one step.
     """
 
     def __init__(
@@ -174,6 +175,7 @@ class Engine:
         max_chunk: int = MAX_CHUNK,
         cache: KVCache | None = None,
         executor: Callable[[Forward, KVCache], Executor] | None = None,
+        block_tokens: int = 0,
     ) -> None:
         self.model, self.tokenizer, self.spec = model, tokenizer, cache_spec
         self.context = cache_spec.num_tokens if context is None else context
@@ -188,7 +190,7 @@ class Engine:
         switch = getattr(model, "rope_switch", None)
         builder = BatchBuilder(
             switches=switch is not None,
-            max_tokens=max_sequences * MAX_ROWS + max_chunk,
+            max_tokens=max_sequences * MAX_ROWS + max_chunk + block_tokens,
             max_sequences=max_sequences,
             max_pages=min(cache_spec.num_pages, -(-(self.context + MAX_ROWS) // size)),
             page_size=size,
@@ -241,9 +243,10 @@ class Engine:
             leader.group.fork = self.loop.scheduler.fork
             return
         kind = leader.request.speculation.kind
-        if kind == "off" or (kind == "auto" and self.drafter is None):
+        drafter = self.drafter if leader.pictures is None else None  # a draft model does not see
+        if kind == "off" or (kind == "auto" and drafter is None):
             return
-        leader.proposer = proposer_for(leader.request, self.drafter, self._speculator.times)
+        leader.proposer = proposer_for(leader.request, drafter, self._speculator.times)
         if leader.proposer is not None and self.loop.speculator is None:
             self.loop.speculator = self._speculator
 
@@ -257,6 +260,11 @@ class Engine:
             )
         if len(request.negative_ids) >= self.context:
             raise ContextOverflow(f"the negative prompt has {len(request.negative_ids)} tokens and the context {self.context}; shorten it")
+        if request.pictures is not None and request.pictures.highest >= self.context - 1:
+            raise ContextOverflow(
+                f"the prompt's video reaches position {request.pictures.highest} and the context is {self.context}; give fewer frames, "
+                "or frames that are closer in time"
+            )
         size = self.vocab_size
         if size is None:
             return

@@ -152,7 +152,7 @@ class HostExecutor:
         if not draws or None in draws:
             return self._launch_mixed(step)
         wanted: Sequence[Draw] = draws  # pyright: ignore[reportAssignmentType]
-        if self._step_draw is None:
+        if self._step_draw is None or batch.pictures is not None:
             return draw_batch(_on_host(self._model.forward(batch, self._cache)), wanted)
         settings, top = draw_settings(wanted)
         drawn, logits = self._step_draw(batch, self._cache, settings, top)
@@ -187,6 +187,7 @@ class HostExecutor:
     def _may_run_ahead(self, step: Step) -> bool:
         draws, batch = step.draws, step.batch
         decoding = len(draws) == len(batch.input_ids) == len(batch.context_lens)
+        decoding = decoding and batch.pictures is None
         return decoding and len(draws) <= MOST_ROWS and None not in draws and torch.get_num_threads() > 1
 
     def _launch_ahead(self, begin: Callable[..., Ahead], step: Step) -> PendingStep:

@@ -177,7 +177,12 @@ class GpuExecutor:
     def _launch(self, step: Step) -> PendingStep:
         draws = step.draws
         count = len(step.batch.context_lens)
-        decoding = len(step.batch.input_ids) == count == len(draws) and count <= MOST and all(draw is not None for draw in draws)
+        decoding = (
+            step.batch.pictures is None
+            and len(step.batch.input_ids) == count == len(draws)
+            and count <= MOST
+            and all(draw is not None for draw in draws)
+        )
         if decoding:
             drawn = [draw for draw in draws if draw is not None]
             graph = self._graph(step, drawn)

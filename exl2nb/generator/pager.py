@@ -50,7 +50,7 @@ class Pager:
             return Match([], None, 0)
         limit = len(sequence.ids) - sequence.rows
         self._extend_keys(sequence, limit // self.page_size)
-        return self.index.match(sequence.ids, sequence.keys, self.root(sequence.salt), limit=limit)
+        return self.index.match(sequence.page_ids, sequence.keys, self.root(sequence.salt), limit=limit)
 
     def admit(self, sequence: Sequence) -> int:
         """Give a sequence without pages what is known of its beginning; returns the number of tokens."""
@@ -78,7 +78,7 @@ class Pager:
             at += 1
         sequence.computed, sequence.published = at * size, at
         parent = sequence.keys[at - 1] if at else self.root(sequence.salt)
-        self._take_partial(sequence, *self.index.match_partial(sequence.ids[at * size : min(limit, (at + 1) * size)], parent))
+        self._take_partial(sequence, *self.index.match_partial(sequence.page_ids[at * size : min(limit, (at + 1) * size)], parent))
         if sequence.computed > before:
             self.changes += 1
         return sequence.computed - before
@@ -89,7 +89,7 @@ class Pager:
         full = limit // self.page_size
         self._extend_keys(sequence, full)
         names = sequence.keys[at:full]
-        tail = sequence.ids[full * self.page_size : limit]
+        tail = sequence.page_ids[full * self.page_size : limit]
         if len(tail) >= MIN_CLAIM:
             names.append(chain_key(sequence.keys[full - 1] if full else self.root(sequence.salt), tail[:MIN_CLAIM]))
         return names
@@ -153,7 +153,7 @@ class Pager:
         if not self.reuse or not rest or self.table.count(sequence.pages[full]) > 1:
             return
         parent = sequence.keys[full - 1] if full else self.root(sequence.salt)
-        self.index.publish(sequence.pages[full], parent, sequence.ids[full * self.page_size : known])
+        self.index.publish(sequence.pages[full], parent, sequence.page_ids[full * self.page_size : known])
 
     def release(self, sequence: Sequence, *, keep: bool = True) -> None:
         """Take all pages from a sequence. keep: what it computed stays known until the pages are needed; False: it is not to be trusted."""
@@ -208,4 +208,4 @@ class Pager:
             keys.append(chain_key(keys[-1] if keys else self.root(sequence.salt), self._tokens(sequence, i)))
 
     def _tokens(self, sequence: Sequence, i: int) -> list[int]:
-        return sequence.ids[i * self.page_size : (i + 1) * self.page_size]
+        return sequence.page_ids[i * self.page_size : (i + 1) * self.page_size]

@@ -363,8 +363,8 @@ def _read_texts(
             raise FormatError(f"{path}: page {row} has {length} tokens, expected 1 to {size}")
         if not -num_salts <= parent < row or (parent >= 0 and len(texts[parent][0]) != size):
             raise FormatError(f"{path}: page {row} follows page {parent}, expected a full page before it, or the beginning of a text")
-        if ids[:length].min() < 0 or (vocab_size is not None and ids[:length].max() >= vocab_size):
-            raise FormatError(f"{path}: page {row} holds ids outside 0 to {vocab_size}, expected tokens of the model")
+        if vocab_size is not None and ids[:length].max() >= vocab_size:  # negative ones are numbers of pictures
+            raise FormatError(f"{path}: page {row} holds ids of {vocab_size} and more, expected tokens of the model")
         texts.append((ids[:length].copy(), parent))
     return texts
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from exl2nb.core.errors import OptionError, StructureError
 from exl2nb.core.options import check_flag, check_keywords, check_range, shown
 from exl2nb.generator.speculation import Acceptance, Speculation
+from exl2nb.model.vision.prompt import PromptPictures
 from exl2nb.sampling.params import SamplingParams, check_integer
 from exl2nb.tokenizer.reply import Reply, ReplyFormat
 
@@ -86,6 +87,8 @@ class Request:
 
     lora: adapters that the prompt and the answer run with; None = the model alone. `llm.generate(..., lora="name")` makes it.
 
+    pictures: of the prompt, encoded and placed; None = it has none. `llm.chat` makes it of messages with pictures.
+
     Raises:
         OptionError: a value out of range, or two that exclude each other.
     """
@@ -112,6 +115,7 @@ class Request:
     speculation: Speculation = AUTO
     reply: ReplyFormat = PLAIN
     lora: LoraRow | None = None
+    pictures: PromptPictures | None = None
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:
@@ -136,6 +140,12 @@ class Request:
             raise OptionError(f"reply is {shown(self.reply)}; expected a ReplyFormat; llm.chat makes one")
         if self.lora is not None and not isinstance(self.lora, LoraRow):
             raise OptionError(f"lora is {shown(self.lora)}; expected adapters of a loaded model: give their names to llm.generate")
+        if self.pictures is not None:
+            if not isinstance(self.pictures, PromptPictures):
+                raise OptionError(f"pictures is {shown(self.pictures)}; expected what llm.chat makes of messages with pictures")
+            if self.token_healing or self.lora is not None:
+                what = "token_healing" if self.token_healing else "lora"
+                raise OptionError(f"a prompt with pictures and {what} exclude each other; leave {what} or the pictures out")
         if self.structure is not None and not callable(getattr(self.structure, "start", None)):
             raise OptionError(f"structure is {shown(self.structure)}; expected a Structure; schema=, regex=, choice= and grammar= make one")
         if not isinstance(self.negative_ids, (tuple, list)) or not all(_is_id(one) for one in self.negative_ids):

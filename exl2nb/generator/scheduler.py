@@ -239,6 +239,8 @@ class Scheduler:
             count = min(pending, budget, max(self.share, budget // (len(prompts) - i)))
             if count < pending < count + sequence.rows and pending > sequence.rows:
                 count = pending - sequence.rows  # rows that belong together come together
+            if sequence.pictures is not None:  # and so does a picture whose tokens see each other
+                count = min(pending, sequence.pictures.block_end(start + count) - start)
             if self._claim(sequence, start + count):
                 spans.append(Span(sequence, start, count, max(0, count - (pending - sequence.rows))))
                 budget -= count

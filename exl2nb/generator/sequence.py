@@ -38,9 +38,9 @@ class Sequence:
         Kept by scheduler and pager: rank (the smaller runs first), keys (of the full pages of ids), published (full pages made known),
         room and room_changes (see `Pager.reserve`), reused_tokens, preemptions, salt (what besides tokens changes the pages; own_salt: of
         it the request's part), long (rotated as sequences beyond the scheduler's switch).
-        adapter: its row of `Model.adapters`, -1 for none.
-        Kept by the engine: in_flight (launched tokens whose results are not read yet), on_device (the executor draws), ended, deadline.
-        group: None, or what it runs in step with; its members end together.
+        adapter: its row of `Model.adapters`, -1 for none. pictures: of its prompt, or None; pictured: tokens up to the last one of a
+        picture. Kept by the engine: in_flight (launched tokens whose results are not read yet), on_device (the executor draws), ended,
+        deadline. group: None, or what it runs in step with; its members end together.
 
     Args:
         context: tokens of prompt and answer together, at most.
@@ -59,6 +59,8 @@ class Sequence:
         self.room, self.room_changes = (0, 0), -1
         self.adapter, self.own_salt = (-1, "") if request.lora is None else (request.lora.row, f"lora {request.lora.key}")
         self.salt, self.long = self.own_salt, True
+        self.pictures = request.pictures
+        self.pictured = 0 if request.pictures is None else request.pictures.end
         self.on_device = self.ended = False
         self.limit = min(request.max_tokens, context - len(prompt))
         self.ends = request.stop_ids | (frozenset() if request.ignore_eos else tokenizer.eos_ids)
@@ -96,6 +98,11 @@ class Sequence:
     def pending(self) -> int:
         """Tokens the model has not seen: a prompt's rest, or the new token and draft tokens. 0: parked until its group has stepped."""
         return len(self.ids) - self.computed
+
+    @property
+    def page_ids(self) -> list[int]:
+        """What the content of its pages depends on: its ids, those of pictures replaced by numbers of what they show."""
+        return self.ids if self.pictures is None else [*self.pictures.page_ids, *self.ids[self.prompt_tokens :]]
 
     @property
     def rows(self) -> int:

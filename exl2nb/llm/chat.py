@@ -8,12 +8,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from exl2nb.core.errors import OptionError
+from exl2nb.core.errors import ContextOverflow, OptionError
 from exl2nb.core.options import check_flag, shown
 from exl2nb.eval.score import token_texts
 from exl2nb.generator.engine import Engine
+from exl2nb.llm.pictures import picture_prompt, placed, take_pictures, with_parts
 from exl2nb.llm.requests import STRUCTURES, check_length
 from exl2nb.model.model import Model
+from exl2nb.model.vision.encoder import VisionEncoder
+from exl2nb.model.vision.pictures import Picture
+from exl2nb.model.vision.prompt import PromptPictures
 from exl2nb.sampling.params import check_integer
 from exl2nb.tokenizer import chat as chat_format
 from exl2nb.tokenizer.instruct import INSTRUCT
@@ -37,6 +41,7 @@ class ChatMixin:
     tokenizer: Tokenizer
     model: Model
     engine: Engine
+    vision: VisionEncoder | None
 
     def render_chat(
         self,
@@ -48,7 +53,30 @@ class ChatMixin:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> str:
-        """The prompt of a conversation as text, with special tokens by name; arguments as for `chat`."""
+        """The prompt of a conversation as text, with special tokens by name; arguments as for `chat`.
+
+        A picture is as many tokens as the model reads of it.
+        """
+        return self._render(
+            messages,
+            template=template,
+            tools=tools,
+            template_options=template_options,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )[0]
+
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]] | str,
+        *,
+        template: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_options: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> tuple[str, list[Picture]]:
+        """`render_chat`, and the pictures in the prompt."""
         if not isinstance(template_options, (Mapping, type(None))):
             raise OptionError(f"template_options is {template_options!r}; expected a dict of the template's variables")
         if wrong := [name for name in template_options or {} if not isinstance(name, str) or name in _OURS]:
@@ -57,7 +85,9 @@ class ChatMixin:
         checked = tools_of(tools) if tools is not None else ()
         source = self._source(template, checked)
         form = tool_format(source)
-        talk = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        talk, pictures = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages, []
+        if self.vision is not None and isinstance(talk, (list, tuple)):
+            talk, pictures = take_pictures(talk)
         talk = chat_format.text_messages(talk, parse_arguments=not form.text_arguments)
         if "tool" not in source:
             talk = chat_format.without_tool_turns(talk, form, checked, system="system" in source or "message.role" in source)
@@ -65,6 +95,8 @@ class ChatMixin:
             if talk[-1]["role"] != "assistant":
                 raise OptionError(f"continue_final_message: the last message is the {talk[-1]['role']}'s; expected one of the assistant")
             talk[-1]["content"] += _END
+        if self.vision is not None:
+            talk = with_parts(talk, pictures, source, self.vision, self.tokenizer)
         text = chat_format.render(
             talk,
             source,
@@ -77,7 +109,10 @@ class ChatMixin:
             raise OptionError(
                 "continue_final_message: the chat template leaves the assistant's last message out, so it cannot be continued"
             )
-        return text.rpartition(_END)[0] if continue_final_message else text
+        text = text.rpartition(_END)[0] if continue_final_message else text
+        if pictures and self.vision is not None:
+            text = picture_prompt(text, pictures, self.vision, self.tokenizer)
+        return text, pictures
 
     def chat_request(
         self, messages: Sequence[Mapping[str, Any]] | str, options: Mapping[str, Any], *, where: str
@@ -101,7 +136,7 @@ class ChatMixin:
                 raise OptionError(f"{where}: tool_choice is {choice!r} and there are no tools; give tools=, or leave it out")
             chat.pop("tools", None)
         tools = tools_of(chat.get("tools") or ())
-        text = self.render_chat(messages, **{name: chat[name] for name in FORMAT_OPTIONS if name in chat})
+        text, pictures = self._render(messages, **{name: chat[name] for name in FORMAT_OPTIONS if name in chat})
         check_length(text, self.tokenizer, self.engine.context, where=where)
         source = self._source(chat.get("template"), tools)
         reply = reply_format(source, text, tools, self.tokenizer)
@@ -115,7 +150,25 @@ class ChatMixin:
             options["post_sampling"] = (*((hooks,) if callable(hooks) else hooks), hook)
         if not reply.plain:
             options["reply"] = reply
-        return self.tokenizer.encode(text, add_special=False), options
+        ids = self.tokenizer.encode(text, add_special=False)
+        if pictures:
+            options["pictures"] = self._placed(ids, pictures)
+        return ids, options
+
+    def _placed(self, ids: list[int], pictures: list[Picture]) -> PromptPictures:
+        """The pictures of a prompt, through the tower.
+
+        Raises:
+            ContextOverflow: the prompt is too long; no picture was encoded.
+        """
+        assert self.vision is not None, "only a model that sees has pictures in its prompts"
+        if len(ids) >= self.engine.context:
+            raise ContextOverflow(
+                f"the prompt has {len(ids)} tokens, {sum(map(self.vision.tokens, pictures))} of them pictures', and the context is "
+                f"{self.engine.context}; give smaller or fewer pictures, or load the model with a larger context"
+            )
+        config = self.model.config
+        return placed(ids, pictures, self.vision, whole=config.sees_whole, axes=config.mrope is not None)
 
     def _source(self, template: str | None, tools: Sequence[Tool]) -> str:
         """The Jinja source of a template: given, the name of an instruct format, or the model's own."""

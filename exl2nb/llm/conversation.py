@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 ROLES = ("system", "user", "assistant", "tool")
 FORMAT, VERSION = "exl2nb-conversation", 1
 MAX_TURNS = 100_000
+PNG = "data:image/png;base64,"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +32,7 @@ class Turn:
 
     id: number within the conversation, in order of making. parent: the turn it answers, None for the first. content: what was said.
     Of a generated turn: seed, finish_reason, reasoning (what the model thought before it spoke) and tool_calls (what it wants to be called,
-    as OpenAI's messages have it); None = nothing.
+    as OpenAI's messages have it); None = nothing. images: data URLs of the pictures that were shown with it.
     """
 
     id: int
@@ -42,12 +43,16 @@ class Turn:
     seed: int | None = None
     reasoning: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
+    images: list[str] | None = None
 
     @property
     def message(self) -> dict[str, Any]:
         """As chat templates read it."""
         more = {"reasoning_content": self.reasoning, "tool_calls": self.tool_calls}
-        return {"role": self.role, "content": self.content, **{name: value for name, value in more.items() if value}}
+        content: Any = self.content
+        if self.images:
+            content = [*({"type": "image", "image": url} for url in self.images), {"type": "text", "text": self.content}]
+        return {"role": self.role, "content": content, **{name: value for name, value in more.items() if value}}
 
     @property
     def calls(self) -> list[str]:
@@ -126,7 +131,7 @@ class Tree:
         return tree
 
 
-_LATER = ("reasoning", "tool_calls")  # written only where there are any: earlier versions of the library read the rest
+_LATER = ("reasoning", "tool_calls", "images")  # written only where there are any: earlier versions of the library read the rest
 
 
 def _turn(raw: Any, number: int, where: str) -> Turn:
@@ -142,12 +147,17 @@ def _turn(raw: Any, number: int, where: str) -> Turn:
         ("finish_reason", isinstance(raw.get("finish_reason"), (str, type(None))), "a text or null"),
         ("seed", raw.get("seed") is None or _integer(raw["seed"]), "a number or null"),
         ("reasoning", isinstance(raw.get("reasoning"), (str, type(None))), "a text or null"),
+        ("images", _are_images(raw.get("images")), "null, or a list of data URLs of PNG files"),
         ("tool_calls", _are_calls(raw.get("tool_calls")), "null, or a list of objects with id, type and function: {name, arguments}"),
     )
     for name, fine, expected in checks:
         if not fine:
             raise ConfigError(f"{where}: {name} is {str(raw.get(name))[:60]!r}; expected {expected}")
     return Turn(**raw)
+
+
+def _are_images(value: Any) -> bool:
+    return value is None or (isinstance(value, list) and all(isinstance(url, str) and url.startswith(PNG) for url in value))
 
 
 def _are_calls(value: Any) -> bool:
@@ -218,11 +228,12 @@ class Conversation:
 
     # ---- actions
 
-    def say(self, text: str, *, stream: bool = False, role: str = "user", **options: Any) -> Any:
+    def say(self, text: str, *, images: Sequence[Any] = (), stream: bool = False, role: str = "user", **options: Any) -> Any:
         """Send a message and get the answer.
 
         Args:
             text: what is said.
+            images: pictures that are shown with it, as the parts of `llm.chat`; only a model that sees takes them.
             stream: give an `Answer` to iterate instead of the finished turn.
             role: "user", or "tool" for what a function returned.
             options: of this answer, added to those of the conversation.
@@ -233,10 +244,11 @@ class Conversation:
         Raises:
             As `llm.chat`. What was said stays: `reply` generates the answer again, `say` adds another turn in its place.
         """
+        shown = images_of(images)
         head, parent = self.head, None if self.head is None else self.head.id
         if head is not None and head.role == role == "user" and not self.tree.children(head.id):  # refused: too long, say
             parent = head.parent
-        self.head = self.tree.add(parent, role, _text(text, "text"))
+        self.head = self.tree.add(parent, role, _text(text, "text"), images=shown)
         return self.reply(stream=stream, **options)
 
     def reply(self, *, stream: bool = False, **options: Any) -> Any:
@@ -271,7 +283,7 @@ class Conversation:
             The answer, as `say`; or the new turn where it is not answered.
         """
         turn = self._own(turn)
-        self.head = self.tree.add(turn.parent, turn.role, _text(text, "text"))
+        self.head = self.tree.add(turn.parent, turn.role, _text(text, "text"), images=turn.images)
         if not answer or turn.role not in ("user", "tool"):
             return self.head
         return self.reply(stream=stream, **options)
@@ -450,7 +462,8 @@ def _turn_html(conversation: Conversation, turn: Turn) -> str:
     return (
         f'<div style="{side};border-left:3px solid rgba(128,128,128,.4);padding:.2em .8em;margin-block:.5em">'
         f'<div style="opacity:.6;font-size:85%">{html.escape(turn.role)}{", " + notes if notes else ""}</div>'
-        f'{reasoning_html(turn.reasoning or "")}<div style="white-space:pre-wrap">{html.escape(turn.content)}</div>'
+        f"{reasoning_html(turn.reasoning or '')}{images_html(turn.images)}"
+        f'<div style="white-space:pre-wrap">{html.escape(turn.content)}</div>'
         f"{calls_html(turn.calls)}</div>"
     )
 
@@ -461,6 +474,25 @@ def reasoning_html(reasoning: str) -> str:
         return ""
     text = f'<div style="white-space:pre-wrap">{html.escape(reasoning)}</div>'
     return f'<details style="opacity:.7"><summary>Reasoning</summary>{text}</details>'
+
+
+def images_of(images: Sequence[Any]) -> list[str] | None:
+    """Pictures as the data URLs that a turn keeps; None: there are none.
+
+    Raises:
+        OptionError: no list. PictureError: a picture that cannot be used.
+    """
+    from exl2nb.model.vision.pictures import Picture
+
+    if not isinstance(images, (list, tuple)):
+        raise OptionError(f"images is {str(images)[:60]!r}; expected a list of pictures")
+    return [Picture.of(image, where=f"images[{i}]").data_url for i, image in enumerate(images)] or None
+
+
+def images_html(images: Sequence[str] | None) -> str:
+    """The pictures of a turn, small, side by side."""
+    style = "max-height:8rem;max-width:100%;margin:.2em"
+    return "".join([f'<img alt="picture" src="{html.escape(url)}" style="{style}">' for url in images or ()])
 
 
 def calls_html(calls: Sequence[str]) -> str:

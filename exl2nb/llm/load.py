@@ -22,6 +22,7 @@ from exl2nb.model.loader import load_model
 from exl2nb.model.model import Model
 from exl2nb.model.rope import RopeOverride
 from exl2nb.model.split import Span
+from exl2nb.model.vision.encoder import load_encoder
 from exl2nb.sampling.params import check_integer
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
@@ -51,6 +52,7 @@ def load(
     rope_alpha: float | None = None,
     rope_scaling: Mapping[str, Any] | None = None,
     deterministic: bool | None = None,
+    vision: bool = True,
     progress: Sink | Literal["auto"] | None = "auto",
     **unknown: Any,
 ) -> LLM:
@@ -83,6 +85,7 @@ def load(
         deterministic: on CUDA, make every token independent of how its prompt was cut and of the rest of the batch, at the price of slow
             prompts; decoding up to 8 tokens a step, and everything on the CPU, always is. None = the variable
             EXL2NB_DETERMINISTIC, or False.
+        vision: False: leave out the tower of a model that sees, and its memory; pictures are refused then.
         progress: takes the events of stages "download" and "load". "auto": shown where you look (a widget in a notebook, a line on a
             terminal); None: silent.
 
@@ -106,6 +109,7 @@ def load(
     place = pick_device(device) if chosen is None else "cpu"
     exact = env.get("EXL2NB_DETERMINISTIC", "0") == "1" if deterministic is None else deterministic
     check_flag("load: deterministic", exact)
+    check_flag("load: vision", vision)
     with showing(progress, f"load {Path(hub.name_of(path)).name}") as sink:
         folder = hub.resolve(path, revision=revision, progress=sink)
         with _fitting(folder, f"{_gib(sum(file.stat().st_size for file in folder.glob('*.safetensors') if file.is_file()))} of weights"):
@@ -123,7 +127,8 @@ def load(
         held = max(tokens, CACHE_TOKENS) if cache_tokens is None else max(tokens, cache_tokens)
         with _fitting(folder, f"{_gib(model.cache_spec(held, mode=cache).total_bytes)} for the cache of {held} tokens"):
             sizes = {"context": tokens, "cache_tokens": held, "max_sequences": max_sequences}
-            llm = LLM(model, tokenizer, path=folder, cache=cache, name=hub.display_name(folder, revision), **sizes)
+            encoder = load_encoder(folder, model.config, device=place) if vision else None
+            llm = LLM(model, tokenizer, path=folder, cache=cache, name=hub.display_name(folder, revision), vision=encoder, **sizes)
     except BaseException:
         model.close()
         raise

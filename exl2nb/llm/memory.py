@@ -243,10 +243,11 @@ class MemoryPlan:
     """Bytes that a loaded model will take.
 
     name: of the model. device: "cpu" or "cuda". context: tokens of one sequence. batch: sequences. cache_mode: format of K and V. weights:
-    in the layout of the kernels; a tied head is stored once more. cache: pages for `batch` sequences of full length. work: activations of
-    the largest step. graphs: what captured decode steps and CUDA's own code keep, on a GPU. logits: one row per sequence. rounding: what
-    the allocator of a GPU takes beyond the tensors. adapters: LoRA adapters in fp16. free: memory free now, None where it is not known.
-    token_bytes: of the cache, per token. formula: gives these numbers for any other choice, see `at`.
+    in the layout of the kernels; a tied head is stored once more. tower: of them the vision tower's, 0 where the model sees nothing;
+    picture_tokens: of the context that a picture of 1024 x 1024 pixels takes. cache: pages for `batch` sequences of full length. work:
+    activations of the largest step. graphs: what captured decode steps and CUDA's own code keep, on a GPU. logits: one row per sequence.
+    rounding: what the allocator of a GPU takes beyond the tensors. adapters: LoRA adapters in fp16. free: memory free now, None where it is
+    not known. token_bytes: of the cache, per token. formula: gives these numbers for any other choice, see `at`.
     """
 
     name: str
@@ -264,6 +265,8 @@ class MemoryPlan:
     rounding: int = 0
     adapters: int = 0
     free: int | None = None
+    tower: int = 0
+    picture_tokens: int = 0
 
     @property
     def parts(self) -> dict[str, int]:
@@ -283,7 +286,7 @@ class MemoryPlan:
             >>> planned.at(cache="q4").cache < planned.cache / 3
             True
         """
-        return MemoryPlan.of(
+        made = MemoryPlan.of(
             self.formula,
             name=self.name,
             device=self.device,
@@ -292,6 +295,7 @@ class MemoryPlan:
             cache=self.cache_mode if cache is None else cache,
             free=self.free if free is None else free,
         )
+        return replace(made, tower=self.tower, picture_tokens=self.picture_tokens)
 
     def unbounded(self) -> MemoryPlan:
         """A copy with free memory not known."""
@@ -365,7 +369,12 @@ class MemoryPlan:
             if not size:
                 continue  # no graphs on a CPU
             lines.append(f"{name:<8} {size_text(size):>10}  {'#' * round(40 * size / most)}".rstrip())
+        if self.tower:
+            lines.append(self._tower_text())
         return "\n".join([*lines, self.verdict()])
+
+    def _tower_text(self) -> str:
+        return f"{size_text(self.tower)} of the weights are the vision tower's; 1024 x 1024 pixels take {self.picture_tokens} tokens"
 
     def _repr_html_(self) -> str:
         most = max(1, self.total, self.free or 0)
@@ -380,10 +389,11 @@ class MemoryPlan:
             if size
         )
         first = html.escape(str(self).split("\n", 1)[0])
+        seeing = f"<div>{self._tower_text()}</div>" if self.tower else ""
         return (
             f'<div style="font:13px/1.5 system-ui,sans-serif;max-width:46rem"><b>{first}</b>'
             f'<div style="display:flex;height:18px;border:1px solid rgba(128,128,128,.6)">{bars}</div>'
-            f"<div>{names}</div><div>{html.escape(self.verdict())}</div></div>"
+            f"<div>{names}</div>{seeing}<div>{html.escape(self.verdict())}</div></div>"
         )
 
 

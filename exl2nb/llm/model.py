@@ -29,6 +29,7 @@ from exl2nb.llm.scoring import ScoringMixin
 from exl2nb.model.facts import unusual
 from exl2nb.model.loader import fingerprint
 from exl2nb.model.model import Model
+from exl2nb.model.vision.encoder import VisionEncoder
 from exl2nb.sampling.params import SamplingParams, check_integer
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
@@ -56,6 +57,7 @@ class LLM(ScoringMixin, InsideMixin, ChatMixin):
     Any number of threads may call it; their requests are batched.
 
     cache: what the pages of the KV cache hold: `cache.snapshot()`, `cache.save(path)`, `cache.load(path)`, `cache.clear()`, `cache.reuse`.
+    vision: the tower of a model that sees, or None: `chat` takes messages with pictures.
     loras: adapters: `loras.load(path, name=...)`, `loras.unload(name)`, `loras.list()`; a request takes one with lora="name", or several
     with lora={"name": 0.7, "other": 0.3}.
 
@@ -86,7 +88,9 @@ class LLM(ScoringMixin, InsideMixin, ChatMixin):
         cache_tokens: int,
         max_sequences: int,
         name: str = "",
+        vision: VisionEncoder | None = None,
     ) -> None:
+        self.vision = vision
         self.path, self.model, self.tokenizer = path, model, tokenizer
         self._name = name or display_name(path)
         spec = model.cache_spec(cache_tokens, mode=cache)
@@ -100,6 +104,7 @@ class LLM(ScoringMixin, InsideMixin, ChatMixin):
             max_sequences=max_sequences,
             max_chunk=GPU_CHUNK if model.device != "cpu" else MAX_CHUNK,
             executor=_gpu_executor if model.device != "cpu" else None,
+            block_tokens=0 if vision is None or not model.config.sees_whole else vision.largest,
         )
         self.cache = PromptCache(self.engine, partial(fingerprint, path, model))
         self.loras = Loras(model, self.engine)
@@ -305,7 +310,9 @@ class LLM(ScoringMixin, InsideMixin, ChatMixin):
         """Answer a conversation, in the format the model was trained on.
 
         Args:
-            messages: dicts with "role" and "content", or one text from the user.
+            messages: dicts with "role" and "content", or one text from the user. A content is a text, or a list of parts: texts,
+                {"type": "text", "text": ...}, and on a model that sees {"type": "image", "image": a path, bytes, a PIL image, an array or a
+                figure} and {"type": "video", "video": a file or a list of pictures, "fps": 2}.
             stream: give a handle to iterate instead of the answer.
             options: those of the class, and
                 template: Jinja source instead of the model's own, or the name of an instruct format: "chatml", "llama2", "alpaca",
@@ -427,6 +434,8 @@ class LLM(ScoringMixin, InsideMixin, ChatMixin):
     def close(self) -> None:
         """End what runs, join the engine's thread and give the memory back. A second call does nothing."""
         self.engine.close()
+        if self.vision is not None:
+            self.vision.close()
         self._finalizer.detach()
 
     def __reduce__(self) -> Any:

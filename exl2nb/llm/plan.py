@@ -32,6 +32,7 @@ from exl2nb.model.inspect import Inspection, inspect
 from exl2nb.model.loader import read_model_config
 from exl2nb.model.lora import adapter_bytes
 from exl2nb.model.split import STREAM_ROWS, Span
+from exl2nb.model.vision.encoder import plan_encoder
 from exl2nb.ops.memory import read_memory
 from exl2nb.sampling.params import check_integer
 
@@ -453,9 +454,11 @@ def plan(
         for one in loras:
             with metadata_folder(one, adapter=True) as place:
                 adapters += adapter_bytes(place, config)
+        tower = plan_encoder(folder, config, device=device)
         name = display_name(folder) if Path(path).expanduser().exists() else f"{path}@{revision}" if revision else str(path)
-    return MemoryPlan.of(
-        replace(formula_of(config, found, device, modes=(mode,), multiprocessors=multiprocessors()), adapters=adapters),
+    formula = formula_of(config, found, device, modes=(mode,), multiprocessors=multiprocessors())
+    made = MemoryPlan.of(
+        replace(formula, weights=formula.weights + tower.nbytes, adapters=adapters),
         name=name,
         device=device,
         context=context if context is not None else min(config.max_position_embeddings, CONTEXT),
@@ -463,3 +466,4 @@ def plan(
         cache=mode,
         free=free if free is not None else free_bytes(device),
     )
+    return replace(made, tower=tower.nbytes, picture_tokens=tower.tokens)

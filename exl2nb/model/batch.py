@@ -18,6 +18,51 @@ TENSORS: Callable[[Batch], tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
 """The tensors of a batch, in the order in which every op takes them."""
 
 
+@dataclass(frozen=True, eq=False)
+class PictureRows:
+    """Rows of a step that are pictures'.
+
+    rows: int64 `(n,)` on the host, rising. values: f32 `(n, H)`, in place of the embedding's rows. deep: f32 `(n, H)` each, added to the
+    stream after layer 0, 1, ... axes: int64 `(n, 3)` on the host, positions in time, height and width; None where the model has one
+    position per token. blocks: (first row, last + 1) of runs that see each other whole; a sequence's later tokens begin with none of them.
+    """
+
+    rows: Tensor
+    values: Tensor
+    deep: tuple[Tensor, ...] = ()
+    axes: Tensor | None = None
+    blocks: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def joined(cls, parts: Sequence[PictureRows]) -> PictureRows | None:
+        """Those of several sequences in order; None of none."""
+        if len(parts) <= 1:
+            return parts[0] if parts else None
+        axes = [part.axes for part in parts if part.axes is not None]
+        return cls(
+            rows=torch.cat([part.rows for part in parts]),
+            values=torch.cat([part.values for part in parts]),
+            deep=tuple(torch.cat(some) for some in zip(*(part.deep for part in parts))),
+            axes=torch.cat(axes) if axes else None,
+            blocks=tuple(block for part in parts for block in part.blocks),
+        )
+
+    def select(self, place: Tensor) -> PictureRows | None:
+        """Those of some tokens. place: int64 `(T,)`, a token's new row, or -1."""
+        there = place[self.rows] >= 0
+        if not there.any():
+            return None
+        on_device = there.to(self.values.device)
+        moved = [(int(place[a]), b - a) for a, b in self.blocks if place[a] >= 0]
+        return PictureRows(
+            rows=place[self.rows[there]].long(),
+            values=self.values[on_device],
+            deep=tuple(part[on_device] for part in self.deep),
+            axes=None if self.axes is None else self.axes[there],
+            blocks=tuple((a, a + length) for a, length in moved),
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Span:
     """The tokens one sequence adds in this step: `ids` at positions start, start + 1, ...; `pages` are all pages of the sequence so far.
@@ -41,7 +86,8 @@ class Batch:
     input_ids, positions, slot_mapping: `(T,)`; slot = page * page_size + offset is where a token's K and V go. block_table:
     `(B, max_pages)`, short rows padded with 0. cu_seqlens: `(B + 1,)` prefix sums of tokens. context_lens: `(B,)` tokens attention reads,
     this step's included. logit_rows: `(R,)` rows of the step that want logits. long: `(B,)`, 1 for sequences beyond `Model.rope_switch`;
-    None: all are. adapters: `(T,)`, each token's row of `Model.adapters`, -1 for none; None: no token has one.
+    None: all are. adapters: `(T,)`, each token's row of `Model.adapters`, -1 for none; None: no token has one. pictures: the rows that are
+    pictures'; None: no row is.
     """
 
     input_ids: Tensor
@@ -53,6 +99,7 @@ class Batch:
     logit_rows: Tensor
     long: Tensor | None = None
     adapters: Tensor | None = None
+    pictures: PictureRows | None = None
 
     def __post_init__(self) -> None:
         num_tokens, num_sequences = self.input_ids.shape[0], self.context_lens.shape[0]
@@ -61,8 +108,18 @@ class Batch:
         assert self.cu_seqlens.shape == (num_sequences + 1,), "cu_seqlens has one entry more than sequences"
         assert self.long is None or self.long.shape == (num_sequences,), "one flag per sequence"
         assert self.adapters is None or self.adapters.shape == (num_tokens,), "one adapter per token"
-        tensors = [getattr(self, name) for name in self.__dataclass_fields__]
+        tensors = [getattr(self, name) for name in self.__dataclass_fields__ if name != "pictures"]
         assert all(tensor.dtype == torch.int32 for tensor in tensors if tensor is not None), "a batch is int32"
+
+    def blocks(self) -> list[tuple[int, int, int, int]]:
+        """Runs of rows that see each other whole: first row, last + 1, number of the sequence, position after the run."""
+        if self.pictures is None or not self.pictures.blocks:
+            return []
+        bounds, lens, found = self.cu_seqlens.tolist(), self.context_lens.tolist(), []
+        for first, last in self.pictures.blocks:
+            sequence = next(b for b in range(len(lens)) if first < bounds[b + 1])
+            found.append((first, last, sequence, lens[sequence] - (bounds[sequence + 1] - last)))
+        return found
 
     def select(self, sequences: Sequence[int]) -> tuple[Batch, Tensor, Tensor]:
         """Some of the sequences as a batch, int64 `(T,)` which of the tokens they are, and int64 `(R,)` which of the logit rows."""
@@ -78,6 +135,7 @@ class Batch:
             block_table=self.block_table[chosen], cu_seqlens=lengths.cumsum(0).int(), context_lens=self.context_lens[chosen],
             logit_rows=there[there >= 0], long=None if self.long is None else self.long[chosen],
             adapters=None if self.adapters is None else self.adapters[tokens],
+            pictures=None if self.pictures is None else self.pictures.select(place.long()),
         )  # fmt: skip
         return batch, tokens, (there >= 0).nonzero()[:, 0]
 

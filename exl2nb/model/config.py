@@ -105,6 +105,35 @@ class MoE:
             raise ConfigError(f"num_experts_per_tok is {self.top_k}; expected 1 to num_experts {self.num_experts}")
 
 
+@dataclass(frozen=True, kw_only=True)
+class MRope:
+    """RoPE with three positions per token: time, height and width of a patch of a picture; a text's three are equal.
+
+    sections: how many of a head's frequencies each of them turns. interleaved: the axes take turns over the frequencies (Qwen3-VL);
+    otherwise they stand side by side.
+
+    Raises:
+        ConfigError: not three numbers of 1 or more.
+    """
+
+    sections: tuple[int, int, int]
+    interleaved: bool = False
+
+    def __post_init__(self) -> None:
+        if len(self.sections) != 3 or any(type(n) is not int or not 1 <= n <= 256 for n in self.sections):
+            raise ConfigError(f"mrope_section is {self.sections!r}; expected three numbers from 1 to 256")
+
+    def axes(self) -> list[int]:
+        """The axis of each frequency: 0 time, 1 height, 2 width."""
+        if not self.interleaved:
+            return [axis for axis, count in enumerate(self.sections) for _ in range(count)]
+        axes = [0] * sum(self.sections)
+        for axis in (1, 2):
+            for at in range(axis, min(3 * self.sections[axis], len(axes)), 3):
+                axes[at] = axis
+        return axes
+
+
 MAX_EXPERTS = 1024
 
 
@@ -141,7 +170,8 @@ class ModelConfig:
     act(gate) * up, otherwise act(up). embed_scale, residual_scale, logit_scale: factors on the embedding, on what attention and MLP add,
     and on the logits. learned_positions: a table of positions is added to the embedding. interleaved: RoPE pairs are (2 i, 2 i + 1).
     rope_kinds: per layer "main" (`rope`), "local" (`local_rope`) or "none"; empty = all main. clip_qkv: q, k, v are cut to +-this; 0 = not.
-    moe: experts in place of the MLP of some layers, or None.
+    moe: experts in place of the MLP of some layers, or None. mrope: three positions per token, or None. sees_whole: the tokens of a picture
+    see each other, later ones too.
 
     Raises:
         ConfigError: a size out of range, or sizes that do not fit each other.
@@ -188,6 +218,8 @@ class ModelConfig:
     rope_kinds: tuple[str, ...] = ()
     clip_qkv: float = 0.0
     moe: MoE | None = None
+    mrope: MRope | None = None
+    sees_whole: bool = False
 
     def __post_init__(self) -> None:
         for name, (key, low, high) in LIMITS.items():
@@ -210,6 +242,9 @@ class ModelConfig:
         assert self.qk_norm in ("", "head", "full"), self.qk_norm
         assert len(self.rope_kinds) in (0, self.num_layers), "one kind of RoPE per layer"
         assert self.moe is None or (len(self.moe.layers) == self.num_layers and self.gated and not self.parallel), "experts are gated"
+        if self.mrope is not None and len(self.mrope.axes()) != self.rope.rotary_dim // 2:
+            half = self.rope.rotary_dim // 2
+            raise ConfigError(f"mrope_section is {list(self.mrope.sections)}; expected numbers that sum to half of head_dim, {half}")
         assert self.local_rope is not None or "local" not in self.rope_kinds, "local layers need a local RoPE"
 
     def __repr__(self) -> str:

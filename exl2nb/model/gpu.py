@@ -94,7 +94,7 @@ class GpuForward:
         short = [b - a <= SHORT for a, b in itertools.pairwise(bounds)]
         if APART <= sum(short) < len(short):
             return self._apart(batch, short, cache, ids, lora)
-        inputs = self._inputs(batch, ids)
+        inputs = self.inputs(batch, ids)
         sequences = gpu_prefill.Sequences(bounds, batch.context_lens.tolist())
         adapters = None
         if lora is not None and batch.adapters is not None:
@@ -102,7 +102,7 @@ class GpuForward:
         return gpu_prefill.prefill(self.program, inputs, sequences, cache.k, cache.v, lora=adapters)
 
     def _step(self, batch: Batch, cache: KVCache | CachePart, ids: Tensor | None, lora: LoraTable | None) -> Tensor:
-        i, adapted = self._inputs(batch, ids), None
+        i, adapted = self.inputs(batch, ids), None
         if lora is not None and batch.adapters is not None and bool((batch.adapters >= 0).any()):
             adapted = self.slots(lora), batch.adapters.to(self.device)
         every = torch.equal(batch.logit_rows.cpu(), torch.arange(len(batch.input_ids), dtype=torch.int32))
@@ -147,7 +147,7 @@ class GpuForward:
                     out[wanted[at:end][rows.long()].to(self.device)] = logits
         return out
 
-    def _inputs(self, batch: Batch, ids: Tensor | None) -> gpu_prefill.Inputs:
+    def inputs(self, batch: Batch, ids: Tensor | None) -> gpu_prefill.Inputs:
         """The batch on the GPU, in one copy."""
         parts = TENSORS(batch)
         flat = torch.cat([part.reshape(-1) for part in parts])

@@ -12,6 +12,7 @@ from torch import Tensor
 from exl2nb import ops
 from exl2nb.cache.pool import CachePart, KVCache
 from exl2nb.model.batch import Batch
+from exl2nb.ops.prefill_attention import attend_whole
 
 
 class Step(NamedTuple):
@@ -124,10 +125,15 @@ class Attention:
         """Attention of x f32 `(T, H)` -> `(T, Hq * D)`; K and V of the step go into the cache."""
         batch, k_pool, v_pool = step.batch, step.cache.k[self.layer], step.cache.v[self.layer]
         q = ops.norm_qkv_rope(x, self.projection(step.ropes), batch.positions, batch.slot_mapping, k_pool, v_pool)
-        return ops.paged_attention(
+        mixed = ops.paged_attention(
             q, k_pool, v_pool, batch.block_table, batch.cu_seqlens, batch.context_lens,
             scale=self.scale, window=self.window, softcap=self.softcap,
         )  # fmt: skip
+        for first, last, sequence, end in batch.blocks():
+            mixed[first:last] = attend_whole(
+                q[first:last], k_pool, v_pool, batch.block_table[sequence], end, scale=self.scale, window=self.window, softcap=self.softcap
+            )
+        return mixed
 
     def add(self, x: Tensor, mixed: Tensor) -> None:
         """Project the heads' output and add it to x, in place."""

@@ -26,6 +26,7 @@ from exl2nb.ops.ahead import draw_ahead, join_ahead, step_draw
 from exl2nb.ops.gpu import LoraSlots, unpack_half
 from exl2nb.ops.lora import Adapter, LoraTable
 
+SCRATCH = 4096  # rows behind the RoPE tables of a model with three positions per token: written anew for the pictures of each step
 SMALL_MODEL_BYTES = 64 << 20  # of weights: what may still stay in a processor's cache
 
 
@@ -133,6 +134,8 @@ class Model:
         if self.device != "cpu":
             return self.forward_gpu(batch, cache)
         self._prepare(batch, cache)
+        if batch.pictures is not None:
+            return self._forward_seeing(batch, cache, None)
         batch = self._with_rope_rows(batch)
         assert self._program is not None
         _kept, lora = self._lora(batch)
@@ -210,6 +213,8 @@ class Model:
         ids: int32 `(T,)` on the GPU, in place of the batch's.
         """
         self._prepare(batch, cache)
+        if batch.pictures is not None:
+            return self._forward_seeing(batch, cache, ids)
         table, _ = self._lora(batch)
         return self.capped(self.gpu.run(self._with_rope_rows(batch), cache, ids=ids, lora=table))
 
@@ -217,6 +222,49 @@ class Model:
         """Where captured steps of a model on the GPU find its adapters, as they are now."""
         assert self.adapters is not None, "a batch names adapters"
         return self.gpu.slots(self.adapters)
+
+    def _forward_seeing(self, batch: Batch, cache: KVCache, ids: Tensor | None) -> Tensor:
+        """A step in which some sequences have pictures: those run op by op, the others as always."""
+        assert batch.pictures is not None, "there are pictures"
+        bounds = batch.cu_seqlens[1:].long()
+        seeing = torch.searchsorted(bounds, batch.pictures.rows, right=True).unique().tolist()
+        blind = [row for row in range(len(bounds)) if row not in seeing]
+        if not blind:
+            return self._see(batch, cache, ids)
+        out = torch.empty(len(batch.logit_rows), self.config.vocab_size, device=self.device)
+        for chosen in (seeing, blind):
+            piece, tokens, rows = batch.select(chosen)
+            mine = None if ids is None else ids[tokens.to(ids.device)]
+            if piece.pictures is not None:
+                logits = self._see(piece, cache, mine)
+            else:
+                logits = self.forward(piece, cache) if self.device == "cpu" else self.forward_gpu(piece, cache, ids=mine)
+            if len(rows):
+                out[rows.to(out.device)] = logits
+        return out
+
+    def _see(self, batch: Batch, cache: KVCache, ids: Tensor | None) -> Tensor:
+        """A step whose sequences all have pictures, op by op."""
+        pictures = batch.pictures
+        assert pictures is not None, "there are pictures"
+        if batch.adapters is not None and bool((batch.adapters >= 0).any()):
+            raise OptionError("a request with pictures runs without adapters: leave lora or the pictures out")
+        network, batch = self._prepare(batch, cache), self._with_rope_rows(batch)
+        rows = pictures.rows.to(self.device)
+
+        def show(name: str, x: Tensor) -> None:
+            part, _, rest = name.partition(".")
+            if part == "embedding":
+                x[rows] = pictures.values.to(x.device)
+            elif rest.endswith(".output") and int(rest.partition(".")[0]) < len(pictures.deep):
+                x[rows] += pictures.deep[int(rest.partition(".")[0])].to(x.device)
+
+        if self.device == "cpu":
+            return self._by_ops(network, batch, cache, show)
+        inputs = self.gpu.inputs(batch, ids)
+        sequences = gpu_prefill.Sequences(batch.cu_seqlens.tolist(), batch.context_lens.tolist())
+        watch = _LayerObserver(show)
+        return self.capped(gpu_prefill.prefill(self.gpu.program, inputs, sequences, cache.k, cache.v, watch=watch, blocks=batch.blocks()))
 
     @property
     def gpu(self) -> GpuForward:
@@ -243,6 +291,9 @@ class Model:
             return self.capped(forward_gpu_observed(self.gpu.program, batch, cache, observe, table))
         if table is not None:
             return self.capped(forward_adapted(table, batch, cache, observe))
+        return self._by_ops(network, batch, cache, observe)
+
+    def _by_ops(self, network: Network, batch: Batch, cache: KVCache, observe: Callable[[str, Tensor], None] | None) -> Tensor:
         step = Step(batch, cache, self._ropes)
         x = network.embedding(batch.input_ids, batch.positions)
         if observe is not None:
@@ -357,6 +408,14 @@ class Model:
             raise ContextOverflow(
                 f"sequence of {longest} tokens; the model was loaded for {self.context}: shorten it, or load with context="
             )
+        if self.config.mrope is not None and len(batch.positions):
+            longest = max(longest, int(batch.positions.max()) + 1)  # time in a video may run ahead of its tokens
+            if batch.pictures is not None and batch.pictures.axes is not None:
+                longest = max(longest, int(batch.pictures.axes.max()) + 1)
+            if longest > self.context:
+                raise ContextOverflow(
+                    f"a video reaches position {longest - 1}; the model was loaded for {self.context}: load with context="
+                )
         if longest > self._rows and self.device == "cpu":
             self._extend_ropes(self._network, longest)
         return self._network
@@ -383,16 +442,38 @@ class Model:
     def _tables(self, rows: int, kind: str) -> tuple[Tensor, Tensor]:
         if self.rope_switch is not None:
             return both_tables(self.config, rows, self.rope_switch, kind=kind)
-        return rope_tables(self.config, rows, context=self.context, kind=kind)
+        cos, sin = rope_tables(self.config, rows, context=self.context, kind=kind)
+        if self.config.mrope is None:
+            return cos, sin
+        behind = torch.zeros(SCRATCH, cos.shape[1])
+        return torch.cat((cos, behind)), torch.cat((sin, behind))
 
     def _with_rope_rows(self, batch: Batch) -> Batch:
-        """The batch with rows of the RoPE tables for positions, where short and long sequences have rows of their own."""
+        """The batch with rows of the RoPE tables for positions, where short and long sequences have rows of their own, or patches do."""
+        if batch.pictures is not None and batch.pictures.axes is not None and self.config.mrope is not None:
+            batch = replace(batch, positions=self._patch_rows(batch.positions, batch.pictures.rows, batch.pictures.axes))
         if self.rope_switch is None:
             return batch
         if batch.long is None:
             return replace(batch, positions=2 * batch.positions + 1)
         tokens = (batch.cu_seqlens[1:] - batch.cu_seqlens[:-1]).long()
         return replace(batch, positions=2 * batch.positions + batch.long.repeat_interleave(tokens))
+
+    def _patch_rows(self, positions: Tensor, rows: Tensor, axes: Tensor) -> Tensor:
+        """Positions int32 `(T,)` where those of patches are rows behind the tables, which are written here."""
+        assert self.config.mrope is not None, "the model has three positions per token"
+        if len(rows) > SCRATCH:
+            raise OptionError(f"a step has {len(rows)} tokens of pictures; expected at most {SCRATCH}: run the prompt in pieces")
+        which = torch.tensor(self.config.mrope.axes())
+        for cos, sin in self._ropes.values():
+            behind = len(cos) - SCRATCH
+            for table in (cos, sin):
+                # of each frequency the row of the axis that turns it
+                turned = table[axes[:, which].to(table.device), torch.arange(len(which), device=table.device)]
+                table[behind : behind + len(rows)] = turned
+        moved = positions.clone()
+        moved[rows] = torch.arange(self._rows, self._rows + len(rows), dtype=torch.int32)
+        return moved
 
     def capped(self, logits: Tensor) -> Tensor:
         """The logits after the model's softcap, where it has one."""

@@ -287,6 +287,8 @@ class ParallelModel(RankModel):
         self._check_open()
         if batch.adapters is not None:
             raise self._whole("adapters")
+        if batch.pictures is not None:
+            raise self._whole("pictures")
         assert isinstance(cache, SharedCache), "made by new_cache"
         self._prepare(batch, cache)
         self._open(cache)
@@ -428,7 +430,8 @@ class Rank:
         flat = torch.empty(sum(map(prod, shapes)), dtype=torch.int32)
         pieces = self._model.group.send(flat).split([prod(shape) for shape in shapes])
         names = [*FIELDS, *["long"] * long]
-        return Batch(**{name: piece.view(shape) for name, piece, shape in zip(names, pieces, shapes)})
+        tensors: dict[str, Any] = {name: piece.view(shape) for name, piece, shape in zip(names, pieces, shapes)}
+        return Batch(**tensors)
 
 
 def read_part(

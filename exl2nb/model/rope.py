@@ -76,7 +76,7 @@ class RopeConfig:
         if nested is not None:
             raise own.refuse(nested, own.raw[nested], "one set of RoPE parameters for all layers")
         kind = own.text("rope_type", default=None) or own.text("type", default="default")
-        kind = "longrope" if kind == "su" else kind
+        kind = "longrope" if kind == "su" else "default" if kind == "mrope" and "mrope_section" in own.raw else kind
         if kind not in ROPE_TYPES:
             raise own.refuse("rope_type", kind, f"one of {', '.join(ROPE_TYPES)}")
         rotary_dim = _rotary_dim(own if "partial_rotary_factor" in own.raw else fields, head_dim) if partial else head_dim
@@ -318,7 +318,7 @@ class RopeOverride:
         own = config.get("rope_scaling") or config.get("rope_parameters") or {}
         if any(isinstance(value, Mapping) for value in own.values()):
             raise OptionError("rope_scaling: the model has RoPE parameters for several kinds of layers; use rope_scale or rope_alpha")
-        kept = {key: own[key] for key in ("rope_theta", "partial_rotary_factor") if key in own}
+        kept = {key: own[key] for key in ("rope_theta", "partial_rotary_factor", "mrope_section") if key in own}
         return {**config, "rope_scaling": {**kept, **self.scaling}}
 
     def apply(self, config: ModelConfig) -> ModelConfig:

@@ -152,6 +152,8 @@ class SplitModel(Model):
         self._prepare(batch, cache)
         if batch.adapters is not None:
             raise self._split("adapters")
+        if batch.pictures is not None:
+            raise self._split("pictures")
         batch = self._with_rope_rows(batch)
         tokens = len(batch.input_ids)
         rows, x = torch.arange(tokens, dtype=torch.int32), torch.empty(0)

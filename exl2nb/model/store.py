@@ -133,6 +133,10 @@ class ModelStore:
         """Copy one of them into memory, as it is."""
         return self._store.read(self._untouched[name])
 
+    def info_untouched(self, name: str) -> TensorInfo:
+        """Header entry of one of them."""
+        return self._store.info(self._untouched[name])
+
     def close(self) -> None:
         """Close all files."""
         self._store.close()

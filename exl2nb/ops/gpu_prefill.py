@@ -19,7 +19,7 @@ from exl2nb.ops.attention import paged_attention
 from exl2nb.ops.cuda_attention import gate_rows, gather_cache, norm_rows, rope_append, rotate_rows
 from exl2nb.ops.lora import Adapter, LoraChange
 from exl2nb.ops.moe import Experts
-from exl2nb.ops.prefill_attention import attend, can_attend
+from exl2nb.ops.prefill_attention import attend, attend_whole, can_attend
 from exl2nb.ops.program import Program
 
 FEW = 64  # rows that go through the kernels of decode steps rather than through an unpacked matrix
@@ -78,13 +78,14 @@ def prefill(
     *,
     watch: Callable[[str, dict[str, Any], Tensor, Tensor | None], None] | None = None,
     lora: Adapters | None = None,
+    blocks: Sequence[tuple[int, int, int, int]] = (),
 ) -> Tensor:
     """Logits f32 `(R, V)` of a step of any number of tokens; K and V are written to their slots.
 
     watch: called after every op with its name and arguments, the residual stream f32 `(T, H)`, and what attention or MLP left to be added.
-    lora: adapters of the tokens.
+    lora: adapters of the tokens. blocks: runs of tokens that see each other whole, as `model.batch.Batch.blocks` gives them.
     """
-    run = Run(program, inputs, sequences, k_pools, v_pools, lora)
+    run = Run(program, inputs, sequences, k_pools, v_pools, lora, blocks)
     for run.number, (name, arguments) in enumerate(program.steps):
         getattr(run, name)(arguments)
         if watch is not None:
@@ -113,8 +114,10 @@ class Run:
         k_pools: Sequence[Tensor],
         v_pools: Sequence[Tensor],
         lora: Adapters | None = None,
+        blocks: Sequence[tuple[int, int, int, int]] = (),
     ) -> None:
         self.lora, self.number = lora or Adapters([], []), 0  # number: of the op, for adapters
+        self.blocks = blocks
         self.program, self.inputs, self.sequences, self.k, self.v = program, inputs, sequences, k_pools, v_pools
         self.x = self.logits = torch.empty(0)
         self.done: dict[bool, Tensor] = {}
@@ -152,6 +155,13 @@ class Run:
 
     def paged_attention(self, a: dict[str, Any]) -> None:
         """Attention over the cache, left in `done`."""
+        q, pools, pages = self.parts[0], (self.k[a["layer"]], self.v[a["layer"]]), self.inputs.block_table
+        self._attend(a)
+        for first, last, row, end in self.blocks:
+            y = attend_whole(q[first:last], *pools, pages[row], end, scale=a["scale"], window=a["window"], softcap=a["softcap"])
+            self.done[False][first:last] = y.to(self.done[False].dtype)
+
+    def _attend(self, a: dict[str, Any]) -> None:
         (q, k, v), self.parts = self.parts, ()
         layer, (_, _, head_dim) = a["layer"], self.qkv["heads"]
         k_pool, v_pool = self.k[layer], self.v[layer]

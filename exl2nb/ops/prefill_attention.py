@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
+from exl2nb.ops import kv_codes
+
 WIDEST = 256  # head_dim
 USUAL = 512  # prompts of a multiple of this many tokens have lengths that recur
 
@@ -78,6 +80,35 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int = 0, so
     # torch's quickest kernel is compiled for every new length, which takes longer than all of a short prompt
     usual = n == length and n % USUAL == 0
     y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale) if usual else _behind(q, k, v, scale)
+    return y[0].transpose(0, 1).reshape(n, -1)
+
+
+def attend_whole(
+    q: Tensor, k_pool: Tensor, v_pool: Tensor, pages: Tensor, end: int, *, scale: float, window: int = 0, softcap: float = 0.0
+) -> Tensor:
+    """Attention of tokens that see each other whole and everything before them: a picture's.
+
+    Args:
+        q: `(n, Hq, D)`, the tokens before position `end`. k_pool, v_pool: as in `paged_attention`. pages: int `(max_pages,)`, the
+        sequence's. window: positions behind a token that it sees, itself included; 0 = all.
+
+    Returns:
+        f32 `(n, Hq * D)`.
+    """
+    n, share = q.shape[0], q.shape[1] // k_pool.shape[1]
+    used = pages[: -(-end // kv_codes.page_size(k_pool))]
+    keys, values = (
+        kv_codes.read(pool, used, q.shape[2]).transpose(0, 1).flatten(1, 2)[:, :end].repeat_interleave(share, 0)[None]
+        for pool in (k_pool, v_pool)
+    )
+    place = torch.arange(end, device=q.device)
+    hidden = place[None] <= place[end - n :, None] - window if 0 < window < end else None
+    queries = q.float().transpose(0, 1)[None]
+    if softcap:
+        scores = softcap * torch.tanh(queries @ keys.transpose(-1, -2) * (scale / softcap))
+        y = (scores if hidden is None else scores.masked_fill(hidden, -torch.inf)).softmax(-1) @ values
+    else:
+        y = F.scaled_dot_product_attention(queries, keys, values, attn_mask=None if hidden is None else ~hidden, scale=scale)
     return y[0].transpose(0, 1).reshape(n, -1)
 
 

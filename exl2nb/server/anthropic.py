@@ -14,6 +14,7 @@ from exl2nb.generator.request import Completion
 from exl2nb.server.errors import ApiError, api_error, body_of
 from exl2nb.server.fields import Body, Text, refuse
 from exl2nb.server.openai import check_model, merged, new_id, reason, submit_chat
+from exl2nb.server.pictures import with_pictures
 from exl2nb.server.state import State, Ticket, aside, results
 from exl2nb.server.stream import Events, EventStream, event
 from exl2nb.tokenizer.reply import Delta, ReplyParser
@@ -96,7 +97,10 @@ async def count_tokens(request: Request, body: CountBody) -> Any:
     given = {name: value for name, value in options.items() if name != "parallel_tool_calls"}
 
     def count() -> int:
-        return len(state.llm.tokenizer.encode(state.llm.render_chat(messages_of(body), **given), add_special=False))
+        talk = messages_of(body)
+        if state.llm.vision is not None:
+            talk = with_pictures(talk, remote=state.options.remote_images)
+        return len(state.llm.tokenizer.encode(state.llm.render_chat(talk, **given), add_special=False))
 
     return {"input_tokens": await aside(count, heavy=True)}
 
@@ -105,7 +109,7 @@ def messages_of(body: CountBody) -> list[dict[str, Any]]:
     """A conversation of Anthropic's blocks as messages of a chat.
 
     Raises:
-        ApiError: 400, a block that is no text, such as an image.
+        ApiError: 400, a block of another type.
     """
     made: list[dict[str, Any]] = []
     if body.system:
@@ -120,13 +124,17 @@ def messages_of(body: CountBody) -> list[dict[str, Any]]:
             continue
         if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
             raise ApiError(400, f"messages.{number}: content is {str(content)[:40]!r}; expected a text or a list of blocks")
-        texts, calls = [], []
+        texts, calls, pictures = [], [], 0
         for block in content:
             kind = block.get("type")
+            if kind == "image":
+                pictures += 1
+                texts.append({"type": "image", "source": block.get("source")})
+                continue
             if kind not in PARTS:
-                raise ApiError(400, f"messages.{number}: a block of type {str(kind)[:40]!r}; this model reads text alone")
+                raise ApiError(400, f"messages.{number}: a block of type {str(kind)[:40]!r}; expected text, image or a tool's")
             if kind == "text":
-                texts.append(str(block.get("text", "")))
+                texts.append({"type": "text", "text": str(block.get("text", ""))})
             elif kind == "tool_use":
                 names[str(block.get("id"))] = str(block.get("name"))
                 function = {"name": block.get("name"), "arguments": json.dumps(block.get("input") or {})}
@@ -136,7 +144,8 @@ def messages_of(body: CountBody) -> list[dict[str, Any]]:
                 text = result if isinstance(result, str) else _text(result or [], f"messages.{number}")
                 made.append({"role": "tool", "tool_call_id": id, "name": names.get(id, ""), "content": text})
         if texts or calls:
-            made.append({"role": role, "content": "\n".join(texts), **({"tool_calls": calls} if calls else {})})
+            content = texts if pictures else "\n".join([one["text"] for one in texts])
+            made.append({"role": role, "content": content, **({"tool_calls": calls} if calls else {})})
     return made
 
 

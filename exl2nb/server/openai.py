@@ -19,6 +19,7 @@ from exl2nb.generator.request import Completion, Token
 from exl2nb.llm.requests import sample_options
 from exl2nb.server.errors import ApiError, api_error, body_of
 from exl2nb.server.fields import Body, Ids, Sampling, Text, named, refuse, with_preset
+from exl2nb.server.pictures import with_pictures
 from exl2nb.server.state import INLINE_CHARACTERS, State, Ticket, aside, results
 from exl2nb.server.stream import MARK, Events, EventStream, Frame, event
 from exl2nb.tokenizer.instruct import INSTRUCT
@@ -352,9 +353,11 @@ async def submit_chat(state: State, ticket: Ticket, messages: Sequence[Any], opt
         options["template"] = named_template(state, options["template"])
 
     def queue() -> None:
-        llm = state.llm
+        llm, talk = state.llm, messages
+        if llm.vision is not None:
+            talk = with_pictures(messages, remote=state.options.remote_images)
         for one in [options] if n == 1 else sample_options(options, n, where="chat"):
-            ids, each = llm.chat_request(messages, one, where="chat")
+            ids, each = llm.chat_request(talk, one, where="chat")
             ticket.prompt_tokens = len(ids)
             ticket.handles.append(llm.submit_for_job(ids, each, stream=stream, where="chat"))
 

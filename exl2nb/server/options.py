@@ -35,6 +35,8 @@ class ServerOptions:
     downloads go; None = neither. lora_dir: the same for adapters. template: chat template, as source or as the name of an instruct format;
     None = the model's own. presets: sampler presets by name: {field: value} or {field: {"override": value, "force": bool}}. preset: the
     one that applies at first.
+    remote_images: fetch pictures that a request names by address; False = they must be in the request, as data URLs. Whoever may call the
+    server can then make it ask any address that it reaches.
     docs: serve /docs and /openapi.json.
 
     stream_interval_ms: tokens of a stream that come within it join in one event, so that a screen still sees about 30 events a second. The
@@ -58,6 +60,7 @@ class ServerOptions:
     template: str | None = None
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     preset: str | None = None
+    remote_images: bool = False
     docs: bool = True
     stream_interval_ms: float = 33.0
 
@@ -67,7 +70,7 @@ class ServerOptions:
         check_integer("port", self.port, 0, 65535)
         for name in ("api_keys", "admin_keys", "cors_origins", "allowed_hosts"):
             object.__setattr__(self, name, _texts(name, getattr(self, name)))
-        for name in ("allow_no_key", "docs"):
+        for name in ("allow_no_key", "remote_images", "docs"):
             check_flag(name, getattr(self, name))
         check_integer("max_body_bytes", self.max_body_bytes, 1024, 1 << 30)
         check_integer("max_queue", self.max_queue, 1, 1 << 20)

@@ -18,6 +18,7 @@ from exl2nb.server.errors import ApiError, api_error, body_of
 from exl2nb.server.fields import Body, Ids, Text, check_preset
 from exl2nb.server.keys import admin, permission, user
 from exl2nb.server.openai import model_entry, named_template
+from exl2nb.server.pictures import with_pictures
 from exl2nb.server.state import INLINE_CHARACTERS, State, aside
 from exl2nb.server.stream import HEADERS, MEDIA_TYPE, event
 from exl2nb.tokenizer.instruct import INSTRUCT
@@ -92,7 +93,7 @@ async def current_model(request: Request) -> Any:
         "max_batch_size": llm.engine.loop.scheduler.max_sequences,
         "chunk_size": llm.engine.loop.scheduler.max_chunk,
         "prompt_template": state.template if state.template in INSTRUCT else "default" if llm.tokenizer.templates.templates else None,
-        "use_vision": False,
+        "use_vision": llm.vision is not None,
         "draft": llm.engine.drafter is not None,
     }
     return {**model_entry(state, state.model_name), "parameters": parameters}
@@ -324,7 +325,8 @@ async def encode(request: Request, body: EncodeBody) -> Any:
     def work() -> list[int]:
         if isinstance(body.text, str):
             return llm.tokenizer.encode(body.text, body.add_bos_token, parse_special=body.encode_special_tokens)
-        return llm.tokenizer.encode(llm.render_chat(body.text, template=template), add_special=False)
+        talk = with_pictures(body.text, remote=state.options.remote_images) if llm.vision is not None else body.text
+        return llm.tokenizer.encode(llm.render_chat(talk, template=template), add_special=False)
 
     tokens = await aside(work, heavy=not isinstance(body.text, str) or len(body.text) > INLINE_CHARACTERS)
     return {"tokens": tokens, "length": len(tokens)}

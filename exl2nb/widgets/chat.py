@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -11,7 +11,7 @@ import traitlets as t
 
 from exl2nb.core.errors import GenerationError, OptionError
 from exl2nb.tokenizer.reply import Reply
-from exl2nb.widgets.protocol import ChatTurn, Stats, Status, TokenItem
+from exl2nb.widgets.protocol import ChatTurn, ShownPicture, Stats, Status, TokenItem
 from exl2nb.widgets.tokens import items_of
 
 if TYPE_CHECKING:
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 SAID = {"user": "You", "assistant": "Model", "system": "System", "tool": "Tool"}
 """Names of the roles in the script-free twin; chat.ts has the same."""
 _TWIN_CHARS = 2000
+THUMBNAIL = 160
+"""Pixels of the longer side of a picture in a turn."""
 
 
 class Chat:
@@ -34,9 +36,11 @@ class Chat:
     def __init__(self, llm: Any, template: str | None) -> None:
         from exl2nb.llm.conversation import Conversation  # here: it brings the generator along
 
+        self._llm = llm
         self.conversation: Conversation = Conversation(llm, **({} if template is None else {"template": template}))
         self._answers: dict[int, tuple[list[TokenItem], Stats, str]] = {}
         self._back: Turn | None = None
+        self._pictures: dict[str, ShownPicture] = {}
 
     @property
     def turns(self) -> list[ChatTurn]:
@@ -44,14 +48,31 @@ class Chat:
         found = []
         for turn in self.conversation.turns:
             versions = self.conversation.siblings(turn)
-            found.append(ChatTurn(turn.id, turn.role, turn.content, versions.index(turn), len(versions), turn.reasoning or "", turn.calls))
+            shown = [self._shown(url) for url in turn.images or ()]
+            place = versions.index(turn), len(versions)
+            found.append(ChatTurn(turn.id, turn.role, turn.content, *place, turn.reasoning or "", turn.calls, shown))
         return found
 
-    def say(self, text: str) -> None:
+    def _shown(self, url: str) -> ShownPicture:
+        """A picture, small, and what the model reads of it."""
+        if url not in self._pictures:
+            from exl2nb.model.vision.pictures import Picture
+
+            picture, vision = Picture.of(url), getattr(self._llm, "vision", None)
+            small = picture.frames[0].copy()
+            small.thumbnail((THUMBNAIL, THUMBNAIL))
+            tokens = f", {vision.tokens(picture)} tokens" if vision is not None else ""
+            self._pictures[url] = ShownPicture(Picture.of(small).data_url, f"{picture.size[0]} x {picture.size[1]} pixels{tokens}")
+        return self._pictures[url]
+
+    def say(self, text: str, images: Sequence[Any] = ()) -> None:
         """Add a message after the current turn; as its sibling if that one is a message without an answer."""
+        from exl2nb.llm.conversation import images_of
+
+        shown = images_of(images)
         talk, head = self.conversation, self.conversation.head
         parent = None if head is None else head.parent if head.role == "user" else head.id
-        self._back, talk.head = None, talk.tree.add(parent, "user", _text(text))
+        self._back, talk.head = None, talk.tree.add(parent, "user", _text(text), images=shown)
 
     def edit(self, number: int, text: str) -> None:
         """Add another version of a message as its sibling."""
@@ -145,13 +166,16 @@ class ChatMode(t.HasTraits):
         """The turns in view, first to last: id, role, text, version (from 0), and versions: how many there are."""
         return self._chat.turns if self._chat is not None else []
 
-    def say(self, text: str) -> Any:
+    def say(self, text: str, images: Sequence[Any] = ()) -> Any:
         """Say something; returns at once, the answer streams into the page. `wait` gives its text.
+
+        Args:
+            images: pictures that are shown with it, to a model that sees.
 
         Raises:
             OptionError: not in chat mode, no model, or no text. GenerationError: an answer is on its way.
         """
-        return self._ask(lambda chat: chat.say(text))
+        return self._ask(lambda chat: chat.say(text, images))
 
     def again(self, turn: int | None = None) -> Any:
         """Generate another answer, as a sibling of the old one.
@@ -232,7 +256,10 @@ class ChatMode(t.HasTraits):
     # ---- messages
 
     def _receive_chat_send(self, message: Mapping[str, Any]) -> None:
-        self._receive_chat(message, lambda: self.say(message.get("text", "")))
+        images = message.get("images", [])
+        if not isinstance(images, list) or not all(isinstance(url, str) and url.startswith("data:") for url in images):
+            raise OptionError("chat: images from the page are data URLs")  # nothing of the kernel's own files
+        self._receive_chat(message, lambda: self.say(message.get("text", ""), images))
 
     def _receive_chat_edit(self, message: Mapping[str, Any]) -> None:
         self._receive_chat(message, lambda: self.edit(message.get("turn", -1), message.get("text", "")))
@@ -251,7 +278,7 @@ class ChatMode(t.HasTraits):
 
 def turns_html(turns: list[ChatTurn], answer: str) -> str:
     """The turns without scripts; `answer`, which is HTML, stands for the text of the last one where that is the model's."""
-    from exl2nb.llm.conversation import calls_html, reasoning_html
+    from exl2nb.llm.conversation import calls_html, images_html, reasoning_html
 
     parts = []
     for turn in turns:
@@ -260,6 +287,7 @@ def turns_html(turns: list[ChatTurn], answer: str) -> str:
         mark = f" ({turn.version + 1}/{turn.versions})" if turn.versions > 1 else ""
         if body is words:
             body = f"{reasoning_html(turn.reasoning)}{words}"
+        body = f"{images_html([picture.url for picture in turn.images])}{body}"
         parts.append(f"<b>{SAID.get(turn.role, 'Other')}{mark}</b>\n{body}{calls_html(turn.calls)}\n\n")
     return "".join(parts) + ("" if turns and turns[-1].role == "assistant" else answer)
 

@@ -162,6 +162,7 @@ class Playground(ExlWidget, ChatMode, SamplerTraits):
     _tokens = t.List().tag(sync=True)
     _model_label = t.Unicode("").tag(sync=True)
     _has_model = t.Bool(False).tag(sync=True)
+    _sees = t.Bool(False).tag(sync=True)
 
     def __init__(self, llm: Any = None, *, result: Any = None, **kwargs: Any) -> None:
         self._background, self._stream = Background("Playground"), None  # first: `close` needs them, also where this constructor raises
@@ -176,6 +177,7 @@ class Playground(ExlWidget, ChatMode, SamplerTraits):
         self._check_chat()
         with self.hold_sync():
             self._has_model, self._model_label = llm is not None, _label(llm)
+            self._sees = getattr(llm, "vision", None) is not None
         if result is not None:
             self._take(result)
 

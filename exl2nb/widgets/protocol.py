@@ -251,8 +251,18 @@ class Generate(TypedDict):
     settings: Settings
 
 
+class ShownPicture(NamedTuple):
+    """A picture of a turn. url: a small copy as a data URL. note: its size, and the tokens that the model reads of it."""
+
+    url: str
+    note: str
+
+
 class ChatTurn(NamedTuple):
-    """What one side said. version: which of the `versions` of this turn, from 0. reasoning: what the model thought. calls: of functions."""
+    """What one side said. version: which of the `versions` of this turn, from 0. reasoning: what the model thought. calls: of functions.
+
+    images: that were shown with it.
+    """
 
     id: int
     role: str
@@ -261,13 +271,15 @@ class ChatTurn(NamedTuple):
     versions: int
     reasoning: str
     calls: list[str]
+    images: list[ShownPicture]
 
 
 class ChatSend(TypedDict):
-    """The reader sent a message. settings: as in Generate, here and below."""
+    """The reader sent a message. images: pictures with it, as data URLs. settings: as in Generate, here and below."""
 
     type: Literal["chat_send"]
     text: str
+    images: list[str]
     settings: dict[str, float | bool | None]
 
 
@@ -322,6 +334,7 @@ class PlaygroundState(SamplerValues):
     _tokens: list[TokenItem]
     _model_label: str
     _has_model: bool
+    _sees: bool
     _protocol: int
     _static: bool
 

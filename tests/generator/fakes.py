@@ -225,7 +225,11 @@ class DelayedExecutor:
         assert self.unread <= 1, "three steps in flight"
         self.ahead += self.unread
         batch = Batch(
-            **{name: getattr(step.batch, name).clone() for name in step.batch.__dataclass_fields__ if name not in ("long", "adapters")}
+            **{
+                name: getattr(step.batch, name).clone()
+                for name in step.batch.__dataclass_fields__
+                if name not in ("long", "adapters", "pictures")
+            }
         )
         feed = None if step.feed is None else step.feed.copy()
         self.fed += feed is not None

@@ -80,8 +80,8 @@ def check_batch(builder, spans, changes):
         ],
         page_size=SIZE,
     )
-    assert ours.long is theirs.long is ours.adapters is theirs.adapters is None
-    for name in set(ours.__dataclass_fields__) - {"long", "adapters"}:
+    assert ours.long is theirs.long is ours.adapters is theirs.adapters is ours.pictures is theirs.pictures is None
+    for name in set(ours.__dataclass_fields__) - {"long", "adapters", "pictures"}:
         assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
 
 

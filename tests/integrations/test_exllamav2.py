@@ -335,7 +335,7 @@ def test_what_is_refused_has_a_name(parts, generator):
         (lambda: setattr(model.config, "load_in_q4", True), "load_in_q4"),
         (lambda: ExLlamaV2Config().prepare(), "model_dir is not set"),
         (lambda: ExLlamaV2DynamicGenerator(model, cache, tokenizer, max_bach=1), "unknown keyword 'max_bach'"),
-        (lambda: ExLlamaV2DynamicJob(torch.tensor([[1]]), 5, embeddings=[1]), "embeddings are not taken"),
+        (lambda: ExLlamaV2DynamicJob(torch.tensor([[1]]), 5, embeddings=[1]), "expected what ExLlamaV2VisionTower makes"),
         (lambda: generator.generate("x", 5, gen_setings=None), "unknown keyword 'gen_setings'"),
         (lambda: generator.generate(("a", "b"), 5), "expected a pair with one"),
         (lambda: generator.generate("x", 5, filters=[5]), "expected objects with begin, feed and next"),

@@ -14,7 +14,7 @@ from exl2nb.sampling.params import SamplingParams
 def test_names_are_those_of_the_dataclasses():
     sampling, request = ([field.name for field in fields(cls)] for cls in (SamplingParams, Request))
     assert list(SamplingOptions.__annotations__) == sampling
-    own = [name for name in request if name not in ("prompt_ids", "sampling", "stream", "n", "reply")]
+    own = [name for name in request if name not in ("prompt_ids", "sampling", "stream", "n", "reply", "pictures")]
     assert list(RequestOptions.__annotations__) == [*sampling, *own, "negative_prompt", *STRUCTURES]
     assert GenerateOptions.__annotations__.keys() - RequestOptions.__annotations__.keys() == {"on_chunk"}
     assert ChatOptions.__annotations__.keys() - RequestOptions.__annotations__.keys() == set(CHAT_OPTIONS)

@@ -84,18 +84,20 @@ THEIRS = {"phi3": fused, "gemma2": lambda w, _: w, "cohere": lambda w, _: w, "ol
 
 def _check_passed(source, made):
     with TensorStore(source) as before, TensorStore(made) as after:
-        passed = [name for name in after.names() if name.startswith(("vision_tower.", "multi_modal_projector."))]
+        passed = [name for name in after.names() if name.startswith(TOWERS)]
         renamed = {
             name.removeprefix("model.").replace("mm_input_projection_weight", "mm_input_projection.weight"): name for name in before.names()
         }
-        assert len(passed) == sum("vision" in name or "projector" in name for name in before.names()) >= 5
+        assert len(passed) == sum(any(part in name for part in ("vision", "projector", "visual")) for name in before.names()) >= 5
         for name in passed:
             want, got = before.read(renamed[name]), after.read(name)
             assert want.dtype == got.dtype and torch.equal(want, got)
 
 
+TOWERS = ("vision_tower.", "multi_modal_projector.", "visual.")
+
 # one of every kind; the others run with the slow tests
-FAST = {"phi3", "gemma2", "cohere", "olmo2", "qwen3", "gpt2-published", "starcoder2", "gemma3-multimodal", "index"}
+FAST = {"phi3", "gemma2", "cohere", "olmo2", "qwen3", "gpt2-published", "starcoder2", "gemma3-multimodal", "qwen3_vl", "index"}
 FAST |= {"mixtral", "qwen2_moe", "dbrx"}
 
 
@@ -112,7 +114,7 @@ def test_there_and_back(name, tmp_path):
         quantised = {name.removesuffix(".q_weight") for name in plain.names() if name.endswith(".q_weight")}
     if config.files.passed:  # the vision tower, bit for bit
         _check_passed(source, done.path)
-        stored = {key: shape for key, shape in stored.items() if not key.startswith(("vision_tower.", "multi_modal_projector."))}
+        stored = {key: shape for key, shape in stored.items() if not key.startswith(TOWERS)}
     biases = {f"{linear.key}.bias": (linear.out_features,) for linear in linears(config) if linear.bias}
     assert stored == {**vectors(config), **biases}
     assert quantised == {linear.key for linear in linears(config)}

@@ -41,7 +41,7 @@ GPT_KEYS = {
 class Tiny:
     """arch: the name in `architectures`. model, config: Transformers classes. changes: to the config. export: see above.
 
-    text: config class of the decoder, where it is a part of a larger config. keys: of the config, where they are unusual.
+    text: config class of the decoder, where it is a part of a larger config, beside `vision`. keys: of the config, where they are unusual.
     """
 
     arch: str
@@ -51,6 +51,7 @@ class Tiny:
     export: Export | None = None
     text: str = ""
     keys: dict[str, str] = field(default_factory=dict)
+    vision: dict[str, Any] = field(default_factory=lambda: VISION)
 
 
 def tiny(arch: str, stem: str = "", export: Export | None = None, **changes: Any) -> Tiny:
@@ -165,6 +166,9 @@ GEMMA3_ROPE = {
 VISION = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
 }  # fmt: skip
+QWEN_VISION = {"depth": 1, "hidden_size": 16, "out_hidden_size": 16, "embed_dim": 16, "num_heads": 2, "intermediate_size": 16,
+               "patch_size": 14, "mlp_ratio": 1, "deepstack_visual_indexes": [0], "fullatt_block_indexes": [0],
+               "num_position_embeddings": 4}  # fmt: skip
 GRANITE = {"embedding_multiplier": 6.0, "attention_multiplier": 0.1, "residual_multiplier": 0.3, "logits_scaling": 4.0}
 GPT = {"scale_attn_weights": True}
 
@@ -188,6 +192,19 @@ ZOO: dict[str, Tiny] = {
     "phi4-mini": tiny("Phi3ForCausalLM", pad_token_id=0, tie_word_embeddings=True,
                       rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}),
     "mistral3": Tiny("Mistral3ForConditionalGeneration", "Mistral3ForConditionalGeneration", "Mistral3Config", {}, text="MistralConfig"),
+    "qwen2_vl": Tiny("Qwen2VLForConditionalGeneration", "Qwen2VLForConditionalGeneration", "Qwen2VLConfig",
+                     {"mrope": True}, text="Qwen2VLTextConfig", vision=QWEN_VISION),
+    "qwen2_5_vl": Tiny("Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VLConfig",
+                       {"mrope": True, "tie_word_embeddings": True}, text="Qwen2_5_VLTextConfig", vision=QWEN_VISION),
+    "qwen3_vl": Tiny("Qwen3VLForConditionalGeneration", "Qwen3VLForConditionalGeneration", "Qwen3VLConfig",
+                     {"mrope": True}, text="Qwen3VLTextConfig", vision=QWEN_VISION),
+    "llava": Tiny("LlavaForConditionalGeneration", "LlavaForConditionalGeneration", "LlavaConfig", {}, text="LlamaConfig",
+                  vision={**VISION, "model_type": "clip_vision_model"}),
+    "llava-qwen2": Tiny("LlavaForConditionalGeneration", "LlavaForConditionalGeneration", "LlavaConfig", {}, text="Qwen2Config",
+                        vision={**VISION, "model_type": "siglip_vision_model"}),
+    "pixtral": Tiny("LlavaForConditionalGeneration", "LlavaForConditionalGeneration", "LlavaConfig",
+                    {"sliding_window": None, "num_hidden_layers": 3},
+                    text="MistralConfig", vision={**VISION, "model_type": "pixtral"}),
     "smollm3": tiny("SmolLM3ForCausalLM", pad_token_id=0, num_hidden_layers=5),
     "smollm3-window": tiny("SmolLM3ForCausalLM", pad_token_id=0, num_hidden_layers=3, no_rope_layers=[1, 0, 1], use_sliding_window=True,
                            sliding_window=9, tie_word_embeddings=True),
@@ -243,6 +260,13 @@ def build(name: str, *, seed: int = 0, **changes: Any) -> Any:
     }  # fmt: skip
     if entry.config == "GPTBigCodeConfig" or entry.config == "GPT2Config":
         del settings["head_dim"], settings["num_key_value_heads"]
+    if settings.pop("mrope", False):
+        half = settings["head_dim"] // 2
+        settings["rope_parameters"] = {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "mrope_section": [half - 2 * (half // 3), half // 3, half // 3],
+        }
     if settings.get("num_key_value_heads") == 0:  # as many as query heads
         settings["num_key_value_heads"] = heads
     if settings.get("attention_multiplier") == 0.0:
@@ -251,9 +275,10 @@ def build(name: str, *, seed: int = 0, **changes: Any) -> Any:
     if entry.config == "DbrxConfig":
         _nest(settings)
     if entry.text:
+        settings = {key: value for key, value in settings.items() if not (key == "head_dim" and entry.text.startswith("Qwen2"))}
         tie = settings["tie_word_embeddings"]
         config = getattr(transformers, entry.config)(
-            text_config=getattr(transformers, entry.text)(**settings).to_dict(), vision_config=dict(VISION), tie_word_embeddings=tie
+            text_config=getattr(transformers, entry.text)(**settings).to_dict(), vision_config=dict(entry.vision), tie_word_embeddings=tie
         )
     else:
         config = getattr(transformers, entry.config)(**settings, attn_implementation="eager")

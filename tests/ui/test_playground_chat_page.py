@@ -123,3 +123,48 @@ def test_an_export_shows_the_turns_and_no_buttons(page, tmp_path):
     page.locator(".exl2nb-turn-text").nth(2).wait_for()
     assert page.locator(".exl2nb-turn-number").all_text_contents() == ["2/2", "2/3"]
     assert page.locator(".exl2nb-turns button:visible, .exl2nb-turn-answer button:visible").count() == 0
+
+
+RED = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR4nGP4z8DwHwAFAAH/q842iQAAAABJRU5ErkJggg=="
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_pictures_are_chosen_dropped_removed_and_sent(page, theme, tmp_path):
+    import base64
+
+    (tmp_path / "red.png").write_bytes(base64.b64decode(RED.partition(",")[2]))
+    host = mounted(page, theme, _sees=True)
+    waiting = page.get_by_role("button", name="Remove picture")
+    page.locator("input[type=file]").set_input_files([tmp_path / "red.png", tmp_path / "red.png"])
+    waiting.nth(1).wait_for()
+    waiting.nth(0).click()
+    assert waiting.count() == 1
+    page.get_by_label("Message", exact=True).evaluate(
+        """(box) => {
+          const data = new DataTransfer();
+          data.items.add(new File([new Uint8Array([1, 2])], "a.png", { type: "image/png" }));
+          data.items.add(new File(["text"], "a.txt", { type: "text/plain" }));
+          box.dispatchEvent(new DragEvent("drop", { dataTransfer: data, bubbles: true, cancelable: true }));
+        }"""
+    )
+    waiting.nth(1).wait_for()
+    assert violations(page) == []
+    waiting.nth(1).click()
+    page.get_by_label("Message", exact=True).fill("What is this?")
+    page.keyboard.press("Control+Enter")
+    sent = last_message(host)
+    assert sent["text"] == "What is this?"
+    assert sent["images"] == [RED]
+    turn = [0, "user", "What is this?", 0, 1, "", [], [[RED, "1 x 1 pixels, 9 tokens"]]]
+    host.put(status="running", _turns=[turn])
+    assert waiting.count() == 0
+    host.put(status="done", _turns=[turn, [1, "assistant", "Red", 0, 1, "", [], []]])
+    host.deliver(snapshot("Red"))
+    assert page.get_by_role("img", name="Picture, 1 x 1 pixels, 9 tokens").count() == 1
+    assert page.locator("figcaption").inner_text() == "1 x 1 pixels, 9 tokens"
+    assert violations(page) == []
+
+
+def test_a_model_that_reads_text_alone_takes_no_pictures(page):
+    mounted(page)
+    assert not page.get_by_role("button", name="Picture").is_visible()

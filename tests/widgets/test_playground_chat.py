@@ -206,3 +206,30 @@ def test_the_demo_model_has_a_template(llm):
     assert again == f'<s>"Who goes there?" said the visitor.\n\n"{answer}\n\n"Alone?" said the visitor.\n\n"', (
         "the answer as it was written"
     )
+
+
+def test_pictures_stand_with_their_turns_and_reach_the_model(monkeypatch):
+    """The page sends data URLs and nothing else: the kernel's files cannot be named."""
+    import numpy as np
+
+    from exl2nb.model.vision.pictures import Picture
+
+    talker = Talker("Red", "Blue")
+    talker.vision = SimpleNamespace(tokens=lambda picture: 9)
+    play = Playground(talker, chat=True, template=TEMPLATE)
+    assert play._sees
+    url = Picture.of(np.zeros((300, 400, 3), np.uint8)).data_url
+    play._receive_chat_send({"type": "chat_send", "text": "What is this?", "images": [url], "settings": {}})
+    play.wait()
+    ((role, content),) = talker.asked[0]
+    assert role == "user"
+    assert content == [{"type": "image", "image": url}, {"type": "text", "text": "What is this?"}]
+    (shown,) = play.turns[0].images
+    assert shown.note == "400 x 300 pixels, 9 tokens"
+    assert Picture.of(shown.url).size == (160, 120)
+    with pytest.raises(OptionError, match="data URLs"):
+        play._receive_chat_send({"type": "chat_send", "text": "Read it", "images": ["/etc/passwd"], "settings": {}})
+    play.say("And now?", images=[np.zeros((4, 4), np.uint8)])
+    play.wait()
+    assert len(play.turns[2].images) == 1
+    assert not Playground(Talker("x"), chat=True, template=TEMPLATE)._sees

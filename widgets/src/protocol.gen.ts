@@ -181,13 +181,21 @@ export interface Generate {
   settings: Settings;
 }
 
-/** What one side said. version: which of the `versions` of this turn, from 0. reasoning: what the model thought. calls: of functions. */
-export type ChatTurn = [id: number, role: string, text: string, version: number, versions: number, reasoning: string, calls: string[]];
+/** A picture of a turn. url: a small copy as a data URL. note: its size, and the tokens that the model reads of it. */
+export type ShownPicture = [url: string, note: string];
 
-/** The reader sent a message. settings: as in Generate, here and below. */
+/**
+ * What one side said. version: which of the `versions` of this turn, from 0. reasoning: what the model thought. calls: of functions.
+ *
+ * images: that were shown with it.
+ */
+export type ChatTurn = [id: number, role: string, text: string, version: number, versions: number, reasoning: string, calls: string[], images: ShownPicture[]];
+
+/** The reader sent a message. images: pictures with it, as data URLs. settings: as in Generate, here and below. */
 export interface ChatSend {
   type: "chat_send";
   text: string;
+  images: string[];
   settings: Record<string, number | boolean | null>;
 }
 
@@ -263,6 +271,7 @@ export interface PlaygroundState {
   _tokens: TokenItem[];
   _model_label: string;
   _has_model: boolean;
+  _sees: boolean;
   _protocol: number;
   _static: boolean;
 }

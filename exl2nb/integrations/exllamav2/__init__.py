@@ -24,6 +24,7 @@ from exl2nb.integrations.exllamav2.model import (
     ExLlamaV2Tokenizer,
     Timer,
 )
+from exl2nb.integrations.exllamav2.vision import ExLlamaV2MMEmbedding, ExLlamaV2VisionTower
 
 __version__ = "0.3.2"  # the version whose interface this is
 
@@ -34,6 +35,8 @@ _ALIASES = {
     "exllamav2.cache": "exl2nb.integrations.exllamav2.model",
     "exllamav2.lora": "exl2nb.integrations.exllamav2.model",
     "exllamav2.tokenizer": "exl2nb.integrations.exllamav2.model",
+    "exllamav2.vlm": "exl2nb.integrations.exllamav2.vision",
+    "exllamav2.vlm.vision_tower": "exl2nb.integrations.exllamav2.vision",
     "exllamav2.util": "exl2nb.integrations.exllamav2.model",
     "exllamav2.generator": "exl2nb.integrations.exllamav2.generator",
     "exllamav2.generator.base": "exl2nb.integrations.exllamav2.generator",
@@ -87,7 +90,9 @@ __all__ = [
     "ExLlamaV2Cache_TP",
     "ExLlamaV2Config",
     "ExLlamaV2Lora",
+    "ExLlamaV2MMEmbedding",
     "ExLlamaV2Tokenizer",
+    "ExLlamaV2VisionTower",
     "Timer",
     "install",
     "uninstall",

@@ -25,6 +25,7 @@ from exl2nb.integrations.exllamav2.filters import (
 )
 from exl2nb.integrations.exllamav2.model import MULTIPLE, ExLlamaV2, ExLlamaV2CacheBase, ExLlamaV2Lora, ExLlamaV2Tokenizer
 from exl2nb.integrations.exllamav2.sampler import ExLlamaV2Sampler
+from exl2nb.integrations.exllamav2.vision import ExLlamaV2MMEmbedding, placed_prompt
 
 __all__ = [
     "ExLlamaV2BaseGenerator",
@@ -61,7 +62,8 @@ class ExLlamaV2DynamicJob:
         return_top_tokens, return_probs: add top_k_tokens, top_k_probs and token_probs to results. return_logits: adds logits to the last.
         filters: see `filters`. banned_strings: texts that never appear. token_healing: the prompt may end inside a word.
         identifier: comes with every result.
-        max_skips, filter_prefer_eos, decode_special_tokens: ignored. embeddings and unknown keywords: refused.
+        embeddings: pictures that the prompt was encoded with.
+        max_skips, filter_prefer_eos, decode_special_tokens: ignored. Unknown keywords: refused.
     """
 
     _serials = itertools.count(1)
@@ -87,11 +89,12 @@ class ExLlamaV2DynamicJob:
         embeddings: list[Any] | None = None,
         **unknown: Any,
     ) -> None:
-        if embeddings:
-            raise OptionError("ExLlamaV2DynamicJob: embeddings are not taken: models read text alone here")
         if unknown:
             raise OptionError(f"ExLlamaV2DynamicJob: unknown keyword {shown(next(iter(unknown)))}")
         self.prompts = [ids.view(-1).tolist() for ids in (input_ids if isinstance(input_ids, (list, tuple)) else [input_ids])]
+        self.embeddings: list[ExLlamaV2MMEmbedding] = list(embeddings or ())
+        if wrong := [one for one in self.embeddings if not isinstance(one, ExLlamaV2MMEmbedding)]:
+            raise OptionError(f"ExLlamaV2DynamicJob: embeddings holds {shown(wrong[0])}; expected what ExLlamaV2VisionTower makes")
         self.settings = gen_settings or Settings()
         self.options: dict[str, Any] = {
             "max_tokens": max_new_tokens,
@@ -126,6 +129,9 @@ class ExLlamaV2DynamicJob:
             options["structure"] = FilterStructure(self.filters, llm.config.vocab_size, ends)
             options["ignore_eos"] = False
         prompt, scale = self.prompts[0], self.settings.cfg_scale
+        if self.embeddings:
+            config = llm.config
+            prompt, options["pictures"] = placed_prompt(prompt, self.embeddings, whole=config.sees_whole, axes=config.mrope is not None)
         if len(self.prompts) > 1 or scale is not None:
             if len(self.prompts) != 2 or scale is None:
                 raise OptionError(

@@ -172,7 +172,7 @@ class ExLlamaV2:
             options = {"cache": cache.mode, "cache_tokens": tokens, **self.config.load_options()}
             options["context"] = min(options["context"], cache.max_seq_len)
             shown_as: Any = "auto" if progress and sink is None else sink or SilentSink()
-            self.llm = exl2nb.load(self.config.model_dir, progress=shown_as, max_sequences=64, **options)
+            self.llm = exl2nb.load(self.config.model_dir, progress=shown_as, max_sequences=64, vision=False, **options)
             self._key, self.loaded = key, True
         return self.llm
 
@@ -330,14 +330,19 @@ class ExLlamaV2Tokenizer:
     ) -> Any:
         """Ids int64 `(1, n)`; of a list `(B, n)`, padded on the left, and with return_offsets a tensor of minus the padding of each.
 
+        embeddings: pictures, whose aliases stand in the text; special tokens are parsed then.
+
         Raises:
-            OptionError: embeddings were given.
+            OptionError: an alias is missing from a text.
         """
-        if embeddings:
-            raise OptionError("encode: embeddings are not taken: models read text alone here")
         rows = []
         for one in [text] if isinstance(text, str) else text:
-            ids = self.inner.encode(one, add_special=False, parse_special=encode_special_tokens)
+            if embeddings:
+                from exl2nb.integrations.exllamav2.vision import encode_with
+
+                ids = encode_with(self.inner, one, embeddings)
+            else:
+                ids = self.inner.encode(one, add_special=False, parse_special=encode_special_tokens)
             if add_bos and self.bos_token_id is not None:
                 ids.insert(0, self.bos_token_id)
             if add_eos and self.eos_token_id is not None:

@@ -59,8 +59,8 @@ class Architecture:
     that are not listed must be present. names: module keys; files: how checkpoints differ from them. fixed: fields of ModelConfig that are
     the same for every model of this kind; read: `(fields, sizes)` -> those that the config decides. keys: our name of a config key -> the
     one this architecture uses, dots where it is nested. eps_key, activation_key: of the norms, of the MLP. text_key: the decoder's config
-    is nested under it. partial_rotary: `partial_rotary_factor` may be below 1. inner_multiple: intermediate_size over hidden_size where
-    the config has none.
+    is nested under it, or, with `flat`, at the top. partial_rotary: `partial_rotary_factor` may be below 1. inner_multiple:
+    intermediate_size over hidden_size where the config has none.
     """
 
     model_type: str
@@ -78,6 +78,7 @@ class Architecture:
     eps: float = 1e-6
     activation_key: str = "hidden_act"
     text_key: str = ""
+    flat: bool = False
     partial_rotary: bool = False
     inner_multiple: int = 0
 
@@ -119,7 +120,7 @@ class Architecture:
     def _fields(self, raw: Mapping[str, Any], where: str) -> Fields:
         """The decoder's keys under our names, defaults filled in."""
         outer = Fields(raw, where)
-        inner = outer.child(self.text_key) if self.text_key else outer
+        inner = (outer.child(self.text_key) if self.text_key else outer) or (outer if self.flat else None)
         if inner is None:
             raise ConfigError(f"{where}: key {self.text_key!r} is missing; this architecture needs it")
         shared = {key: raw[key] for key in ("quantization_config", "tie_word_embeddings") if raw.get(key) is not None}

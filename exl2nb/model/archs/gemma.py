@@ -126,7 +126,9 @@ GEMMA3 = Architecture(
     read=gemma3_features,
 )
 ARCHS.register("Gemma3ForCausalLM")(GEMMA3)
-ARCHS.register("Gemma3ForConditionalGeneration")(inside(GEMMA3, ("mm_input_projection_weight", "mm_input_projection.weight")))
+ARCHS.register("Gemma3ForConditionalGeneration")(
+    inside(GEMMA3, ("mm_input_projection_weight", "mm_input_projection.weight"), fixed={**GEMMA3.fixed, "sees_whole": True})
+)
 
 
 # GemMoE: Gemma with Mixtral's experts. Transformers has no such class; its definition is that of its two parts.

@@ -28,7 +28,7 @@ ARCHS.register("MistralForCausalLM")(
 MISTRAL3 = Architecture(
     model_type="mistral3",
     windows=windows,
-    defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072, "tie_word_embeddings": True},
+    defaults={"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072, "tie_word_embeddings": True},
 )
 ARCHS.register("Mistral3ForConditionalGeneration")(inside(MISTRAL3))
 

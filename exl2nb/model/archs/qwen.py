@@ -1,10 +1,11 @@
 """Qwen 1 to 3, dense and with experts."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from exl2nb.model.archs.base import ARCHS, Architecture, layer_kinds
-from exl2nb.model.config import MAX_EXPERTS, Files, MoE
+from exl2nb.model.archs.base import ARCHS, Architecture, Features, layer_kinds
+from exl2nb.model.config import MAX_EXPERTS, Files, MoE, MRope
 from exl2nb.model.fields import Fields
 from exl2nb.model.rope import MAX_CONTEXT
 
@@ -169,3 +170,40 @@ ARCHS.register("Qwen3MoeForCausalLM")(
         read=qwen3_moe_features,
     )
 )
+
+
+# Qwen2-VL, Qwen2.5-VL and Qwen3-VL: the text models with three positions per token. Published files of the first two keep the decoder's
+# keys at the top of config.json, those that Transformers writes under `text_config`.
+VISION_FILES = Files(
+    renames=(("model.language_model.", "model."), ("model.visual.", "visual."), ("language_model.lm_head.", "lm_head.")),
+    passed=("visual.*",),
+)
+
+
+def _sections(fields: Fields, default: list[int]) -> tuple[int, ...]:
+    own = fields.child("rope_scaling") or fields.child("rope_parameters") or Fields({}, fields.where)
+    found = own.raw.get("mrope_section", default)
+    if not isinstance(found, list) or len(found) != 3 or any(type(n) is not int for n in found):
+        raise own.refuse("mrope_section", found, "a list of three whole numbers")
+    return tuple(found)
+
+
+def qwen2_vl_features(fields: Fields, sizes: Mapping[str, int]) -> Mapping[str, Any]:
+    """How a head's frequencies are shared among time, height and width."""
+    time, height, width = _sections(fields, [16, 24, 24])
+    return {"mrope": MRope(sections=(time, height, width))}
+
+
+def qwen3_vl_features(fields: Fields, sizes: Mapping[str, int]) -> Mapping[str, Any]:
+    """The same, interleaved."""
+    time, height, width = _sections(fields, [24, 20, 20])
+    return {"mrope": MRope(sections=(time, height, width), interleaved=True)}
+
+
+def _with_pictures(text: str, model_type: str, read: Features) -> Architecture:
+    return replace(ARCHS[text], model_type=model_type, text_key="text_config", flat=True, files=VISION_FILES, read=read)
+
+
+ARCHS.register("Qwen2VLForConditionalGeneration")(_with_pictures("Qwen2ForCausalLM", "qwen2_vl", qwen2_vl_features))
+ARCHS.register("Qwen2_5_VLForConditionalGeneration")(_with_pictures("Qwen2ForCausalLM", "qwen2_5_vl", qwen2_vl_features))
+ARCHS.register("Qwen3VLForConditionalGeneration")(_with_pictures("Qwen3ForCausalLM", "qwen3_vl", qwen3_vl_features))

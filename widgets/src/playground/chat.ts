@@ -12,6 +12,11 @@ export class Chat {
   /** Name and buttons of the answer in the log. */
   readonly answer = h("div", { class: "exl2nb-turn-answer" });
   readonly cancel = h("button", { type: "button", class: "exl2nb-button", hidden: true }, "Cancel edit");
+  /** Pictures that go with the next message, and the button that adds one; for models that see. */
+  readonly pictures = h("div", { class: "exl2nb-pictures", role: "group", "aria-label": "Pictures of the next message" });
+  readonly add = h("button", { type: "button", class: "exl2nb-button" }, "Picture…");
+  private readonly chooser = h("input", { type: "file", accept: "image/*", multiple: true, hidden: true }) as HTMLInputElement;
+  private urls: string[] = [];
   private editing: number | null = null;
   private sent = false;
   private readonly undo: (() => void)[];
@@ -21,9 +26,29 @@ export class Chat {
     private readonly box: HTMLTextAreaElement,
   ) {
     this.cancel.addEventListener("click", () => this.edit(null, ""));
+    this.add.append(this.chooser);
+    this.add.addEventListener("click", (event) => {
+      if (event.target !== this.chooser && !this.blocked) this.chooser.click();
+    });
+    this.chooser.addEventListener("change", () => {
+      this.take(this.chooser.files);
+      this.chooser.value = "";
+    });
+    box.addEventListener("paste", (event) => {
+      if (this.take(event.clipboardData?.files)) event.preventDefault();
+    });
+    box.addEventListener("dragover", (event) => {
+      if (this.playground.get("_sees")) event.preventDefault();
+    });
+    box.addEventListener("drop", (event) => {
+      if (this.take(event.dataTransfer?.files)) event.preventDefault();
+    });
     this.undo = [
       playground.observe(["_turns"], () => {
-        if (this.sent) this.edit(null, ""); // what was sent is a turn now; what was refused stays in the box
+        if (this.sent) {
+          this.show([]);
+          this.edit(null, ""); // what was sent is a turn now; what was refused stays in the box
+        }
         this.draw();
       }),
       playground.observe(["status", "error"], () => {
@@ -55,8 +80,40 @@ export class Chat {
     }
     const settings = readSettings(this.playground);
     this.sent = true;
-    if (this.editing === null) this.playground.send({ type: "chat_send", text, settings });
+    if (this.editing === null) this.playground.send({ type: "chat_send", text, images: this.urls, settings });
     else this.playground.send({ type: "chat_edit", turn: this.editing, text, settings });
+  }
+
+  /** Add the pictures among some files to the next message; false: there are none, or the model sees none. */
+  private take(files: FileList | null | undefined): boolean {
+    const found = [...(files ?? [])].filter((file) => file.type.startsWith("image/"));
+    if (!found.length || !this.playground.get("_sees")) return false;
+    for (const file of found) {
+      const reader = new FileReader();
+      reader.addEventListener("load", () => this.show([...this.urls, String(reader.result)]));
+      reader.readAsDataURL(file);
+    }
+    return true;
+  }
+
+  private show(urls: string[]): void {
+    this.urls = urls;
+    this.pictures.replaceChildren(
+      ...urls.map((url, at) => {
+        const label = `Remove picture ${at + 1}`;
+        const button = h(
+          "button",
+          { type: "button", class: "exl2nb-picture", "aria-label": label, title: label },
+          h("img", { src: url, alt: "" }),
+        );
+        button.addEventListener("click", () => {
+          this.show(this.urls.filter((_, other) => other !== at));
+          this.box.focus();
+        });
+        return button;
+      }),
+    );
+    this.pictures.hidden = urls.length === 0;
   }
 
   private get blocked(): boolean {
@@ -74,6 +131,8 @@ export class Chat {
   }
 
   private draw(): void {
+    this.add.hidden = !this.playground.get("_sees");
+    this.pictures.hidden = this.urls.length === 0;
     const turns = this.playground.get("_turns");
     const running = this.playground.get("status") === "running";
     const last = turns[turns.length - 1];
@@ -106,7 +165,7 @@ export class Chat {
   private turn(turn: ChatTurn, place: number, unanswered: boolean): HTMLElement {
     const head = h("div", { class: "exl2nb-turn-head" }, ...this.head(turn, place, unanswered));
     const text = h("div", { class: "exl2nb-turn-text", dir: "auto" }, turn[2]);
-    return h("li", { "data-role": turn[1] }, head, ...thought(turn), text, ...called(turn));
+    return h("li", { "data-role": turn[1] }, head, ...seen(turn), ...thought(turn), text, ...called(turn));
   }
 
   private head([id, role, text, index, count]: ChatTurn, place: number, last: boolean): HTMLElement[] {
@@ -156,6 +215,12 @@ export class Chat {
     });
     return button;
   }
+}
+
+/** The pictures that were shown with a message. */
+function seen([, , , , , , , images = []]: ChatTurn): HTMLElement[] {
+  const parts = images.map(([url, note]) => h("figure", {}, h("img", { src: url, alt: `Picture, ${note}` }), h("figcaption", {}, note)));
+  return parts.length ? [h("div", { class: "exl2nb-turn-pictures" }, ...parts)] : [];
 }
 
 /** What the model thought, folded. The answer in the log shows it among its tokens. */

@@ -87,12 +87,13 @@ export class PlaygroundView {
         h("span", { class: "exl2nb-model" }, label),
       ),
       this.prompt,
+      ...(this.chat ? [this.chat.pictures] : []),
       h(
         "div",
         { class: "exl2nb-actions", hidden: readOnly },
         this.generate,
         this.stop,
-        ...(this.chat ? [this.chat.cancel] : []),
+        ...(this.chat ? [this.chat.cancel, this.chat.add] : []),
         h("span", { class: "exl2nb-hint" }, "or Ctrl + Enter"),
       ),
     );

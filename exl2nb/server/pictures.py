@@ -1,0 +1,92 @@
+"""Pictures in requests: data in the request itself; addresses are fetched only where the server's owner allows it, files never read."""
+
+from __future__ import annotations
+
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from exl2nb.core.errors import PictureError
+from exl2nb.llm.pictures import IMAGES, MAX_PICTURES, VIDEOS
+from exl2nb.model.vision.pictures import Picture, from_data_url
+from exl2nb.server.errors import ApiError
+
+MAX_FETCHED = 20 << 20  # bytes of a picture from an address
+FETCH_S = 10.0
+MAX_FRAMES = 64
+
+
+def with_pictures(messages: Sequence[Any], *, remote: bool) -> list[Any]:
+    """The messages with the pictures in their parts read; nothing of the server's own files can be named.
+
+    Args:
+        remote: whether addresses are fetched.
+
+    Raises:
+        ApiError: 400, a picture that is neither data nor an address that may be fetched, or one that cannot be read.
+    """
+    made, count = [], 0
+    for number, message in enumerate(messages):
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if isinstance(content, (list, tuple)):
+            parts = []
+            for part in content:
+                kind = part.get("type") if isinstance(part, Mapping) else None
+                if kind in IMAGES or kind in VIDEOS:
+                    count += 1
+                    if count > MAX_PICTURES:
+                        raise ApiError(
+                            400, f"messages.{number}: more than {MAX_PICTURES} pictures in one conversation", code="invalid_value"
+                        )
+                    parts.append(_read(part, kind, f"messages.{number}", remote))
+                else:
+                    parts.append(part)
+            message = {**message, "content": parts}
+        made.append(message)
+    return made
+
+
+def _read(part: Mapping[str, Any], kind: str, where: str, remote: bool) -> dict[str, Any]:
+    """A part whose picture is a `Picture`."""
+    try:
+        if kind in VIDEOS:
+            given = part.get("video_url", part.get("video"))
+            if isinstance(given, list):  # frames
+                if len(given) > MAX_FRAMES:
+                    raise PictureError(f"{where}: a video of {len(given)} frames; expected at most {MAX_FRAMES}")
+                frames = [Picture.of(_bytes(one, where, remote), where=where).frames[0] for one in given]
+                return {"type": "video", "video": Picture.video(frames, fps=part.get("fps", 2.0), where=where)}
+            held = _bytes(given, where, remote)
+            return {"type": "video", "video": Picture.video(held, fps=part.get("fps", 2.0), max_frames=MAX_FRAMES, where=where)}
+        given = next((part[name] for name in ("image_url", "source", "url", "base64", "image") if part.get(name) is not None), None)
+        if part.get("base64") is not None and given is part["base64"]:
+            given = f"data:image/any;base64,{given}"
+        return {"type": "image", "image": Picture.of(_bytes(given, where, remote), where=where)}
+    except PictureError as error:
+        raise ApiError(400, str(error), param="messages", code="invalid_image") from error
+
+
+def _bytes(given: Any, where: str, remote: bool) -> bytes:
+    if isinstance(given, Mapping):  # {"url": ..., "detail": ...} or {"type": "base64", "media_type": ..., "data": ...}
+        data = given.get("data")
+        given = f"data:{given.get('media_type')};base64,{data}" if isinstance(data, str) else given.get("url")
+    if not isinstance(given, str):
+        raise PictureError(f"{where}: a picture is a {type(given).__name__}; expected a data URL, 'data:image/png;base64,...'")
+    if given.startswith("data:"):
+        return from_data_url(given, where)
+    if not given.startswith(("http://", "https://")):
+        raise PictureError(f"{where}: {given[:40]!r} is no data URL; expected 'data:image/png;base64,...'")
+    if not remote:
+        raise PictureError(
+            f"{where}: {given[:60]!r} is an address, and this server fetches none; send the picture itself as a data URL, or start "
+            "the server with remote_images"
+        )
+    try:
+        with urllib.request.urlopen(given, timeout=FETCH_S) as answer:  # noqa: S310: the scheme was checked, and redirects keep it
+            data = answer.read(MAX_FETCHED + 1)
+    except (OSError, ValueError, urllib.error.URLError) as error:
+        raise PictureError(f"{where}: {given[:60]!r} cannot be fetched: {str(error)[:100]}") from None
+    if len(data) > MAX_FETCHED:
+        raise PictureError(f"{where}: {given[:60]!r} has more than {MAX_FETCHED >> 20} MiB")
+    return data
