@@ -35,6 +35,7 @@ class LayerLens(InsideWidget):
         models: one to four bitrates or caches of one model by label, the reference first: loaded models, or pairs (model, {"cache": mode}).
         prompt: text that is read, 2 to 128 tokens.
         result: what `to_dict` gave, in place of models.
+        wait: False = return at once and measure in the background; `.wait()` waits for it.
 
     Traits, also keywords (synced with the page both ways):
         prompt: as above.
@@ -56,7 +57,6 @@ class LayerLens(InsideWidget):
     _least = 1
     _most_tokens = 128
 
-    side = t.Int(1).tag(sync=True, option=True)
     token = t.Int(-1).tag(sync=True, option=True)
 
     def _measure(self, ids: list[int], stop: threading.Event) -> dict[str, Any] | None:

@@ -124,7 +124,7 @@ def test_pictures_have_labels(html):
     pictures = [a for a in attributes if a[:2] == ("svg", "role")]
     labels = [value for tag, name, value in attributes if tag == "svg" and name == "aria-label"]
     assert len(pictures) == len(labels) == 2
-    assert "6 bpw: 10.15 MB, mean KL 0.0061 nats" in labels[0]
+    assert "6 bpw: 9.68 MiB, mean KL 0.0061 nats" in labels[0]
     assert ("html", "lang", "en") in attributes
 
 

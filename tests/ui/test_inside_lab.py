@@ -57,9 +57,9 @@ def test_error_flow(book, screenshots):
     widget = shown(book, "errorflow")
     widget.get_by_role("gridcell").nth(5).click()
     widget.get_by_role("button", name="Patch layer 5 back to 16 bits").click()
-    widget.get_by_text("Patched back, this layer alone").wait_for()
+    widget.get_by_text("With only this layer patched back").wait_for()
     widget.get_by_label("Prompt").fill("She opened the letter")
-    widget.get_by_role("button", name="Read").click()
+    widget.get_by_role("button", name="Trace").click()
     widget.get_by_text("mean over 5 tokens").wait_for()
     look(book, "errorflow", screenshots)
     assert book.run(PLACE["errorflow after"]).split() == ["5", "0", "She", "opened", "the", "letter"]
@@ -101,4 +101,4 @@ def test_weight_histogram(book, screenshots):
     look(book, "histogram", screenshots)
     assert book.run(PLACE["histogram after"]).split()[0::2] == ["2", "33"]
     outputs = book.save().cells[PLACE["histogram"]].outputs
-    assert any("beyond the grid" in str(output.get("data", {}).get("text/html", "")) for output in outputs), "a twin is stored"
+    assert any("clipped" in str(output.get("data", {}).get("text/html", "")) for output in outputs), "a twin is stored"

@@ -154,7 +154,7 @@ def test_weight_histogram_counts_what_the_files_hold(histogram, llm):
     assert 3 < shown["entropy"] < 4 and repr(histogram).startswith("WeightHistogram(layer 3 mlp.down_proj, row 7; 4 bits: 4 bits, 3.")
     assert len(histogram.to_code_frame()) == 16 and histogram.to_frame().error[0] == shown["error"]
     data, _ = histogram._repr_mimebundle_()
-    assert "<script" not in data["text/html"] and data["image/png"] and "beyond the grid" in data["text/html"]
+    assert "<script" not in data["text/html"] and data["image/png"] and "clipped" in data["text/html"]
     histogram._dispatch(None, {"type": "place", "layer": 2, "matrix": "self_attn.q_proj", "row": 9999}, [])
     assert (histogram.layer, histogram.matrix, histogram.row) == (2, "self_attn.q_proj", 255)
     histogram.layer = 1

@@ -748,6 +748,19 @@ export interface FlowResult {
   patched: PatchedKl[];
 }
 
+/** Synced traits of every widget that looks inside. side: model that is compared; _share: of the running work that is done, 0 to 1. */
+export interface InsideState {
+  status: Status;
+  error: string;
+  height: string;
+  prompt: string;
+  side: number;
+  _share: number;
+  _has_model: boolean;
+  _protocol: number;
+  _static: boolean;
+}
+
 /** Synced traits of ErrorFlow. side: model of the map, from 1; layer: the chosen one, -1 = none. */
 export interface ErrorFlowState {
   status: Status;
@@ -755,11 +768,12 @@ export interface ErrorFlowState {
   height: string;
   prompt: string;
   side: number;
-  layer: number;
-  _result: FlowResult;
+  _share: number;
   _has_model: boolean;
   _protocol: number;
   _static: boolean;
+  layer: number;
+  _result: FlowResult;
 }
 
 /** Run a layer with the reference's weights; -1: all layers, one after the other. */
@@ -794,11 +808,12 @@ export interface LayerLensState {
   height: string;
   prompt: string;
   side: number;
-  token: number;
-  _result: LensResult;
+  _share: number;
   _has_model: boolean;
   _protocol: number;
   _static: boolean;
+  token: number;
+  _result: LensResult;
 }
 
 /**
@@ -816,11 +831,16 @@ export interface AttentionResult {
   distance: number[][][];
 }
 
-/** Attention of some heads of a layer: base64 of heads x size x size bytes, by model; a byte b is a share of (b / 255) ** 2. */
+/**
+ * Attention of some heads of a layer: base64 of heads x size x size bytes, by model; a byte b is a share of (b / 255) ** 2.
+ *
+ * rows: of each model that have been read so far.
+ */
 export interface Patterns {
   layer: number;
   head: number;
   size: number;
+  rows: number[];
   data: string[];
 }
 
@@ -831,15 +851,16 @@ export interface AttentionViewState {
   height: string;
   prompt: string;
   side: number;
+  _share: number;
+  _has_model: boolean;
+  _protocol: number;
+  _static: boolean;
   layer: number;
   head: number;
   _result: AttentionResult;
   _heads: Patterns[];
   _one: Patterns[];
   _stored: Patterns[];
-  _has_model: boolean;
-  _protocol: number;
-  _static: boolean;
 }
 
 /**
@@ -939,14 +960,15 @@ export interface OutlierMapState {
   height: string;
   prompt: string;
   side: number;
+  _share: number;
+  _has_model: boolean;
+  _protocol: number;
+  _static: boolean;
   point: number;
   layer: number;
   channel: number;
   _result: OutlierResult;
   _effect: GroupEffect[];
-  _has_model: boolean;
-  _protocol: number;
-  _static: boolean;
 }
 
 export type FromKernel = Delta | Snapshot | Done | Pong | Tops | Fates;
