@@ -1,4 +1,4 @@
-"""AttentionView: what every head looks at, at several bitrates or caches beside each other, and how far they differ."""
+"""AttentionView: what every head attends to, at several bitrates or caches side by side, and how far they differ."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _PICTURE_PX = 3
 
 
 class AttentionView(InsideWidget):
-    """Attention patterns of all heads, the same head at several bitrates beside each other, and their difference.
+    """Attention patterns of all heads, the same head at several bitrates side by side, and their difference.
 
-    The map of heads shows the total variation: the share of attention that lies elsewhere than the reference's, mean over the queries.
+    The map of heads shows the total variation: the share of attention that moved, compared with the reference, mean over the queries.
     Choosing a head there or among the thumbnails shows its pattern large. Patterns of more than 256 tokens (fewer in models of many heads)
     are averaged: a place is the mean over the queries of a row of the attention that the keys of a column get.
 
@@ -55,7 +55,7 @@ class AttentionView(InsideWidget):
 
     Example:
         >>> AttentionView({"16 bits": llm, "4 bits": low}, "It was a dark")  # doctest: +SKIP
-        AttentionView(5 tokens, 12 layers of 4 heads; 4 bits: 4.1 % of the attention moves, most in layer 6 head 2: 12.3 %)
+        AttentionView(5 tokens, 12 layers of 4 heads; 4 bits: 4.1 % of the attention moved, most in layer 6 head 2: 12.3 %)
     """
 
     _esm = static.STATIC / "attention.js"
@@ -234,7 +234,7 @@ class AttentionView(InsideWidget):
             flat = [(value, layer, head) for layer, line in enumerate(table) for head, value in enumerate(line)]
             most, layer, head = max(flat)
             mean = sum(value for value, *_ in flat) / len(flat)
-            parts.append(f"{label}: {100 * mean:.1f} % of the attention moves, most in layer {layer} head {head}: {100 * most:.1f} %")
+            parts.append(f"{label}: {100 * mean:.1f} % of the attention moved, most in layer {layer} head {head}: {100 * most:.1f} %")
         return f"AttentionView({'; '.join(parts)})"
 
     def _static_body(self) -> str:
@@ -247,7 +247,7 @@ class AttentionView(InsideWidget):
                 f"<tr><th>{layer}</th>{''.join(f'{cell}{100 * value:.1f}</td>' for value in line[:32])}</tr>"
                 for layer, line in enumerate(table)
             )
-            caption = f"{html.escape(label)}: % of attention that moves, layers down, heads across"
+            caption = f"{html.escape(label)}: % of attention moved, layers down, heads across"
             tables.append(f'<table style="font-size:12px"><caption>{caption}</caption><tr><th></th>{head}</tr>{rows}</table>')
         return f'<div style="display:flex;flex-wrap:wrap;gap:12px 24px">{"".join(tables) or html.escape(self._summary())}</div>'
 

@@ -1,4 +1,4 @@
-"""WeightHistogram: the values of a group before and after quantisation, its codes, and the grid they lie on, bitrate beside bitrate."""
+"""WeightHistogram: the values of a group before and after quantisation, its codes, and the grid they are on, one bitrate beside another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bitrates or caches of one model beside each other, and the base of the widgets that look inside them."""
+"""Bitrates or caches of one model side by side, and the base of the widgets that look inside them."""
 
 from __future__ import annotations
 

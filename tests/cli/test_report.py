@@ -143,7 +143,7 @@ def test_a_lossless_copy_still_draws():
 def test_terminal_table():
     lines = RESULT.table().splitlines()
     assert len(lines) == 6
-    assert lines[2].split()[:4] == ["FP16", "16.000", "23.09", "MB"]
+    assert lines[2].split()[:4] == ["FP16", "16.000", "22.02", "MiB"]
     assert "0.0940" in lines[4]
 
 

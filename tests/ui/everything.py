@@ -1,5 +1,6 @@
 """Every widget with something to show, on one page: for tests of all of them together, and for the pictures of the documentation."""
 
+import sys
 from pathlib import Path
 
 from mock_host import STATIC, blank, mount, state_of
@@ -7,59 +8,29 @@ from mock_host import STATIC, blank, mount, state_of
 import exl2nb
 from exl2nb import widgets as w
 
-DATA = Path(__file__).parents[1] / "data" / "demo-exl2-4.0bpw"
-ORIGINAL = Path(exl2nb.__file__).parent / "demo_model"
-ASK = "It was a dark night, and the old man"
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+from site_widgets import DEMO, examples
+from site_widgets import PACKED as DATA
+
+__all__ = ["DATA", "DEMO", "everything", "examples", "show_all"]
 CHATTY = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
+STILL = {"tokens_per_second": 800.0, "ttft_s": 0.01}  # what a clock says differs from run to run
 
 
 def everything(llm) -> dict[str, tuple[str, dict]]:
     """Name -> (bundle, traits)."""
-    measured = exl2nb.demo_measurement()
-    play = w.Playground(llm, prompt=ASK, max_tokens=60, seed=7)
-    play.start().wait()
+    low = exl2nb.load(DATA, progress=None)
+    made = examples(llm, low)
     chat = w.Playground(llm, chat=True, template=CHATTY, max_tokens=16, seed=1)
     chat.say("Who is the old man?").wait()
     chat.again().wait()
-    caches = w.CacheExplorer(llm, prompt=ASK, modes=["q8", "q4"], max_tokens=16, needle={"sentences": 4}, free=2 * 10**9)
-    caches.start().wait().hide_needle().wait()
-    columns = {"16 bits": llm, "4 bits": DATA, "sampled": (llm, {"temperature": 0.9, "seed": 3})}
-    compare = w.Compare(columns, prompts=[ASK, "She opened the letter and"], max_tokens=16).start().wait()
-    pages, rain = w.PageTable(llm), "The rain fell on the town. " * 70
-    llm.generate(rain, max_tokens=1)
-    asked = llm.stream([rain + "Who came?", rain + "Who left?", "It was"], max_tokens=200, ignore_eos=True)
-    for _, _chunk in zip(range(12), asked.chunks()):
-        pass
-    pages.take("three requests, two with a common prefix")
-    asked.cancel()
-    explorer = w.BitrateExplorer(measured, llm, bpw=3.0, measured=[(3.0, 0.26), (4.0, 0.07)], selected=[1, "down"])
-    progress = w.ProgressView("convert")
-    low = exl2nb.load(DATA, progress=None)
-    sides = {"16 bits": llm, "4 bits": low}
-    flow = w.ErrorFlow({**sides, "q4 cache": (llm, {"cache": "q4"})}, layer=3)
-    flow.patch().wait()
-    outliers = w.OutlierMap(sides)
-    outliers.look(9, 190)
-    made = {
-        "playground": play,
-        "chat": chat,
-        "explorer": explorer,
-        "bitmap": w.BitMap(measured.solve(bpw=3.5), other=measured.solve(bpw=5), selected=[0, "q"]),
-        "weights": w.WeightBrowser(DATA, ORIGINAL, column=17),
-        "microscope": w.SamplerMicroscope(llm, ASK, max_tokens=12, temperature=0.8, top_p=0.9, seed=7, at=4),
-        "caches": caches,
-        "compare": compare,
-        "pagetable": pages,
-        "speculation": w.Speculation(llm, "One, two, three. " * 8, max_tokens=40, temperature=0),
-        "plan": w.MemoryPlan(llm, context=4096, batch=8, free=100_000_000),
-        "progress": progress,
-        "errorflow": flow,
-        "layerlens": w.LayerLens(sides),
-        "attention": w.AttentionView(sides, layer=6, head=2),
-        "histogram": w.WeightHistogram({**sides, "again": DATA}, layer=3, matrix="mlp.down_proj", row=7),
-        "outliers": outliers,
-    }
+    made |= {"chat": chat, "progress": w.ProgressView("convert")}
     states = {name: ("playground" if name == "chat" else name, state_of(widget)) for name, widget in made.items()}
+    for name in ("playground", "chat"):
+        states[name][1].update(STILL)
+    states["compare"][1]["_speeds"] = [800.0, 900.0, 700.0]
+    stats = states["speculation"][1]["_stats"]
+    states["speculation"][1]["_stats"] = {**stats, "tps": 1800.0, "plain_tps": 900.0}
     running = {"status": "running", "stage": "measure", "done": 3.0, "total": 12.0, "unit": "layers", "rate": 1.5, "elapsed_s": 2.0}
     states["progress"] = ("progress", {**states["progress"][1], **running, "share": 0.2, "eta_s": 6.0})
     for widget in made.values():

@@ -46,7 +46,7 @@ def test_error_flow_chooses_patches_and_reads(page, made):
     cells.nth(shown["rows"].index("o") * 12 + 3).click()
     host.frame()
     assert host.sent[-1]["values"]["layer"] == 3
-    detail = page.locator("[aria-live=polite]").inner_text()
+    detail = page.locator(".exl2nb-inside-part[aria-live=polite]").inner_text()
     assert detail.startswith("Layer 3. Attention raises the stream's error from") and "With only this layer patched back: KL" in detail
     page.keyboard.press("ArrowRight")
     page.keyboard.press("Enter")

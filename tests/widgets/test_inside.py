@@ -47,7 +47,7 @@ def test_layer_lens_says_what_traces_say(lens, llm, low):
         assert row.chance == pytest.approx(float(other[token].softmax(-1)[want.logits[token].argmax()]), abs=1e-4)
         divergence = float(torch.nn.functional.kl_div(other.log_softmax(-1), one.softmax(-1), reduction="none").sum(-1)[token])
         assert row.kl == pytest.approx(divergence, rel=0.01, abs=1e-6)
-    assert frame.loc["16 bits"].kl.eq(0).all() and "another favourite in" in repr(lens)
+    assert frame.loc["16 bits"].kl.eq(0).all() and "top-1 differs at" in repr(lens)
     alone = LayerLens(llm, TEXT)
     assert alone.to_frame().top.tolist() == lens.to_frame().query("model == '16 bits'").top.tolist()
     assert alone.to_dict()["kl"] == [] and alone._picture() is None
