@@ -28,7 +28,8 @@ def everything(llm) -> dict[str, tuple[str, dict]]:
     states = {name: ("playground" if name == "chat" else name, state_of(widget)) for name, widget in made.items()}
     for name in ("playground", "chat"):
         states[name][1].update(STILL)
-    states["compare"][1]["_speeds"] = [800.0, 900.0, 700.0]
+    speeds = states["compare"][1]["_speeds"]
+    states["compare"][1]["_speeds"] = [[cell, 800.0, 0.01, reason] for cell, _, _, reason in speeds]
     stats = states["speculation"][1]["_stats"]
     states["speculation"][1]["_stats"] = {**stats, "tps": 1800.0, "plain_tps": 900.0}
     running = {"status": "running", "stage": "measure", "done": 3.0, "total": 12.0, "unit": "layers", "rate": 1.5, "elapsed_s": 2.0}
