@@ -59,10 +59,10 @@ class GroupView {
   draw(group: GroupHistogram): void {
     this.group = group;
     const { bits, before, after, codes, nearest, scales, low, high } = group;
-    this.name.textContent = `${group.label}: ${bits} bits`;
+    this.name.textContent = group.label;
     const known = group.error === null ? "" : `relative error ${percent(group.error)}, ${percent(group.clipped ?? 0)} clipped; `;
     const size = `${group.rows} rows × ${group.columns} columns`;
-    this.facts.textContent = `Group ${group.group} (0 to ${group.groups - 1}): ${size}; ${known}code entropy ${group.entropy.toFixed(2)} of ${bits} bits`;
+    this.facts.textContent = `Group ${group.group} (0 to ${group.groups - 1}) of ${bits}-bit codes: ${size}; ${known}code entropy ${group.entropy.toFixed(2)} of ${bits} bits`;
     const middle = (i: number) => low + ((i + 0.5) * (high - low)) / after.length;
     const whole = (value: number) => (value >= 10_000 ? `${(value / 1000).toFixed(0)}k` : String(Math.round(value)));
     const series = [{ name: "stored", values: after, style: 0 }];
