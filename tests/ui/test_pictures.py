@@ -1,6 +1,6 @@
 """The pictures of the documentation, taken of the real bundles with real results, light and dark: docs/pictures/*.png.
 
-The slow test, which CI runs, takes them anew and fails where one no longer looks like its widget. With EXL2NB_TAKE_PICTURES it replaces them:
+The slow test, which CI runs, takes them anew and fails where one no longer looks like its widget. EXL2NB_TAKE_PICTURES replaces them:
 
     EXL2NB_TAKE_PICTURES=1 .venv/bin/python -m pytest -m slow tests/ui/test_pictures.py
 """
@@ -20,7 +20,7 @@ NAMES = ("playground", "explorer", "bitmap", "plan", "weights", "microscope", "s
 NAMES += ("errorflow", "layerlens", "attention", "histogram", "outliers")
 WIDTH = 1000
 MOST_TALLER, MOST_DIFFERENT = 0.03, 2.0
-"""A picture may be so much taller, and its colours differ by so many of 255 in the mean: fonts differ between machines, layouts must not."""
+"""How much taller a picture may be, and by how many of 255 its colours may differ in the mean: fonts differ between machines."""
 
 COMPARE = """async ([a, b, across]) => {
   const pixels = async (data) => {
