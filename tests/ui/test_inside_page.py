@@ -116,6 +116,23 @@ def test_attention_view_shows_a_head_and_what_it_loses(page, made):
     assert "it comes later" in page.locator(".exl2nb-inside-line").inner_text()
 
 
+def test_attention_that_is_being_read_has_rows_so_far(page, made):
+    """Rows that are not known yet are empty, in the large picture and in the thumbnails."""
+    view = made["attention"]
+    state = state_of(view)
+    size = state["_one"][0]["size"]
+    partial = {**state["_one"][0], "rows": [4, 0]}
+    heads = {**state["_heads"][0], "rows": [4, 0]}
+    MockHost(page, "attention", {**state, "status": "running", "_share": 0.25, "_one": [partial], "_heads": [heads]})
+    alpha = "(c, y) => c.getContext('2d').getImageData(0, y, 1, 1).data[3]"
+    large = page.locator(".exl2nb-large canvas")
+    assert [large.nth(0).evaluate(alpha, y) for y in (0, 3, 4, size - 1)] == [255, 255, 0, 0]
+    assert large.nth(1).evaluate(alpha, 0) == large.nth(2).evaluate(alpha, 0) == 0
+    small = page.locator(".exl2nb-head canvas").first
+    assert [small.evaluate(alpha, y) for y in (3, 4, size + 2)] == [255, 0, 0]
+    assert page.get_by_text("running… 25 %").is_visible()
+
+
 def test_weight_histogram_asks_for_another_place(page, made):
     widget = made["histogram"]
     host = MockHost(page, "histogram", state_of(widget))

@@ -1,5 +1,6 @@
 """The widgets that look inside: what they measure on the demo model and its 4-bit twin, what they refuse, their twins and exports."""
 
+import base64
 import math
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from exl2nb.model.sources import DenseWeights
 from exl2nb.model.store import open_store
 from exl2nb.quant.exl2 import Exl2Tensors
 from exl2nb.widgets import AttentionView, ErrorFlow, LayerLens, OutlierMap, WeightHistogram
+from exl2nb.widgets import attention as attention_module
 from exl2nb.widgets.outliers import group_errors
 
 EXL2 = Path(__file__).parents[1] / "data" / "demo-exl2-4.0bpw"
@@ -88,6 +90,27 @@ def test_attention_of_a_long_text_is_averaged(llm):
     whole = llm.trace("The rain fell on the town. " * 60, "blocks.0.attn.hook_pattern", pattern_size=256)["blocks.0.attn.hook_pattern"]
     assert (view.pattern(0, 0) - whole[0]).abs().max() < 0.004
     assert view._heads[0]["size"] == 48 and len(view.to_html()) < 1_600_000
+
+
+def test_attention_of_a_long_text_appears_row_by_row(llm, monkeypatch):
+    """In the background, at once displayed; rows are the final ones, and Stop ends it between two steps."""
+    monkeypatch.setattr(attention_module, "SHOW_EVERY_S", 0.0)
+    text = "The rain fell on the town. " * 60
+    view = AttentionView({"fp32": llm, "q4": (llm, {"cache": "q4"})}, text, wait=False)
+    seen = []
+    view.observe(lambda change: seen.append((view._share, change["new"][0]["rows"], change["new"][0]["data"][0])), "_one")
+    view.wait()
+    shares, rows = [share for share, _, _ in seen], [known for _, known, _ in seen]
+    assert view.status == "done" and rows[-1] == [256, 256] and shares == sorted(shares) and len(seen) > 2
+    first = next(known for known in rows if 0 < known[0] < 256)
+    assert first[1] == 0, "the reference comes first"
+    part = next(data for _, known, data in seen if known == first)
+    size = 256 * (first[0] - 1)
+    assert base64.b64decode(part)[:size] == base64.b64decode(seen[-1][2])[:size]
+    assert (view.pattern(0, 0).sum(1) - 1).abs().max() < 0.15
+    view.observe(lambda change: view.stop(), "_one")
+    view.start(text + " And then").wait()
+    assert view.status == "stopped" and view._rows[1] < 256
 
 
 @pytest.fixture(scope="module")
