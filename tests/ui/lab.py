@@ -53,6 +53,7 @@ class Lab:
         self.log = home / "server.log"
         with self.log.open("w") as log:
             if app == "notebook":  # its own `python3` would have no exl2nb
+                env.pop("JUPYTER_PATH", None)  # extensions of another environment
                 kernel = home / "data" / "kernels" / KERNEL
                 kernel.mkdir(parents=True)
                 argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
