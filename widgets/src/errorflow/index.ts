@@ -187,10 +187,11 @@ class ErrorFlowView extends InsideView<ErrorFlowState> {
       label: "KL reduction by layer patched back",
       series: [{ name: "KL reduction", values, style: 0 }],
       places: values.map((_, i) => String(i)),
-      format: (value) => (value === 0 ? "0" : value.toPrecision(2).replace("-", "−")),
+      format: (value) => String(Number(value.toPrecision(2))).replace("-", "−"),
       words: (place) => this.worthWords(place),
       bars: true,
       low: 0,
+      high: 0,
     });
   }
 

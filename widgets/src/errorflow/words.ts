@@ -21,7 +21,7 @@ export function step(result: FlowResult, side: number, layer: number, half: numb
 export function sentence(result: FlowResult, side: number, layer: number, half: number): string {
   const { before, after, cosine } = step(result, side, layer, half);
   const name = half ? "The MLP" : "Attention";
-  const verb = after > before * 1.001 ? "raises" : after < before * 0.999 ? "lowers" : "keeps";
+  const verb = share(after) === share(before) ? "keeps" : after > before ? "raises" : "lowers";
   const change = verb === "keeps" ? `at ${share(after)}` : `from ${share(before)} to ${share(after)}`;
   const own = cosine > 0.1 ? "points the same way" : cosine < -0.1 ? "cancels part of it" : "is uncorrelated with it";
   return `${name} ${verb} the stream's error ${change}; the error it adds ${own} (cosine ${signed(cosine)}).`;
