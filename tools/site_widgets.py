@@ -14,6 +14,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 ASK = "It was a dark night, and the old man"
+PACKED, DEMO = ROOT / "tests" / "data" / "demo-exl2-4.0bpw", ROOT / "exl2nb" / "demo_model"
 WIDGETS = {
     "explorer": ("BitrateExplorer", "Bits of every matrix at a bitrate. The slider, the curve and the map work."),
     "microscope": ("SamplerMicroscope", "What each sampler removes from the choice of one token. Click a token or a step."),
@@ -26,6 +27,11 @@ WIDGETS = {
     "pagetable": ("PageTable", "Pages of the KV cache while three requests share a prefix."),
     "speculation": ("Speculation", "Accepted and rejected draft tokens."),
     "lora": ("LoraExplorer", "What a random adapter changes in every matrix, and its answer beside the model's own."),
+    "errorflow": ("ErrorFlow", "The error of 4 bits from layer to layer, and which layer is worth most when it is patched back."),
+    "layerlens": ("LayerLens", "What the model would predict after each layer, at 16 and at 4 bits."),
+    "attention": ("AttentionView", "Every attention head at 16 and at 4 bits, and the difference."),
+    "outliers": ("OutlierMap", "The largest activation of every channel in every layer, and what one outlier costs its group."),
+    "histogram": ("WeightHistogram", "The weights of a group before and after, their codes and scales."),
 }
 """Bundle -> class, and one sentence."""
 BROWSER = {
@@ -111,44 +117,64 @@ def adapted(llm: Any) -> str:
         return llm.loras.load(save_lora(folder, pairs), name="pirate", progress=None).name
 
 
+def examples(llm: Any, low: Any) -> dict[str, Any]:
+    """A widget of each bundle with something to show. llm, low: the demo model and its copy at 4 bits, loaded."""
+    import exl2nb as ex
+
+    w, measured, sides = ex.widgets, ex.demo_measurement(), {"16 bits": llm, "4 bits": low}
+    play = w.Playground(llm, prompt=ASK, max_tokens=60, seed=7)
+    play.start().wait()
+    caches = w.CacheExplorer(llm, prompt=ASK, modes=["q8", "q4"], max_tokens=16, needle={"sentences": 4}, free=2 * 10**9)
+    caches.start().wait().hide_needle().wait()
+    columns = {"16 bits": llm, "4 bits": PACKED, "sampled": (llm, {"temperature": 0.9, "seed": 3})}
+    pages, rain = w.PageTable(llm), "The rain fell on the town. " * 70
+    llm.generate(rain, max_tokens=1)
+    asked = llm.stream([rain + "Who came?", rain + "Who left?", "It was"], max_tokens=200, ignore_eos=True)
+    for _, _chunk in zip(range(12), asked.chunks()):
+        pass
+    pages.take("three requests, two with a common prefix")
+    asked.cancel()
+    drafts = {"kind": "ngram", "max_tokens": 4, "adaptive": False}  # adaptive drafts depend on measured times
+    once = {"max_tokens": 40, "temperature": 0}
+    text = "One, two, three. " * 8
+    drafted, plain = llm.generate(text, speculation=drafts, **once), llm.generate(text, **once)
+    flow = w.ErrorFlow({**sides, "q4 cache": (llm, {"cache": "q4"})}, layer=3)
+    flow.patch().wait()
+    outliers = w.OutlierMap(sides)
+    outliers.look(9, 190)
+    return {
+        "explorer": w.BitrateExplorer(measured, llm, bpw=3.0, measured=[(3.0, 0.26), (4.0, 0.07)], selected=[1, "down"]),
+        "microscope": w.SamplerMicroscope(llm, ASK, max_tokens=12, temperature=0.8, top_p=0.9, seed=7, at=4),
+        "playground": play,
+        "bitmap": w.BitMap(measured.solve(bpw=3.5), other=measured.solve(bpw=5), selected=[0, "q"]),
+        "plan": w.MemoryPlan(llm, context=4096, batch=8, free=100_000_000),
+        "weights": w.WeightBrowser(PACKED, DEMO, column=17),
+        "caches": caches,
+        "compare": w.Compare(columns, prompts=[ASK, "She opened the letter and"], max_tokens=16).start().wait(),
+        "pagetable": pages,
+        "speculation": w.Speculation(drafted, plain=plain, tokenizer=llm.tokenizer),
+        "errorflow": flow,
+        "layerlens": w.LayerLens(sides),
+        "attention": w.AttentionView(sides, layer=6, head=2),
+        "outliers": outliers,
+        "histogram": w.WeightHistogram(sides, layer=3, matrix="mlp.down_proj", row=7),
+        "lora": w.LoraExplorer(llm, adapted(llm), ASK, selected=[3, "v"]).at(0.8),
+    }
+
+
 def made() -> Iterator[tuple[str, str]]:
     """Name and page of each widget."""
     import exl2nb as ex
 
-    w, measured, packed = ex.widgets, ex.demo_measurement(), ROOT / "tests" / "data" / "demo-exl2-4.0bpw"
-    with ex.demo(progress=None) as llm:
-        play = w.Playground(llm, prompt=ASK, max_tokens=60, seed=7)
-        play.start().wait()
-        caches = w.CacheExplorer(llm, prompt=ASK, modes=["q8", "q4"], max_tokens=16, needle={"sentences": 4}, free=2 * 10**9)
-        caches.start().wait().hide_needle().wait()
-        columns = {"16 bits": llm, "4 bits": packed, "sampled": (llm, {"temperature": 0.9, "seed": 3})}
-        pages, rain = w.PageTable(llm), "The rain fell on the town. " * 70
-        llm.generate(rain, max_tokens=1)
-        asked = llm.stream([rain + "Who came?", rain + "Who left?", "It was"], max_tokens=200, ignore_eos=True)
-        for _, _chunk in zip(range(12), asked.chunks()):
-            pass
-        pages.take("three requests, two with a common prefix")
-        asked.cancel()
-        widgets = {
-            "explorer": w.BitrateExplorer(measured, llm, bpw=3.0, measured=[(3.0, 0.26), (4.0, 0.07)], selected=[1, "down"]),
-            "microscope": w.SamplerMicroscope(llm, ASK, max_tokens=12, temperature=0.8, top_p=0.9, seed=7, at=4),
-            "playground": play,
-            "bitmap": w.BitMap(measured.solve(bpw=3.5), other=measured.solve(bpw=5), selected=[0, "q"]),
-            "plan": w.MemoryPlan(llm, context=4096, batch=8, free=100_000_000),
-            "weights": w.WeightBrowser(packed, Path(ex.__file__).parent / "demo_model", column=17),
-            "caches": caches,
-            "compare": w.Compare(columns, prompts=[ASK, "She opened the letter and"], max_tokens=16).start().wait(),
-            "pagetable": pages,
-            "speculation": w.Speculation(llm, "One, two, three. " * 8, max_tokens=40, temperature=0),
-            "lora": w.LoraExplorer(llm, adapted(llm), ASK, selected=[3, "v"]).at(0.8),
-        }
-        with ex.load(packed, device="cpu", progress=None) as small:
-            running = w.Playground(small, prompt=ASK, max_tokens=100, temperature=0.8, top_p=0.95, seed=7)
-            yield "browser_playground", browser_page(running, "playground", eos=sorted(small.tokenizer.eos_ids), state={"_has_model": True})
-            scope = w.SamplerMicroscope(small, ASK, max_tokens=12, temperature=0.8, top_p=0.9, seed=7, at=4)
-            yield "browser_microscope", browser_page(scope, "microscope", eos=[])
-            running.close()
-            scope.close()
+    w = ex.widgets
+    with ex.demo(progress=None) as llm, ex.load(PACKED, device="cpu", progress=None) as small:
+        widgets = examples(llm, small)
+        running = w.Playground(small, prompt=ASK, max_tokens=100, temperature=0.8, top_p=0.95, seed=7)
+        yield "browser_playground", browser_page(running, "playground", eos=sorted(small.tokenizer.eos_ids), state={"_has_model": True})
+        scope = w.SamplerMicroscope(small, ASK, max_tokens=12, temperature=0.8, top_p=0.9, seed=7, at=4)
+        yield "browser_microscope", browser_page(scope, "microscope", eos=[])
+        running.close()
+        scope.close()
         for name, widget in widgets.items():
             yield name, widget.to_html(title=WIDGETS[name][0]) or ""
             widget.close()

@@ -100,11 +100,3 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1
 def width(text: str) -> int:
     """Columns a text takes in a terminal."""
     return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
-
-
-def mega(size_bytes: float) -> str:
-    """Bytes as text: 7.80 MB."""
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size_bytes >= scale:
-            return f"{size_bytes / scale:.2f} {unit}"
-    return f"{size_bytes:.0f} B"

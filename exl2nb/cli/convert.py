@@ -7,9 +7,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from exl2nb.cli.console import Console, mega
+from exl2nb.cli.console import Console
 from exl2nb.cli.models import locate
 from exl2nb.core.errors import OptionError
+from exl2nb.core.show import size_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,7 +77,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         if ours
         else "Transformers reads it after `import exl2nb.integrations.transformers`"
     )
-    console.result(data, f"{done}\n{mega(done.nbytes)} in all; {then}")
+    console.result(data, f"{done}\n{size_text(done.nbytes)} in all; {then}")
     return 0
 
 

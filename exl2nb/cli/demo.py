@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import exl2nb
 from exl2nb.cli import bitmap, report
-from exl2nb.cli.console import Console, mega
+from exl2nb.cli.console import Console
 from exl2nb.cli.models import demo_directory, file_bytes, loaded
 from exl2nb.cli.report import DemoResult, Entry
 from exl2nb.core.errors import OptionError
 from exl2nb.core.options import check_range
+from exl2nb.core.show import size_text
 
 if TYPE_CHECKING:
     from exl2nb.eval.comparison import Comparison
@@ -153,7 +154,7 @@ def convert_all(options: DemoOptions, console: Console) -> list[Made]:
             )
             done = job.run(console.sink)
             seconds = time.monotonic() - start
-            console.say(f"{mega(done.nbytes)} in {seconds:.1f} s")
+            console.say(f"{size_text(done.nbytes)} in {seconds:.1f} s")
             made.append((name, options.out / f"{bpw:g}bpw", bpw, seconds))
     return made
 

@@ -6,9 +6,10 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from exl2nb.cli.console import Console, mega
+from exl2nb.cli.console import Console
 from exl2nb.cli.models import add_load_options, add_model, file_bytes, load_options, loaded, locate, locate_demo
 from exl2nb.core.errors import OptionError
+from exl2nb.core.show import size_text
 
 # name: what `converter.calibration.read_calibration` fetches
 PUBLIC = {
@@ -72,7 +73,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         "length": args.length,
         "cache": args.cache,
     }
-    lines.append(f"  bits per weight   {data['bpw']:10.4f}   in the decoder's linears; files {mega(data['bytes'])}")
+    lines.append(f"  bits per weight   {data['bpw']:10.4f}   in the decoder's linears; files {size_text(data['bytes'])}")
     console.result(data, "\n".join(lines))
     return 0
 
@@ -131,6 +132,7 @@ def run_logits(args: argparse.Namespace, console: Console) -> int:
     safetensors.save(args.out, {"logits": values})
     shape = list(values.shape)
     console.result(
-        {"out": str(args.out), "shape": shape, "bytes": args.out.stat().st_size}, f"{args.out}: logits {shape} fp32, {mega(values.nbytes)}"
+        {"out": str(args.out), "shape": shape, "bytes": args.out.stat().st_size},
+        f"{args.out}: logits {shape} fp32, {size_text(values.nbytes)}",
     )
     return 0

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from exl2nb.cli.console import Console, mega
+from exl2nb.cli.console import Console
 from exl2nb.cli.models import file_bytes
+from exl2nb.core.show import size_text
 
 
 def add_pull_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +24,7 @@ def run_pull(args: argparse.Namespace, console: Console) -> int:
     folder = pull(check_id(args.model), args.revision, progress=console.sink)
     size = file_bytes(folder)
     data = {"path": str(folder), "name": display_name(folder, args.revision), "revision": args.revision or "main", "bytes": size}
-    console.result(data, f"{data['name']}: {mega(size)} of weights in\n{folder}")
+    console.result(data, f"{data['name']}: {size_text(size)} of weights in\n{folder}")
     return 0
 
 

@@ -10,26 +10,27 @@ from pathlib import Path
 from typing import Any
 
 from exl2nb.cli.bitmap import BitMap, colour, ink
-from exl2nb.cli.console import mega, table
+from exl2nb.cli.console import table
+from exl2nb.core.show import size_text
 
 Histogram = Sequence[tuple[float, float, float]]
 
 
-def size_against_kl(points: Sequence[tuple[str, float, float]], reference_mb: float) -> str:
-    """Points (name, MB, mean KL) joined by a line; KL on a logarithmic axis.
+def size_against_kl(points: Sequence[tuple[str, float, float]], reference_mib: float) -> str:
+    """Points (name, MiB, mean KL) joined by a line; KL on a logarithmic axis.
 
     Args:
         points: at least one.
-        reference_mb: size of the original, the right end of the axis.
+        reference_mib: size of the original, the right end of the axis.
     """
     width, height, left, right, top, bottom = 460, 280, 56, 20, 12, 40
     positive = [kl for _, _, kl in points if kl > 0] or [1e-3]
     low, high = math.floor(math.log10(min(positive))), math.ceil(math.log10(max(positive)))
     high = max(high, low + 1)
-    span = max(reference_mb, *(mb for _, mb, _ in points))
+    span = max(reference_mib, *(mib for _, mib, _ in points))
 
-    def x(mb: float) -> float:
-        return left + (width - left - right) * mb / span
+    def x(mib: float) -> float:
+        return left + (width - left - right) * mib / span
 
     def y(kl: float) -> float:
         exponent = math.log10(max(kl, 10.0**low))
@@ -40,20 +41,19 @@ def size_against_kl(points: Sequence[tuple[str, float, float]], reference_mb: fl
         at = y(10.0**decade)
         parts.append(f'<line class="grid" x1="{left}" x2="{width - right}" y1="{at:.1f}" y2="{at:.1f}"/>')
         parts.append(f'<text x="{left - 8}" y="{at + 4:.1f}" text-anchor="end">{10.0**decade:g}</text>')
-    for mb in _ticks(span):
-        parts.append(f'<text x="{x(mb):.1f}" y="{height - bottom + 18}" text-anchor="middle">{mb:g}</text>')
-    end = f"{x(reference_mb):.1f}"
+    for mib in _ticks(span):
+        parts.append(f'<text x="{x(mib):.1f}" y="{height - bottom + 18}" text-anchor="middle">{mib:g}</text>')
+    end = f"{x(reference_mib):.1f}"
     parts.append(f'<line class="grid" x1="{end}" x2="{end}" y1="{top}" y2="{height - bottom}" stroke-dasharray="3 4"/>')
-    parts.append(f'<text x="{x(reference_mb) - 6:.1f}" y="{height - bottom - 8}" text-anchor="end">FP16: {reference_mb:.1f} MB</text>')
-    parts.append(f'<text x="{(left + width - right) / 2}" y="{height - 4}" text-anchor="middle">files, MB</text>')
+    parts.append(f'<text x="{x(reference_mib) - 6:.1f}" y="{height - bottom - 8}" text-anchor="end">FP16: {reference_mib:.1f} MiB</text>')
+    parts.append(f'<text x="{(left + width - right) / 2}" y="{height - 4}" text-anchor="middle">files, MiB</text>')
     ordered = sorted(points, key=lambda point: point[1])
-    parts.append(f'<polyline class="line" points="{" ".join(f"{x(mb):.1f},{y(kl):.1f}" for _, mb, kl in ordered)}"/>')
-    for name, mb, kl in ordered:
-        parts.append(
-            f'<circle class="dot" cx="{x(mb):.1f}" cy="{y(kl):.1f}" r="6"><title>{escape(name)}: {mb:.2f} MB, KL {kl:.4f}</title></circle>'
-        )
-        parts.append(f'<text class="strong" x="{x(mb) + 11:.1f}" y="{y(kl) + 4:.1f}">{escape(name)}</text>')
-    label = "; ".join(f"{name}: {mb:.2f} MB, mean KL {kl:.4f} nats" for name, mb, kl in ordered)
+    parts.append(f'<polyline class="line" points="{" ".join(f"{x(mib):.1f},{y(kl):.1f}" for _, mib, kl in ordered)}"/>')
+    for name, mib, kl in ordered:
+        title = f"<title>{escape(name)}: {mib:.2f} MiB, KL {kl:.4f}</title>"
+        parts.append(f'<circle class="dot" cx="{x(mib):.1f}" cy="{y(kl):.1f}" r="6">{title}</circle>')
+        parts.append(f'<text class="strong" x="{x(mib) + 11:.1f}" y="{y(kl) + 4:.1f}">{escape(name)}</text>')
+    label = "; ".join(f"{name}: {mib:.2f} MiB, mean KL {kl:.4f} nats" for name, mib, kl in ordered)
     return _svg(width, height, f"Mean KL against file size. {label}", parts)
 
 
@@ -170,7 +170,7 @@ class DemoResult:
                 [
                     entry.name,
                     f"{entry.bpw:.3f}",
-                    mega(entry.bytes),
+                    size_text(entry.bytes),
                     f"{entry.bytes / self.reference.bytes:.0%}",
                     f"{entry.ppl:.2f}",
                     "-" if base else f"{entry.kl_mean:.4f}",
@@ -197,7 +197,7 @@ def _head(result: DemoResult) -> str:
     best = min(result.quantised, key=lambda entry: abs((entry.target_bpw or 0) - 4.0))
     share = best.bytes / result.reference.bytes
     facts = [
-        (f"{share:.0%}", f"of the FP16 files: {mega(best.bytes)} instead of {mega(result.reference.bytes)}"),
+        (f"{share:.0%}", f"of the FP16 files: {size_text(best.bytes)} instead of {size_text(result.reference.bytes)}"),
         (f"{best.top1:.1%}", "of next tokens ranked first as in FP16"),
         (f"{best.kl_mean:.3f}", "nats a token: mean KL divergence from FP16"),
         (f"{best.decode_tok_s:,.0f}", "tokens a second, one stream, on this CPU"),
@@ -239,7 +239,7 @@ def _row(entry: Entry, reference: Entry, worst: float) -> str:
     base = entry.target_bpw is None
     cells = [
         f"{entry.bpw:.3f}",
-        mega(entry.bytes) + _bar(entry.bytes / reference.bytes),
+        size_text(entry.bytes) + _bar(entry.bytes / reference.bytes),
         f"{entry.ppl:.2f}",
         "reference" if base else f"{entry.kl_mean:.4f}" + _bar(entry.kl_mean / worst),
         "" if base else f"{entry.kl_p99:.3f}",
@@ -256,12 +256,12 @@ def _bar(share: float) -> str:
 
 
 def _figures(result: DemoResult) -> str:
-    points = [(entry.name, entry.bytes / 1e6, entry.kl_mean) for entry in result.quantised]
+    points = [(entry.name, entry.bytes / 2**20, entry.kl_mean) for entry in result.quantised]
     bars = [(entry.name, entry.histogram) for entry in result.quantised]
     return (
         '<section><h2>Size against divergence</h2><div class="pair">'
-        '<figure><figcaption><h3>What a megabyte buys</h3><span class="note">Mean KL (logarithmic) against file size.</span></figcaption>'
-        f"{size_against_kl(points, result.reference.bytes / 1e6)}</figure>"
+        '<figure><figcaption><h3>KL against file size</h3><span class="note">Mean KL on a logarithmic axis.</span></figcaption>'
+        f"{size_against_kl(points, result.reference.bytes / 2**20)}</figure>"
         '<figure><figcaption><h3>How it spreads over tokens</h3><span class="note">Share of tokens by KL. The last bar is open.</span>'
         f"</figcaption>{histograms(bars)}</figure></div></section>"
     )

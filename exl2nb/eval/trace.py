@@ -177,6 +177,7 @@ def trace(
     pattern_size: int | None = None,
     max_bytes: int = MAX_BYTES,
     name: str = "",
+    on_step: Callable[[int, Mapping[str, Tensor]], None] | None = None,
 ) -> Trace:
     """Read a text and keep what passes through the model at some points.
 
@@ -188,6 +189,8 @@ def trace(
         pattern_size: attention patterns of more tokens are averaged to so many rows and columns: the mean over the queries of a row of the
             attention that the keys of a column get together, so that rows still add up to 1; None = they are kept whole.
         max_bytes: of all tensors.
+        on_step: called after each step with the number of tokens read so far and the tensors, which it must not change; later tokens are 0
+            in them. What it raises ends the trace.
 
     Raises:
         OptionError: an unknown name, an edit that does not fit, or tensors of more than `max_bytes`; says how many.
@@ -217,6 +220,8 @@ def trace(
             batch = Batch.single(row[start : start + step], start=start, pages=pages, logit_rows=rows, device=model.device, long=long)
             out = model.trace(batch, pool, wanted=wanted, seen=recorder, edits=edits, borrowed=borrowed).float().cpu()
             logits = [*logits, out] if every else [out]
+            if on_step is not None:
+                on_step(min(start + step, len(row)), recorder.tensors)
     tensors = {key: value.clone() for key, value in recorder.tensors.items()}  # out of inference mode: they may be edited
     return Trace(
         ids=tuple(row), texts=tuple(texts), tensors=tensors, logits=torch.cat(logits).clone(), cache=spec.mode, model=name, pooled=pooled,

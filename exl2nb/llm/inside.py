@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from exl2nb.core.errors import EngineClosed, OptionError
@@ -16,6 +16,8 @@ from exl2nb.sampling.params import check_integer
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from exl2nb.eval.trace import Trace
     from exl2nb.model.points import Edit
 
@@ -40,6 +42,7 @@ class InsideMixin:
         cache: str = "fp32",
         pattern_size: int | None = None,
         max_bytes: int = traces.MAX_BYTES,
+        on_step: Callable[[int, Mapping[str, Tensor]], None] | None = None,
     ) -> Trace:
         """Read a prompt and keep what passes through the model, by TransformerLens' names, as tensors on the CPU.
 
@@ -51,6 +54,8 @@ class InsideMixin:
             cache: mode of the KV cache; hook_rot_k and hook_v are what it holds.
             pattern_size: attention patterns of more tokens are averaged to so many rows and columns; None = they are kept whole.
             max_bytes: of all tensors together.
+            on_step: called after each step with the number of tokens read so far and the tensors so far, to show them; what it raises ends
+                the trace.
 
         Raises:
             OptionError: an unknown name, an edit that does not fit, or more than `max_bytes`; says how many. ContextOverflow: longer than
@@ -70,7 +75,7 @@ class InsideMixin:
         edits, layers = _parts(patch or {})
         return traces.trace(
             self.engine.shared_model, ids, capture, patch=edits, layers=layers, texts=token_texts(self.tokenizer, ids), cache=cache,
-            pattern_size=pattern_size, max_bytes=max_bytes, name=str(self.name),
+            pattern_size=pattern_size, max_bytes=max_bytes, name=str(self.name), on_step=on_step,
         )  # fmt: skip
 
     def patch(self, patch: Patch) -> Patched:

@@ -1,11 +1,13 @@
-"""AttentionView: what every head looks at, at several bitrates or caches beside each other, and how far they differ."""
+"""AttentionView: what every head attends to, at several bitrates or caches side by side, and how far they differ."""
 
 from __future__ import annotations
 
 import base64
+import copy
 import html
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -25,14 +27,15 @@ if TYPE_CHECKING:
 LARGEST, SMALL = 256, 48
 KEPT_BYTES = 64 << 20  # patterns of one model, a byte a place
 STORED_BYTES = 900_000  # of an export
+SHOW_EVERY_S = 0.5  # while a long text is read
 PART = "attn.hook_pattern"
 _PICTURE_PX = 3
 
 
 class AttentionView(InsideWidget):
-    """Attention patterns of all heads, the same head at several bitrates beside each other, and their difference.
+    """Attention patterns of all heads, the same head at several bitrates side by side, and their difference.
 
-    The map of heads shows the total variation: the share of attention that lies elsewhere than the reference's, mean over the queries.
+    The map of heads shows the total variation: the share of attention that moved, compared with the reference, mean over the queries.
     Choosing a head there or among the thumbnails shows its pattern large. Patterns of more than 256 tokens (fewer in models of many heads)
     are averaged: a place is the mean over the queries of a row of the attention that the keys of a column get.
 
@@ -40,6 +43,7 @@ class AttentionView(InsideWidget):
         models: one to four bitrates or caches of one model by label, the reference first: loaded models, or pairs (model, {"cache": mode}).
         prompt: text that is read, 2 to 8192 tokens.
         result: what `to_dict` gave, in place of models.
+        wait: False = return at once and measure in the background; `.wait()` waits for it.
 
     Traits, also keywords (synced with the page both ways):
         prompt: as above.
@@ -51,7 +55,7 @@ class AttentionView(InsideWidget):
 
     Example:
         >>> AttentionView({"16 bits": llm, "4 bits": low}, "It was a dark")  # doctest: +SKIP
-        AttentionView(5 tokens, 12 layers of 4 heads; 4 bits: 4.1 % of the attention moves, most in layer 6 head 2: 12.3 %)
+        AttentionView(5 tokens, 12 layers of 4 heads; 4 bits: 4.1 % of the attention moved, most in layer 6 head 2: 12.3 %)
     """
 
     _esm = static.STATIC / "attention.js"
@@ -64,16 +68,18 @@ class AttentionView(InsideWidget):
     _least = 1
     _most_tokens = 8192
 
-    side = t.Int(1).tag(sync=True, option=True)
     layer = t.Int(0).tag(sync=True, option=True)
     head = t.Int(0).tag(sync=True, option=True)
     _heads = t.List().tag(sync=True)
     _one = t.List().tag(sync=True)
     _stored = t.List().tag(sync=True)
 
-    def __init__(self, models: Any = None, prompt: str | None = None, *, result: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, models: Any = None, prompt: str | None = None, *, result: Mapping[str, Any] | None = None, wait: bool = True, **kwargs: Any
+    ) -> None:
         self._patterns: list[Any] = []  # by model: uint8 (layers, heads, size, size)
-        super().__init__(models, prompt, result=result, **kwargs)
+        self._rows: list[int] = []  # of the patterns of each model, read so far while it runs
+        super().__init__(models, prompt, result=result, wait=wait, **kwargs)
         if result is not None:
             shown: Any = dict(self._result)
             try:
@@ -86,37 +92,67 @@ class AttentionView(InsideWidget):
     def _measure(self, ids: list[int], stop: threading.Event) -> dict[str, Any] | None:
         import torch
 
+        from exl2nb.eval.score import token_texts
+
         first = self.sides[0]
         layers, heads = first.llm.config.num_layers, first.llm.config.num_heads
         size = min(len(ids), LARGEST, max(16, int((KEPT_BYTES / (layers * heads)) ** 0.5)))
-        kept = [torch.zeros(layers, heads, size, size, dtype=torch.uint8) for _ in self.sides]
-        distance: list[list[list[float]]] = [[] for _ in self.sides[1:]]
+        distance = [[[0.0] * heads for _ in range(layers)] for _ in self.sides[1:]]
+        names = token_texts(first.llm.tokenizer, ids) if size == len(ids) else _bins(len(ids), size)
+        result = AttentionResult(
+            labels=[side.label for side in self.sides], layers=layers, heads=heads, tokens=len(ids), size=size, names=list(names),
+            distance=distance,
+        )  # fmt: skip
+        self._patterns = [torch.zeros(layers, heads, size, size, dtype=torch.uint8) for _ in self.sides]
+        self._rows = [0] * len(self.sides)
+        self._result = copy.deepcopy({**result})  # a trait of the same lists would not notice that they change
         step = max(1, PASS_BYTES // (4 * heads * size * size))
-        texts: tuple[str, ...] = ()
-        for start in range(0, layers, step):
-            some = range(start, min(start + step, layers))
-            want: dict[int, Tensor] = {}
-            for i, side in enumerate(self.sides):
-                if stop.is_set():
-                    return None
-                found = side.trace(ids, [f"blocks.{layer}.{PART}" for layer in some], pattern_size=size if size < len(ids) else None)
-                texts = found.texts
-                for layer in some:
-                    pattern = found[f"blocks.{layer}.{PART}"]
-                    kept[i][layer] = (255 * pattern.sqrt()).round().to(torch.uint8)
-                    if i:
-                        moved = (pattern - want[layer]).abs().sum(-1).mean(-1) / 2
-                        distance[i - 1].append([float(f"{value:.4g}") for value in moved.tolist()])
-                    else:
-                        want[layer] = pattern
-        self._patterns = kept
-        names = list(texts) if size == len(ids) else _bins(len(ids), size)
-        return {
-            **AttentionResult(
-                labels=[side.label for side in self.sides], layers=layers, heads=heads, tokens=len(ids), size=size, names=names,
-                distance=distance,
-            )
-        }  # fmt: skip
+        passes = [range(start, min(start + step, layers)) for start in range(0, layers, step)]
+        try:
+            for n, some in enumerate(passes):
+                want: dict[int, Tensor] = {}
+                for i, side in enumerate(self.sides):
+                    self._rows[i] = 0 if n == 0 else size
+                    begun = (n * len(self.sides) + i) / (len(passes) * len(self.sides))
+                    seen = self._follower(some, i, len(ids), begun, 1 / (len(passes) * len(self.sides)), stop)
+                    names_of = [f"blocks.{layer}.{PART}" for layer in some]
+                    found = side.trace(ids, names_of, pattern_size=size if size < len(ids) else None, on_step=seen)
+                    for layer, name in zip(some, names_of):
+                        self._patterns[i][layer] = _bytes(found[name])
+                        if i:
+                            moved = (found[name] - want[layer]).abs().sum(-1).mean(-1) / 2
+                            distance[i - 1][layer] = [float(f"{value:.4g}") for value in moved.tolist()]
+                        else:
+                            want[layer] = found[name]
+        except InterruptedError:  # stopped: what has been read stays
+            return None
+        self._rows = [size] * len(self.sides)
+        self._show()
+        return {**result}
+
+    def _follower(
+        self, some: range, side: int, tokens: int, begun: float, part: float, stop: threading.Event
+    ) -> Callable[[int, Mapping[str, Tensor]], None]:
+        """What a trace calls after each step: shows the rows that are known, at most twice a second."""
+        last = time.monotonic()
+
+        def seen(read: int, tensors: Mapping[str, Tensor]) -> None:
+            nonlocal last
+            if stop.is_set():
+                raise InterruptedError
+            if time.monotonic() - last < SHOW_EVERY_S:
+                return
+            last = time.monotonic()
+            shown: Any = self._result
+            layer = min(max(0, self.layer), shown["layers"] - 1)
+            if layer in some:
+                self._patterns[side][layer] = _bytes(tensors[f"blocks.{layer}.{PART}"])
+                self._rows[side] = read * shown["size"] // tokens
+            with self.hold_sync():
+                self._share = begun + part * read / tokens
+                self._show()
+
+        return seen
 
     @t.observe("layer", "head", "_result")
     def _follow(self, change: Mapping[str, Any]) -> None:
@@ -132,11 +168,17 @@ class AttentionView(InsideWidget):
         with self.hold_sync():
             self._heads = [self._small(layer, SMALL)]
             one = [_text(pattern[layer, head]) for pattern in self._patterns]
-            self._one = [dict(Patterns(layer=layer, head=head, size=shown["size"], data=one))]
+            self._one = [dict(Patterns(layer=layer, head=head, size=shown["size"], rows=self._known(shown["size"]), data=one))]
+
+    def _known(self, size: int) -> list[int]:
+        """Rows of each model that have been read, of patterns of so many rows."""
+        whole = self._patterns[0].shape[-1]
+        return [rows * size // whole for rows in self._rows] if self.status == "running" else [size] * len(self._patterns)
 
     def _small(self, layer: int, size: int) -> dict[str, Any]:
         found = [_pooled(pattern[layer], size) for pattern in self._patterns]
-        return dict(Patterns(layer=layer, head=-1, size=found[0].shape[-1], data=[_text(pattern) for pattern in found]))
+        size = found[0].shape[-1]
+        return dict(Patterns(layer=layer, head=-1, size=size, rows=self._known(size), data=[_text(pattern) for pattern in found]))
 
     def look(self, layer: int, head: int = 0) -> AttentionView:
         """Choose a head.
@@ -192,7 +234,7 @@ class AttentionView(InsideWidget):
             flat = [(value, layer, head) for layer, line in enumerate(table) for head, value in enumerate(line)]
             most, layer, head = max(flat)
             mean = sum(value for value, *_ in flat) / len(flat)
-            parts.append(f"{label}: {100 * mean:.1f} % of the attention moves, most in layer {layer} head {head}: {100 * most:.1f} %")
+            parts.append(f"{label}: {100 * mean:.1f} % of the attention moved, most in layer {layer} head {head}: {100 * most:.1f} %")
         return f"AttentionView({'; '.join(parts)})"
 
     def _static_body(self) -> str:
@@ -205,7 +247,7 @@ class AttentionView(InsideWidget):
                 f"<tr><th>{layer}</th>{''.join(f'{cell}{100 * value:.1f}</td>' for value in line[:32])}</tr>"
                 for layer, line in enumerate(table)
             )
-            caption = f"{html.escape(label)}: % of attention that moves, layers down, heads across"
+            caption = f"{html.escape(label)}: % of attention moved, layers down, heads across"
             tables.append(f'<table style="font-size:12px"><caption>{caption}</caption><tr><th></th>{head}</tr>{rows}</table>')
         return f'<div style="display:flex;flex-wrap:wrap;gap:12px 24px">{"".join(tables) or html.escape(self._summary())}</div>'
 
@@ -240,7 +282,14 @@ def _pooled(patterns: Tensor, size: int) -> Tensor:
     rows = torch.bincount(bins, minlength=size).float()[:, None]
     mass = torch.zeros(len(patterns), count, size).index_add_(2, bins, shares)
     mass = torch.zeros(len(patterns), size, size).index_add_(1, bins, mass) / rows
-    return (255 * mass.clamp(0, 1).sqrt()).round().to(torch.uint8)
+    return _bytes(mass.clamp(0, 1))
+
+
+def _bytes(pattern: Tensor) -> Tensor:
+    """Shares as they are kept: 255 times the square root."""
+    import torch
+
+    return (255 * pattern.sqrt()).round().to(torch.uint8)
 
 
 def _text(pattern: Tensor) -> str:

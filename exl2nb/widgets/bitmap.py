@@ -94,8 +94,8 @@ class BitMap(ExlWidget):
         """Open every cell that is chosen here in other widgets too.
 
         Args:
-            widgets: a `WeightBrowser` goes to the matrix (the first expert where a cell has several); another `BitMap` or a
-                `BitrateExplorer` chooses the same cell, and one chosen there is chosen here.
+            widgets: a `WeightBrowser` or a `WeightHistogram` goes to the matrix (the first expert where a cell has several); another
+                `BitMap` or a `BitrateExplorer` chooses the same cell, and one chosen there is chosen here.
 
         Raises:
             OptionError: a widget that shows no matrices.
@@ -109,7 +109,9 @@ class BitMap(ExlWidget):
             elif "selected" in widget.trait_names() and hasattr(widget, "grid"):
                 t.link((self, "selected"), (widget, "selected"))
             else:
-                raise OptionError(f"BitMap.link: got {type(widget).__name__!r}; expected a WeightBrowser, BitMap or BitrateExplorer")
+                raise OptionError(
+                    f"BitMap.link: got {type(widget).__name__!r}; expected a WeightBrowser, WeightHistogram, BitMap or BitrateExplorer"
+                )
         return self
 
     def on_select(self, callback: Callable[[list[Any]], Any], remove: bool = False) -> None:

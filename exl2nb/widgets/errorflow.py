@@ -53,6 +53,7 @@ class ErrorFlow(InsideWidget):
         models: two to four bitrates or caches of one model by label, the reference first: loaded models, or pairs (model, {"cache": mode}).
         prompt: text that is read, 2 to 512 tokens.
         result: what `to_dict` gave, in place of models.
+        wait: False = return at once and measure in the background; `.wait()` waits for it.
 
     Traits, also keywords (synced with the page both ways):
         prompt: as above.
@@ -72,7 +73,6 @@ class ErrorFlow(InsideWidget):
     _state_keys: ClassVar[tuple[str, ...]] = tuple(ErrorFlowState.__annotations__)
     _empty = FlowResult(labels=[], rows=[], layers=0, tokens=0, errors=[], flow=[], cosines=[], kl=[], patched=[])
 
-    side = t.Int(1).tag(sync=True, option=True)
     layer = t.Int(-1).tag(sync=True, option=True)
 
     def _measure(self, ids: list[int], stop: threading.Event) -> dict[str, Any] | None:

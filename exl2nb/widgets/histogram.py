@@ -1,4 +1,4 @@
-"""WeightHistogram: the values of a group before and after quantisation, its codes, and the grid they lie on, bitrate beside bitrate."""
+"""WeightHistogram: the values of a group before and after quantisation, its codes, and the grid they are on, one bitrate beside another."""
 
 from __future__ import annotations
 
@@ -104,6 +104,13 @@ class WeightHistogram(ExlWidget):
             self.error, self.status = "", "done"
         return self
 
+    def open_cell(self, layer: int, role: str) -> None:
+        """Go to the matrix that `BitMap` calls `role` in this layer; stay where not all models have it."""
+        for name, key in self._keys.get(layer, {}).items():
+            if bitgrid.place(key)[1] == role:
+                self.look(layer=layer, matrix=name, row=min(self.row, next(iter(self.weights.values())).slices(key).in_features - 1))
+                return
+
     @t.observe(*_PLACE)
     def _follow(self, change: Mapping[str, Any]) -> None:
         """A trait was set: show that place, or stay where it was."""
@@ -172,7 +179,7 @@ class WeightHistogram(ExlWidget):
             f"{cell}{one['entropy']:.2f}</td>{cell}{' '.join(str(count) for count in one['codes'][:16])}</td></tr>"
             for one in self._all
         )
-        head = "".join(f"<th>{name}</th>" for name in ("", "bits", "group", "error", "beyond the grid", "bits used", "codes"))
+        head = "".join(f"<th>{name}</th>" for name in ("", "bits", "group", "error", "clipped", "code entropy, bits", "codes"))
         caption = html.escape(f"layer {self.layer} {self.matrix}, row {self.row}")
         return f'<table style="font-size:12px"><caption>{caption}</caption><tr>{head}</tr>{rows}</table>'
 

@@ -1,4 +1,4 @@
-"""LayerLens: what a model would say after each layer, at several bitrates beside each other, and where they part."""
+"""LayerLens: what a model would predict after each layer, at several bitrates side by side, and where they diverge."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ class LayerLens(InsideWidget):
         models: one to four bitrates or caches of one model by label, the reference first: loaded models, or pairs (model, {"cache": mode}).
         prompt: text that is read, 2 to 128 tokens.
         result: what `to_dict` gave, in place of models.
+        wait: False = return at once and measure in the background; `.wait()` waits for it.
 
     Traits, also keywords (synced with the page both ways):
         prompt: as above.
@@ -46,7 +47,7 @@ class LayerLens(InsideWidget):
 
     Example:
         >>> LayerLens({"16 bits": llm, "4 bits": low}, "It was a dark")  # doctest: +SKIP
-        LayerLens(5 tokens, 12 layers; 4 bits: another favourite in 7 of 60 places)
+        LayerLens(5 tokens, 12 layers; 4 bits: top-1 differs at 7 of 60 places)
     """
 
     _esm = static.STATIC / "layerlens.js"
@@ -56,7 +57,6 @@ class LayerLens(InsideWidget):
     _least = 1
     _most_tokens = 128
 
-    side = t.Int(1).tag(sync=True, option=True)
     token = t.Int(-1).tag(sync=True, option=True)
 
     def _measure(self, ids: list[int], stop: threading.Event) -> dict[str, Any] | None:
@@ -114,7 +114,7 @@ class LayerLens(InsideWidget):
         return pd.DataFrame(rows)
 
     def _parted(self, side: int) -> int:
-        """In how many places a model has another favourite than the reference."""
+        """In how many places a model's top-1 token is not the reference's."""
         shown: Any = self._result
         top = shown["top"]
         return sum(a != b for a, b in zip(top[0][::TOP], top[side][::TOP]))
@@ -122,7 +122,7 @@ class LayerLens(InsideWidget):
     def _summary(self) -> str:
         shown: Any = self._result
         places, sizes = (shown["layers"] + 1) * len(shown["texts"]), f"{len(shown['texts'])} tokens, {shown['layers']} layers"
-        parts = [f"{label}: another favourite in {self._parted(i + 1)} of {places} places" for i, label in enumerate(shown["labels"][1:])]
+        parts = [f"{label}: top-1 differs at {self._parted(i + 1)} of {places} places" for i, label in enumerate(shown["labels"][1:])]
         return f"LayerLens({'; '.join([sizes, *parts])})"
 
     def _static_body(self) -> str:
@@ -142,7 +142,7 @@ class LayerLens(InsideWidget):
             )
             rows.append(f"<tr><th{style}>{depth - 1 if depth else 'embedding'}</th>{cells}</tr>")
         text = html.escape("".join(shown["texts"][: token + 1])[-60:])
-        caption = f"Most likely token after “{text}”, by layer"
+        caption = f"Top-1 token after “{text}”, by layer"
         return f'<table style="font-size:12px"><caption>{caption}</caption><tr><th{style}>layer</th>{head}</tr>{"".join(rows)}</table>'
 
     def _picture(self) -> bytes | None:

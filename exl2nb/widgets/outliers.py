@@ -49,6 +49,7 @@ class OutlierMap(InsideWidget):
         models: one to four bitrates or caches of one model by label, the reference first: loaded models, or pairs (model, {"cache": mode}).
         prompt: text that is read, 2 to 512 tokens.
         result: what `to_dict` gave, in place of models.
+        wait: False = return at once and measure in the background; `.wait()` waits for it.
 
     Traits, also keywords (synced with the page both ways):
         prompt: as above.
@@ -79,10 +80,12 @@ class OutlierMap(InsideWidget):
     channel = t.Int(-1).tag(sync=True, option=True)
     _effect = t.List().tag(sync=True)
 
-    def __init__(self, models: Any = None, prompt: str | None = None, *, result: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        super().__init__(models, prompt, result=result, **kwargs)
+    def __init__(
+        self, models: Any = None, prompt: str | None = None, *, result: Mapping[str, Any] | None = None, wait: bool = True, **kwargs: Any
+    ) -> None:
+        super().__init__(models, prompt, result=result, wait=wait, **kwargs)
         self._ready = True
-        if self.channel >= 0 and self.sides:
+        if self.channel >= 0 and self.sides and self.status == "done":
             self.look(self.layer, self.channel)
 
     def _measure(self, ids: list[int], stop: threading.Event) -> dict[str, Any] | None:

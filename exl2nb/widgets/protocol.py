@@ -1014,19 +1014,25 @@ class FlowResult(TypedDict):
     patched: list[PatchedKl]
 
 
-class ErrorFlowState(TypedDict):
-    """Synced traits of ErrorFlow. side: model of the map, from 1; layer: the chosen one, -1 = none."""
+class InsideState(TypedDict):
+    """Synced traits of every widget that looks inside. side: model that is compared; _share: of the running work that is done, 0 to 1."""
 
     status: Status
     error: str
     height: str
     prompt: str
     side: int
-    layer: int
-    _result: FlowResult
+    _share: float
     _has_model: bool
     _protocol: int
     _static: bool
+
+
+class ErrorFlowState(InsideState):
+    """Synced traits of ErrorFlow. side: model of the map, from 1; layer: the chosen one, -1 = none."""
+
+    layer: int
+    _result: FlowResult
 
 
 class PatchLayer(TypedDict):
@@ -1055,19 +1061,11 @@ class LensResult(TypedDict):
     kl: list[list[float]]
 
 
-class LayerLensState(TypedDict):
+class LayerLensState(InsideState):
     """Synced traits of LayerLens. token: -1 = the last one."""
 
-    status: Status
-    error: str
-    height: str
-    prompt: str
-    side: int
     token: int
     _result: LensResult
-    _has_model: bool
-    _protocol: int
-    _static: bool
 
 
 class AttentionResult(TypedDict):
@@ -1086,31 +1084,27 @@ class AttentionResult(TypedDict):
 
 
 class Patterns(TypedDict):
-    """Attention of some heads of a layer: base64 of heads x size x size bytes, by model; a byte b is a share of (b / 255) ** 2."""
+    """Attention of some heads of a layer: base64 of heads x size x size bytes, by model; a byte b is a share of (b / 255) ** 2.
+
+    rows: of each model that have been read so far.
+    """
 
     layer: int
     head: int
     size: int
+    rows: list[int]
     data: list[str]
 
 
-class AttentionViewState(TypedDict):
+class AttentionViewState(InsideState):
     """Synced traits of AttentionView. _heads: all heads of the chosen layer, small; _one: the chosen head; _stored: in an export, all."""
 
-    status: Status
-    error: str
-    height: str
-    prompt: str
-    side: int
     layer: int
     head: int
     _result: AttentionResult
     _heads: list[Patterns]
     _one: list[Patterns]
     _stored: list[Patterns]
-    _has_model: bool
-    _protocol: int
-    _static: bool
 
 
 class GroupHistogram(TypedDict):
@@ -1165,19 +1159,12 @@ class LoraResult(TypedDict):
     kl: float | None
 
 
-class LoraExplorerState(TypedDict):
+class LoraExplorerState(InsideState):
     """Synced traits of LoraExplorer. scale: of the slider. selected: layer and matrix, or empty."""
 
-    status: Status
-    error: str
-    height: str
-    prompt: str
     scale: float
     selected: list[int | str]
     _result: LoraResult
-    _has_model: bool
-    _protocol: int
-    _static: bool
 
 
 class ScaleTo(TypedDict):
@@ -1260,22 +1247,14 @@ class GroupEffect(TypedDict):
     weights: list[float]
 
 
-class OutlierMapState(TypedDict):
+class OutlierMapState(InsideState):
     """Synced traits of OutlierMap. point: number in `points`; channel: -1 = none is chosen."""
 
-    status: Status
-    error: str
-    height: str
-    prompt: str
-    side: int
     point: int
     layer: int
     channel: int
     _result: OutlierResult
     _effect: list[GroupEffect]
-    _has_model: bool
-    _protocol: int
-    _static: bool
 
 
 # ---- the two directions, and the TypeScript

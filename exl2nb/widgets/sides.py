@@ -1,4 +1,4 @@
-"""Bitrates or caches of one model beside each other, and the base of the widgets that look inside them."""
+"""Bitrates or caches of one model side by side, and the base of the widgets that look inside them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import traitlets as t
 
 from exl2nb.cache.modes import parse_mode
 from exl2nb.core.errors import OptionError
-from exl2nb.core.options import check_keywords, shown
+from exl2nb.core.options import check_flag, check_keywords, shown
 from exl2nb.widgets import bitgrid
 from exl2nb.widgets.background import Background, BackgroundWidget
 from exl2nb.widgets.base import as_text
@@ -109,6 +109,7 @@ class InsideWidget(BackgroundWidget):
     """Base of widgets that read one prompt with several bitrates or caches of a model and show what differs inside.
 
     A subclass measures in `_measure` and shows `_result`, plain JSON values; `to_dict` hands it out, and `result=` shows it again.
+    `wait=False` displays at once and measures meanwhile; `.wait()` waits for it.
     """
 
     _least: ClassVar[int] = 2
@@ -116,12 +117,17 @@ class InsideWidget(BackgroundWidget):
     _most_tokens: ClassVar[int] = 512
 
     prompt = t.Unicode(PROMPT).tag(sync=True, option=True)
+    side = t.Int(1).tag(sync=True, option=True)
     _result = t.Dict().tag(sync=True)
+    _share = t.Float(0.0).tag(sync=True)
     _has_model = t.Bool(False).tag(sync=True)
 
-    def __init__(self, models: Any = None, prompt: str | None = None, *, result: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, models: Any = None, prompt: str | None = None, *, result: Mapping[str, Any] | None = None, wait: bool = True, **kwargs: Any
+    ) -> None:
         name = type(self).__name__
         self._background = Background(name)
+        check_flag(f"{name}: wait", wait)
         if (models is None) == (result is None):
             raise OptionError(f"{name}: expected models, such as {{'16 bits': llm, '2.5 bpw': other}}, or result=, what to_dict() gave")
         self.sides = [] if models is None else sides_of(models, where=name, least=self._least)
@@ -133,6 +139,9 @@ class InsideWidget(BackgroundWidget):
             self.status = "done"
             return
         self._result, self._has_model = dict(self._empty), True
+        if not wait:
+            self.start()
+            return
         self._read(threading.Event())
         self.status = "done"
 
@@ -170,7 +179,7 @@ class InsideWidget(BackgroundWidget):
     def _work(self, work: Any, before: Any = lambda: None) -> None:
         def starting() -> None:
             with self.hold_sync():
-                self.status, self.error = "running", ""
+                self.status, self.error, self._share = "running", "", 0.0
                 before()
 
         def done(status: Any, problem: BaseException | None) -> None:

@@ -11,8 +11,9 @@ import pytest
 
 import exl2nb
 from exl2nb.cli import commands
-from exl2nb.cli.console import Console, mega, table, to_json, width
+from exl2nb.cli.console import Console, table, to_json, width
 from exl2nb.core import errors
+from exl2nb.core.show import size_text
 
 
 def test_help_of_every_command(cli):
@@ -129,7 +130,8 @@ def test_columns_line_up():
 
 
 def test_bytes():
-    assert [mega(n) for n in (12, 1500, 7_798_472, 3.2e9)] == ["12 B", "1.50 kB", "7.80 MB", "3.20 GB"]
+    """One unit everywhere: commands, results and widgets."""
+    assert [size_text(n) for n in (12, 1536, 7_798_472, 3 << 30)] == ["12 bytes", "1.50 KiB", "7.44 MiB", "3.00 GiB"]
 
 
 def test_json_mode_keeps_stdout_clean():

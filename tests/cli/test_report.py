@@ -124,7 +124,7 @@ def test_pictures_have_labels(html):
     pictures = [a for a in attributes if a[:2] == ("svg", "role")]
     labels = [value for tag, name, value in attributes if tag == "svg" and name == "aria-label"]
     assert len(pictures) == len(labels) == 2
-    assert "6 bpw: 10.15 MB, mean KL 0.0061 nats" in labels[0]
+    assert "6 bpw: 9.68 MiB, mean KL 0.0061 nats" in labels[0]
     assert ("html", "lang", "en") in attributes
 
 
@@ -143,7 +143,7 @@ def test_a_lossless_copy_still_draws():
 def test_terminal_table():
     lines = RESULT.table().splitlines()
     assert len(lines) == 6
-    assert lines[2].split()[:4] == ["FP16", "16.000", "23.09", "MB"]
+    assert lines[2].split()[:4] == ["FP16", "16.000", "22.02", "MiB"]
     assert "0.0940" in lines[4]
 
 

@@ -1,4 +1,4 @@
-"""A real JupyterLab on loopback with directories of its own, and one notebook at a time in a headless browser."""
+"""A real JupyterLab or Notebook 7 on loopback with directories of its own, and one notebook at a time in a headless browser."""
 
 import contextlib
 import json
@@ -14,6 +14,7 @@ import urllib.request
 from pathlib import Path
 
 import nbformat
+from mock_host import ROUNDED, violations
 
 SETTINGS = {  # no news, no update prompts; every cell stays in the page
     "@jupyterlab/apputils-extension/notification": {"checkForUpdates": False, "fetchNews": "false", "doNotDisturbMode": True},
@@ -25,11 +26,17 @@ ERRORS = ", ".join(f'[data-mime-type="application/vnd.jupyter.{kind}"]' for kind
 RAISED = re.compile(r"Traceback \(most recent call last\)|^\w*(Error|Exception|Interrupt|Exit): ", re.MULTILINE)
 
 
-class Lab:
-    """The server. `root` is its notebook folder, `home` everything else it writes; `python` has the JupyterLab to run."""
+KERNEL = "exl2nb-under-test"
 
-    def __init__(self, home: Path, *, theme: str = "JupyterLab Light", python: str = sys.executable) -> None:
-        self.home, self.root = home, home / "notebooks"
+
+class Lab:
+    """The server. `root` is its notebook folder, `home` everything else it writes; `python` has the application to run.
+
+    app: "lab" or "notebook". The kernel is this Python's, whatever serves the page.
+    """
+
+    def __init__(self, home: Path, *, theme: str = "JupyterLab Light", python: str = sys.executable, app: str = "lab") -> None:
+        self.home, self.root, self.app = home, home / "notebooks", app
         self.root.mkdir()
         settings = {**SETTINGS, "@jupyterlab/apputils-extension/themes": {"theme": theme}}
         for name, values in settings.items():
@@ -45,7 +52,15 @@ class Lab:
         options += [f"--IdentityProvider.token={self.token}", f"--ServerApp.root_dir={self.root}", "--LabApp.news_url="]
         self.log = home / "server.log"
         with self.log.open("w") as log:
-            command = [python, "-m", "jupyter", "lab", *options]
+            if app == "notebook":  # its own `python3` would have no exl2nb
+                env.pop("JUPYTER_PATH", None)  # extensions of another environment
+                kernel = home / "data" / "kernels" / KERNEL
+                kernel.mkdir(parents=True)
+                argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+                (kernel / "kernel.json").write_text(json.dumps({"argv": argv, "display_name": KERNEL, "language": "python"}))
+                command = [python, "-m", "notebook", *options]
+            else:
+                command = [python, "-m", "jupyter", "lab", *options]
             self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True)
         self._wait()
 
@@ -75,14 +90,20 @@ class Notebook:
 
     def __init__(self, lab: Lab, page, cells: list[str], *, name: str = "") -> None:
         self.page, self.name = page, name or f"test_{secrets.token_hex(4)}.ipynb"
-        spec = {"name": "python3", "display_name": "Python 3", "language": "python"}
+        kernel = KERNEL if lab.app == "notebook" else "python3"
+        spec = {"name": kernel, "display_name": kernel, "language": "python"}
         book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells], metadata={"kernelspec": spec})
         self.path = lab.root / self.name
         nbformat.write(book, self.path)
-        page.goto(f"http://127.0.0.1:{lab.port}/lab/tree/{self.name}?reset&token={lab.token}")
+        where = f"notebooks/{self.name}?" if lab.app == "notebook" else f"lab/tree/{self.name}?reset&"
+        page.goto(f"http://127.0.0.1:{lab.port}/{where}token={lab.token}")
         page.locator(".jp-Notebook .jp-Cell").nth(len(cells) - 1).wait_for(timeout=60_000)
-        # The execution indicator says idle before the kernel is there; the status bar does not.
-        page.locator("#jp-bottom-panel", has_text=re.compile(r"\| Idle")).wait_for(timeout=60_000)
+        # In the Lab the execution indicator says idle before the kernel is there; the status bar does not.
+        if lab.app == "notebook":
+            self.idle = page.locator(".jp-Notebook-ExecutionIndicator[data-status=idle]")
+        else:
+            self.idle = page.locator("#jp-bottom-panel", has_text=re.compile(r"\| Idle"))
+        self.idle.wait_for(timeout=60_000)
         page.wait_for_function("() => !document.querySelector('.jp-MainAreaWidget > .jp-Spinner')", timeout=60_000)
 
     def cell(self, index: int):
@@ -116,7 +137,7 @@ class Notebook:
         return "[*]" in self.cell(index).locator(".jp-InputPrompt").inner_text()
 
     def wait_idle(self, *, timeout_s: float = 30) -> None:
-        self.page.locator("#jp-bottom-panel", has_text=re.compile(r"\| Idle")).wait_for(timeout=timeout_s * 1000)
+        self.idle.wait_for(timeout=timeout_s * 1000)
 
     def save(self):
         """Save from the page and read the file back."""
@@ -131,6 +152,37 @@ class Notebook:
                 except nbformat.reader.NotJSONError:  # being written
                     pass
             assert time.monotonic() < end, "the notebook was not saved"
+
+
+class Cells(Notebook):
+    """A notebook whose cells have names; those in `first` have run."""
+
+    def __init__(self, lab: Lab, page, cells: dict[str, str], first: tuple[str, ...] = ("start",)) -> None:
+        super().__init__(lab, page, list(cells.values()))
+        self.place = {name: i for i, name in enumerate(cells)}
+        for name in first:
+            self.run_named(name)
+
+    def run_named(self, name: str) -> str:
+        """Run a cell to its end; its output."""
+        return self.run(self.place[name])
+
+    def shown(self, kind: str):
+        """Run the cell of a widget; the widget on the page."""
+        self.run_named(kind)
+        widget = self.page.locator(f".exl2nb-{kind}")
+        widget.wait_for()
+        return widget
+
+    def look(self, kind: str, screenshots: Path, prefix: str = "lab") -> None:
+        """Keep a picture, and ask axe."""
+        assert violations(self.page, f".exl2nb-{kind}", besides=ROUNDED) == []
+        self.page.locator(f".exl2nb-{kind}").screenshot(path=screenshots / f"{prefix}-{kind}.png")
+
+    def stored(self, name: str) -> str:
+        """The HTML that the saved notebook has for a cell, without a kernel."""
+        outputs = self.save().cells[self.place[name]].outputs
+        return "".join(str(output.get("data", {}).get("text/html", "")) for output in outputs)
 
 
 def _free_port() -> int:

@@ -205,7 +205,7 @@ ASK = {
     "microscope": lambda page: page.get_by_role("slider", name="Top-k, slider").fill("1"),
     "pagetable": lambda page: page.get_by_role("button", name="Live").click(),
     "playground": lambda page: page.get_by_role("button", name="Generate").click(),
-    "errorflow": lambda page: page.get_by_role("button", name="Patch every layer").click(),
+    "errorflow": lambda page: page.get_by_role("button", name="Patch each layer in turn").click(),
     "histogram": lambda page: page.get_by_label("Row").fill("3"),
 }
 

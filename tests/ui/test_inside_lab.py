@@ -3,8 +3,7 @@
 from pathlib import Path
 
 import pytest
-from lab import Notebook
-from mock_host import ROUNDED, violations
+from lab import Cells
 
 pytestmark = pytest.mark.slow  # run by .ci/run
 
@@ -24,81 +23,59 @@ CELLS = {
     "histogram": "hist = ex.widgets.WeightHistogram(sides)\nhist",
     "histogram after": "print(hist.layer, hist.matrix, hist.row)",
 }
-PLACE = {name: i for i, name in enumerate(CELLS)}
 
 
 @pytest.fixture(scope="module")
-def book(browser, lab):
-    context = browser.new_context(viewport={"width": 1280, "height": 1000})
-    page, errors = context.new_page(), []
-    page.set_default_timeout(60_000)
-    page.on("pageerror", lambda error: errors.append(str(error)))
-    book = Notebook(lab, page, list(CELLS.values()))
-    for name in ("start", "bitmap"):
-        book.run(PLACE[name])
-    yield book
-    context.close()
-    assert not errors, f"errors in the page: {errors}"
-
-
-def shown(book, kind: str):
-    book.run(PLACE[kind])
-    widget = book.page.locator(f".exl2nb-{kind}")
-    widget.wait_for()
-    return widget
-
-
-def look(book, kind: str, screenshots) -> None:
-    assert violations(book.page, f".exl2nb-{kind}", besides=ROUNDED) == []
-    book.page.locator(f".exl2nb-{kind}").screenshot(path=screenshots / f"lab-{kind}.png")
+def book(lab_page, lab):
+    lab_page.set_default_timeout(60_000)
+    return Cells(lab, lab_page, CELLS, first=("start", "bitmap"))
 
 
 def test_error_flow(book, screenshots):
-    widget = shown(book, "errorflow")
+    widget = book.shown("errorflow")
     widget.get_by_role("gridcell").nth(5).click()
     widget.get_by_role("button", name="Patch layer 5 back to 16 bits").click()
-    widget.get_by_text("Patched back, this layer alone").wait_for()
+    widget.get_by_text("With only this layer patched back").wait_for()
     widget.get_by_label("Prompt").fill("She opened the letter")
-    widget.get_by_role("button", name="Read").click()
+    widget.get_by_role("button", name="Trace").click()
     widget.get_by_text("mean over 5 tokens").wait_for()
-    look(book, "errorflow", screenshots)
-    assert book.run(PLACE["errorflow after"]).split() == ["5", "0", "She", "opened", "the", "letter"]
+    book.look("errorflow", screenshots)
+    assert book.run_named("errorflow after").split() == ["5", "0", "She", "opened", "the", "letter"]
 
 
 def test_layer_lens(book, screenshots):
-    widget = shown(book, "layerlens")
+    widget = book.shown("layerlens")
     widget.get_by_role("option").nth(2).click()
     widget.locator("[role=option][aria-selected=true]", has_text="was").wait_for()
-    look(book, "layerlens", screenshots)
-    assert book.run(PLACE["layerlens after"]).strip() == "2"
+    book.look("layerlens", screenshots)
+    assert book.run_named("layerlens after").strip() == "2"
 
 
 def test_attention_view(book, screenshots):
-    widget = shown(book, "attention")
+    widget = book.shown("attention")
     widget.get_by_role("application").first.focus()
     for key in ("ArrowRight", "ArrowRight", "ArrowDown", "Enter"):
         book.page.keyboard.press(key)
     widget.get_by_text("Layer 2, head 1: queries down").wait_for()
-    look(book, "attention", screenshots)
-    assert book.run(PLACE["attention after"]).split() == ["2", "1"]
+    book.look("attention", screenshots)
+    assert book.run_named("attention after").split() == ["2", "1"]
 
 
 def test_outlier_map(book, screenshots):
-    widget = shown(book, "outliers")
+    widget = book.shown("outliers")
     widget.get_by_role("spinbutton", name="Channel").fill("190")
     widget.get_by_role("spinbutton", name="Channel").press("Enter")
     widget.get_by_text("without this channel").first.wait_for()
-    look(book, "outliers", screenshots)
-    assert book.run(PLACE["outliers after"]).split() == ["190", "190"]
+    book.look("outliers", screenshots)
+    assert book.run_named("outliers after").split() == ["190", "190"]
 
 
 def test_weight_histogram(book, screenshots):
-    widget = shown(book, "histogram")
+    widget = book.shown("histogram")
     widget.get_by_label("Layer").select_option("2")
     widget.get_by_label("Row").fill("33")
     widget.get_by_label("Row").press("Enter")
     book.page.wait_for_timeout(500)
-    look(book, "histogram", screenshots)
-    assert book.run(PLACE["histogram after"]).split()[0::2] == ["2", "33"]
-    outputs = book.save().cells[PLACE["histogram"]].outputs
-    assert any("beyond the grid" in str(output.get("data", {}).get("text/html", "")) for output in outputs), "a twin is stored"
+    book.look("histogram", screenshots)
+    assert book.run_named("histogram after").split()[0::2] == ["2", "33"]
+    assert "clipped" in book.stored("histogram"), "a twin is stored"

@@ -46,21 +46,21 @@ def test_error_flow_chooses_patches_and_reads(page, made):
     cells.nth(shown["rows"].index("o") * 12 + 3).click()
     host.frame()
     assert host.sent[-1]["values"]["layer"] == 3
-    detail = page.locator("[aria-live=polite]").inner_text()
-    assert detail.startswith("Layer 3. Attention raises the stream's error from") and "Patched back, this layer alone: KL" in detail
+    detail = page.locator(".exl2nb-inside-part[aria-live=polite]").inner_text()
+    assert detail.startswith("Layer 3. Attention raises the stream's error from") and "With only this layer patched back: KL" in detail
     page.keyboard.press("ArrowRight")
     page.keyboard.press("Enter")
     host.frame()
     assert host.sent[-1]["values"]["layer"] == 4
     page.get_by_role("button", name="Patch layer 4 back to 16 bits").click()
     assert host.sent[-1] == {"type": "patch", "layer": 4}
-    page.get_by_role("button", name="Patch every layer").click()
+    page.get_by_role("button", name="Patch each layer in turn").click()
     assert host.sent[-1] == {"type": "patch", "layer": -1}
     host.put(status="running")
-    page.get_by_role("button", name="Patch every layer").click(force=True)
-    assert host.sent[-1] == {"type": "patch", "layer": -1} and page.get_by_text("reading…").is_visible()
+    page.get_by_role("button", name="Patch each layer in turn").click(force=True)
+    assert host.sent[-1] == {"type": "patch", "layer": -1} and page.get_by_text("running…").is_visible()
     host.put(status="done", _result={**shown, "patched": [[1, 3, 0.04], [1, 4, 0.05]]})
-    assert page.get_by_role("slider", name="Fall of the KL").locator("rect.exl2nb-plot-bar").count() == 2
+    assert page.get_by_role("slider", name="KL reduction").locator("rect.exl2nb-plot-bar").count() == 2
     page.get_by_role("button", name="q4").click()
     host.frame()
     assert "q4 against 16 bits" in page.locator("b").first.inner_text()
@@ -71,7 +71,7 @@ def test_error_flow_chooses_patches_and_reads(page, made):
     page.keyboard.press("End")
     assert slider.get_attribute("aria-valuetext").startswith("layer 11, after the MLP: 4 bits")
     page.get_by_label("Prompt").fill("Another")
-    page.get_by_role("button", name="Read").click()
+    page.get_by_role("button", name="Trace").click()
     assert host.sent[-1] == {"type": "read", "prompt": "Another"}
 
 
@@ -110,10 +110,27 @@ def test_attention_view_shows_a_head_and_what_it_loses(page, made):
     large.focus()
     page.keyboard.press("PageDown")
     words = page.locator(".exl2nb-inside-line").inner_text()
-    assert "looks at" in words and "16 bits" in words and "4 bits" in words
+    assert "attends to" in words and "16 bits" in words and "4 bits" in words
     page.keyboard.press("End")
     page.keyboard.press("ArrowUp")
-    assert "comes later" in page.locator(".exl2nb-inside-line").inner_text()
+    assert "it comes later" in page.locator(".exl2nb-inside-line").inner_text()
+
+
+def test_attention_that_is_being_read_has_rows_so_far(page, made):
+    """Rows that are not known yet are empty, in the large picture and in the thumbnails."""
+    view = made["attention"]
+    state = state_of(view)
+    size = state["_one"][0]["size"]
+    partial = {**state["_one"][0], "rows": [4, 0]}
+    heads = {**state["_heads"][0], "rows": [4, 0]}
+    MockHost(page, "attention", {**state, "status": "running", "_share": 0.25, "_one": [partial], "_heads": [heads]})
+    alpha = "(c, y) => c.getContext('2d').getImageData(0, y, 1, 1).data[3]"
+    large = page.locator(".exl2nb-large canvas")
+    assert [large.nth(0).evaluate(alpha, y) for y in (0, 3, 4, size - 1)] == [255, 255, 0, 0]
+    assert large.nth(1).evaluate(alpha, 0) == large.nth(2).evaluate(alpha, 0) == 0
+    small = page.locator(".exl2nb-head canvas").first
+    assert [small.evaluate(alpha, y) for y in (3, 4, size + 2)] == [255, 0, 0]
+    assert page.get_by_text("running… 25 %").is_visible()
 
 
 def test_weight_histogram_asks_for_another_place(page, made):
@@ -140,7 +157,7 @@ def test_outlier_map_chooses_a_channel(page, made):
     page.get_by_role("spinbutton", name="Channel").fill("17")
     page.get_by_role("spinbutton", name="Channel").press("Enter")
     host.frame()
-    assert host.sent[-1]["values"]["channel"] == 17 and "working out its group" in page.locator("section").inner_text()
+    assert host.sent[-1]["values"]["channel"] == 17 and "Computing the effect" in page.locator("section").inner_text()
     page.get_by_role("button", name="down input").click()
     host.frame()
     assert host.sent[-1]["values"]["point"] == 3
@@ -163,8 +180,8 @@ def big(layers=80, tokens=64, heads=64):
         "chance": [[5000] * count] * 2, "kl": [[0.1] * count],
     }  # fmt: skip
     pattern = base64.b64encode(bytes(48 * 48) * heads).decode()
-    thumbs = {"layer": 0, "head": -1, "size": 48, "data": [pattern] * 2}
-    one = {"layer": 0, "head": 0, "size": 114, "data": [base64.b64encode(bytes(114 * 114)).decode()] * 2}
+    thumbs = {"layer": 0, "head": -1, "size": 48, "rows": [48] * 2, "data": [pattern] * 2}
+    one = {"layer": 0, "head": 0, "size": 114, "rows": [114] * 2, "data": [base64.b64encode(bytes(114 * 114)).decode()] * 2}
     attention = {
         "labels": ["fp16", "2.5 bpw"],
         "layers": layers,
@@ -220,7 +237,7 @@ def test_export_without_network(page, made, name, tmp_path):
     page.context.set_offline(True)
     page.goto((tmp_path / "page.html").as_uri())
     page.locator("section").wait_for()
-    assert page.get_by_role("button", name="Read").count() == 0 and page.get_by_role("button", name="Copy").is_visible()
+    assert page.get_by_role("button", name="Trace").count() == 0 and page.get_by_role("button", name="Copy").is_visible()
     if name == "attention":  # the heads of other layers are stored
         page.get_by_role("application").first.focus()
         page.keyboard.press("ArrowLeft")

@@ -6,8 +6,7 @@ One notebook for all, opened once: each test runs cells of its own.
 from pathlib import Path
 
 import pytest
-from lab import Notebook
-from mock_host import ROUNDED, violations
+from lab import Cells
 
 pytestmark = pytest.mark.slow  # run by .ci/run
 
@@ -27,81 +26,58 @@ CELLS = {
     "speculation": f"v = ex.widgets.Speculation(llm, {STORY!r}, max_tokens=60, temperature=0)\nv",
     "speculation after": "print(v.stats['same'])",
 }
-PLACE = {name: i for i, name in enumerate(CELLS)}
 
 
 @pytest.fixture(scope="module")
-def book(browser, lab):
-    context = browser.new_context(viewport={"width": 1280, "height": 1000})
-    page, errors = context.new_page(), []
-    page.set_default_timeout(20_000)
-    page.on("pageerror", lambda error: errors.append(str(error)))
-    book = Notebook(lab, page, list(CELLS.values()))
-    book.run(PLACE["start"])
-    yield book
-    context.close()
-    assert not errors, f"errors in the page: {errors}"
-
-
-def shown(book, kind: str):
-    """Run the cell of a widget; the widget on the page."""
-    book.run(PLACE[kind])
-    widget = book.page.locator(f".exl2nb-{kind}")
-    widget.wait_for()
-    return widget
-
-
-def look(book, kind: str, screenshots) -> None:
-    """Keep a picture, and ask axe."""
-    assert violations(book.page, f".exl2nb-{kind}", besides=ROUNDED) == []
-    book.page.locator(f".exl2nb-{kind}").screenshot(path=screenshots / f"lab-{kind}.png")
+def book(lab_page, lab):
+    lab_page.set_default_timeout(60_000)
+    return Cells(lab, lab_page, CELLS, first=("start",))
 
 
 def test_weights_while_a_cell_runs(book, screenshots):
-    widget = shown(book, "weights")
-    book.start(PLACE["busy"])
+    widget = book.shown("weights")
+    book.start(book.place["busy"])
     widget.get_by_label("Matrix").select_option("mlp.down_proj")
     widget.locator(".exl2nb-word").nth(7).wait_for()
     widget.get_by_label("Column").fill("33")
     widget.get_by_label("Column").press("Tab")
     widget.locator(".exl2nb-scale", has_text=", for column 33").wait_for()
     widget.get_by_role("gridcell").nth(20).click()
-    look(book, "weights", screenshots)
+    book.look("weights", screenshots)
     book.wait_idle()
-    assert book.run(PLACE["weights after"]).split() == ["0", "mlp.down_proj", "33", "20"]
+    assert book.run_named("weights after").split() == ["0", "mlp.down_proj", "33", "20"]
 
 
 def test_microscope(book, screenshots):
-    widget = shown(book, "microscope")
+    widget = book.shown("microscope")
     steps = widget.locator("thead th").count()
     widget.get_by_role("slider", name="Top-k, slider").fill("5")
     widget.locator("thead th").nth(steps).wait_for()
     widget.get_by_role("option").nth(8).click()
     widget.locator(".exl2nb-drawn", has_text="draw 8 of seed 7").wait_for()
-    look(book, "microscope", screenshots)
-    assert book.run(PLACE["microscope after"]).split() == ["8", "5", "True"]
+    book.look("microscope", screenshots)
+    assert book.run_named("microscope after").split() == ["8", "5", "True"]
 
 
 def test_pages_live_and_replayed(book, screenshots):
-    widget = shown(book, "pagetable")
+    widget = book.shown("pagetable")
     widget.get_by_role("button", name="Live").click()
     widget.locator("button[aria-pressed='true']", has_text="Live").wait_for()
-    book.start(PLACE["pagetable work"])
+    book.start(book.place["pagetable work"])
     widget.locator(".exl2nb-request").first.wait_for()
     assert widget.locator(".exl2nb-page[data-state='used']").count() > 0
     book.wait_idle(timeout_s=60)
     widget.get_by_role("slider", name="Frame").fill("1")
     widget.locator(".exl2nb-place", has_text="2 of").wait_for()
     widget.locator("button[aria-pressed='false']", has_text="Live").wait_for()
-    look(book, "pagetable", screenshots)
-    assert book.run(PLACE["pagetable after"]).split() == ["False", "True", "True"]
+    book.look("pagetable", screenshots)
+    assert book.run_named("pagetable after").split() == ["False", "True", "True"]
 
 
 def test_speculation(book, screenshots):
-    widget = shown(book, "speculation")
+    widget = book.shown("speculation")
     widget.get_by_role("option").nth(10).hover()
     widget.locator(".exl2nb-readout", has_text="pass ").wait_for()
-    look(book, "speculation", screenshots)
-    assert book.run(PLACE["speculation after"]).strip() == "True"
-    outputs = book.save().cells[PLACE["speculation"]].outputs
-    assert any("accepted draft tokens" in str(output.get("data", {}).get("text/html", "")) for output in outputs), "a twin is stored"
+    book.look("speculation", screenshots)
+    assert book.run_named("speculation after").strip() == "True"
+    assert "accepted draft tokens" in book.stored("speculation"), "a twin is stored"

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from exl2nb.core.errors import OptionError
-from exl2nb.widgets import BitMap, BitrateExplorer, ProgressView, WeightBrowser, bitgrid
+from exl2nb.widgets import BitMap, BitrateExplorer, ProgressView, WeightBrowser, WeightHistogram, bitgrid
 
 EXL2 = Path(__file__).parents[1] / "data" / "demo-exl2-4.0bpw"
 
@@ -114,9 +114,10 @@ def test_a_large_model_stays_small():
 
 def test_a_chosen_cell_opens_in_linked_widgets(measurement):
     """In the weight browser the matrix, in the explorer the same cell, and back."""
-    browser, explorer = WeightBrowser(EXL2), BitrateExplorer(measurement)
-    shown = BitMap(EXL2).link(browser, explorer)
+    browser, explorer, histogram = WeightBrowser(EXL2), BitrateExplorer(measurement), WeightHistogram(EXL2)
+    shown = BitMap(EXL2).link(browser, explorer, histogram)
     shown.select(3, "down")
+    assert (histogram.layer, histogram.matrix) == (3, "mlp.down_proj")
     assert (browser.layer, browser.matrix, browser.key) == (3, "mlp.down_proj", "model.layers.3.mlp.down_proj")
     assert explorer.selected == [3, "down"]
     explorer.selected = [1, "k"]

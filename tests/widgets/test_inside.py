@@ -1,5 +1,6 @@
 """The widgets that look inside: what they measure on the demo model and its 4-bit twin, what they refuse, their twins and exports."""
 
+import base64
 import math
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from exl2nb.model.sources import DenseWeights
 from exl2nb.model.store import open_store
 from exl2nb.quant.exl2 import Exl2Tensors
 from exl2nb.widgets import AttentionView, ErrorFlow, LayerLens, OutlierMap, WeightHistogram
+from exl2nb.widgets import attention as attention_module
 from exl2nb.widgets.outliers import group_errors
 
 EXL2 = Path(__file__).parents[1] / "data" / "demo-exl2-4.0bpw"
@@ -47,7 +49,7 @@ def test_layer_lens_says_what_traces_say(lens, llm, low):
         assert row.chance == pytest.approx(float(other[token].softmax(-1)[want.logits[token].argmax()]), abs=1e-4)
         divergence = float(torch.nn.functional.kl_div(other.log_softmax(-1), one.softmax(-1), reduction="none").sum(-1)[token])
         assert row.kl == pytest.approx(divergence, rel=0.01, abs=1e-6)
-    assert frame.loc["16 bits"].kl.eq(0).all() and "another favourite in" in repr(lens)
+    assert frame.loc["16 bits"].kl.eq(0).all() and "top-1 differs at" in repr(lens)
     alone = LayerLens(llm, TEXT)
     assert alone.to_frame().top.tolist() == lens.to_frame().query("model == '16 bits'").top.tolist()
     assert alone.to_dict()["kl"] == [] and alone._picture() is None
@@ -88,6 +90,27 @@ def test_attention_of_a_long_text_is_averaged(llm):
     whole = llm.trace("The rain fell on the town. " * 60, "blocks.0.attn.hook_pattern", pattern_size=256)["blocks.0.attn.hook_pattern"]
     assert (view.pattern(0, 0) - whole[0]).abs().max() < 0.004
     assert view._heads[0]["size"] == 48 and len(view.to_html()) < 1_600_000
+
+
+def test_attention_of_a_long_text_appears_row_by_row(llm, monkeypatch):
+    """In the background, at once displayed; rows are the final ones, and Stop ends it between two steps."""
+    monkeypatch.setattr(attention_module, "SHOW_EVERY_S", 0.0)
+    text = "The rain fell on the town. " * 60
+    view = AttentionView({"fp32": llm, "q4": (llm, {"cache": "q4"})}, text, wait=False)
+    seen = []
+    view.observe(lambda change: seen.append((view._share, change["new"][0]["rows"], change["new"][0]["data"][0])), "_one")
+    view.wait()
+    shares, rows = [share for share, _, _ in seen], [known for _, known, _ in seen]
+    assert view.status == "done" and rows[-1] == [256, 256] and shares == sorted(shares) and len(seen) > 2
+    first = next(known for known in rows if 0 < known[0] < 256)
+    assert first[1] == 0, "the reference comes first"
+    part = next(data for _, known, data in seen if known == first)
+    size = 256 * (first[0] - 1)
+    assert base64.b64decode(part)[:size] == base64.b64decode(seen[-1][2])[:size]
+    assert (view.pattern(0, 0).sum(1) - 1).abs().max() < 0.15
+    view.observe(lambda change: view.stop(), "_one")
+    view.start(text + " And then").wait()
+    assert view.status == "stopped" and view._rows[1] < 256
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +177,7 @@ def test_weight_histogram_counts_what_the_files_hold(histogram, llm):
     assert 3 < shown["entropy"] < 4 and repr(histogram).startswith("WeightHistogram(layer 3 mlp.down_proj, row 7; 4 bits: 4 bits, 3.")
     assert len(histogram.to_code_frame()) == 16 and histogram.to_frame().error[0] == shown["error"]
     data, _ = histogram._repr_mimebundle_()
-    assert "<script" not in data["text/html"] and data["image/png"] and "beyond the grid" in data["text/html"]
+    assert "<script" not in data["text/html"] and data["image/png"] and "clipped" in data["text/html"]
     histogram._dispatch(None, {"type": "place", "layer": 2, "matrix": "self_attn.q_proj", "row": 9999}, [])
     assert (histogram.layer, histogram.matrix, histogram.row) == (2, "self_attn.q_proj", 255)
     histogram.layer = 1

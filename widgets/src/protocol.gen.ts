@@ -758,6 +758,19 @@ export interface FlowResult {
   patched: PatchedKl[];
 }
 
+/** Synced traits of every widget that looks inside. side: model that is compared; _share: of the running work that is done, 0 to 1. */
+export interface InsideState {
+  status: Status;
+  error: string;
+  height: string;
+  prompt: string;
+  side: number;
+  _share: number;
+  _has_model: boolean;
+  _protocol: number;
+  _static: boolean;
+}
+
 /** Synced traits of ErrorFlow. side: model of the map, from 1; layer: the chosen one, -1 = none. */
 export interface ErrorFlowState {
   status: Status;
@@ -765,11 +778,12 @@ export interface ErrorFlowState {
   height: string;
   prompt: string;
   side: number;
-  layer: number;
-  _result: FlowResult;
+  _share: number;
   _has_model: boolean;
   _protocol: number;
   _static: boolean;
+  layer: number;
+  _result: FlowResult;
 }
 
 /** Run a layer with the reference's weights; -1: all layers, one after the other. */
@@ -804,11 +818,12 @@ export interface LayerLensState {
   height: string;
   prompt: string;
   side: number;
-  token: number;
-  _result: LensResult;
+  _share: number;
   _has_model: boolean;
   _protocol: number;
   _static: boolean;
+  token: number;
+  _result: LensResult;
 }
 
 /**
@@ -826,11 +841,16 @@ export interface AttentionResult {
   distance: number[][][];
 }
 
-/** Attention of some heads of a layer: base64 of heads x size x size bytes, by model; a byte b is a share of (b / 255) ** 2. */
+/**
+ * Attention of some heads of a layer: base64 of heads x size x size bytes, by model; a byte b is a share of (b / 255) ** 2.
+ *
+ * rows: of each model that have been read so far.
+ */
 export interface Patterns {
   layer: number;
   head: number;
   size: number;
+  rows: number[];
   data: string[];
 }
 
@@ -841,15 +861,16 @@ export interface AttentionViewState {
   height: string;
   prompt: string;
   side: number;
+  _share: number;
+  _has_model: boolean;
+  _protocol: number;
+  _static: boolean;
   layer: number;
   head: number;
   _result: AttentionResult;
   _heads: Patterns[];
   _one: Patterns[];
   _stored: Patterns[];
-  _has_model: boolean;
-  _protocol: number;
-  _static: boolean;
 }
 
 /**
@@ -902,12 +923,14 @@ export interface LoraExplorerState {
   error: string;
   height: string;
   prompt: string;
-  scale: number;
-  selected: (number | string)[];
-  _result: LoraResult;
+  side: number;
+  _share: number;
   _has_model: boolean;
   _protocol: number;
   _static: boolean;
+  scale: number;
+  selected: (number | string)[];
+  _result: LoraResult;
 }
 
 /** Answer again with the adapter at another scale. */
@@ -985,14 +1008,15 @@ export interface OutlierMapState {
   height: string;
   prompt: string;
   side: number;
+  _share: number;
+  _has_model: boolean;
+  _protocol: number;
+  _static: boolean;
   point: number;
   layer: number;
   channel: number;
   _result: OutlierResult;
   _effect: GroupEffect[];
-  _has_model: boolean;
-  _protocol: number;
-  _static: boolean;
 }
 
 export type FromKernel = Delta | Snapshot | Done | Pong | Tops | Fates;

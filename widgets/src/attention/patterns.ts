@@ -1,11 +1,14 @@
 // Attention patterns as they travel: base64 of heads x size x size bytes, the byte of a share p is 255 sqrt(p). Pure.
 import type { Patterns } from "../protocol.gen";
+import { bytesOf } from "../shared/heatmap";
 
 export class Pattern {
   constructor(
     readonly size: number,
     private readonly bytes: Uint8Array,
     private readonly offset = 0,
+    /** Rows that have been read so far. */
+    readonly rows = size,
   ) {}
 
   /** Attention of a query (row) to a key (column), 0 to 1. */
@@ -20,10 +23,10 @@ export class Pattern {
 }
 
 /** The heads of each model. */
-export function unpacked({ size, data }: Patterns): Pattern[][] {
-  return data.map((text) => {
-    const bytes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
+export function unpacked({ size, rows, data }: Patterns): Pattern[][] {
+  return data.map((text, model) => {
+    const bytes = bytesOf(text);
     const heads = size ? Math.floor(bytes.length / (size * size)) : 0;
-    return Array.from({ length: heads }, (_, head) => new Pattern(size, bytes, head * size * size));
+    return Array.from({ length: heads }, (_, head) => new Pattern(size, bytes, head * size * size, rows?.[model] ?? size));
   });
 }

@@ -2,115 +2,78 @@
 import type { CompareState, KlToken } from "../protocol.gen";
 import type { State } from "../shared/afm";
 import { AnswerGroup, klLegend } from "../shared/answers";
-import { guardKeys, h, icon, root, setAttributes, uniqueId } from "../shared/dom";
-import { perFrame } from "../shared/frame";
+import { AnswersView } from "../shared/answerview";
+import { h, setAttributes, uniqueId } from "../shared/dom";
 import { firstDifference, klText, summary } from "../shared/kl";
+import { snapshot } from "../shared/snapshot";
 import type { Feed } from "../shared/stream";
 import { tools, tsv } from "../shared/tools";
 import { Cells } from "./cells";
 import { summaryTable } from "./table";
 
-const PLAY = "M4 2.5v11l9-5.5z";
-const SQUARE = "M3.5 3.5h9v9h-9z";
 const VIEWS = { kl: "KL", difference: "Differences" } as const;
 const WATCHED: (keyof CompareState)[] = [
   ...(["status", "error", "view", "stage", "height", "_columns", "_run_prompts", "_tokens"] as const),
   ...(["_measured", "_speeds", "_note", "_has_model"] as const),
 ];
 
-export class CompareView {
-  readonly root = root("compare", "Compare");
+export class CompareView extends AnswersView<CompareState> {
   private readonly prompts = h("textarea", { id: uniqueId("prompts"), rows: 3, spellcheck: "false" });
-  private readonly run = h("button", { type: "button", class: "exl2nb-button exl2nb-primary" }, icon(PLAY), "Generate");
-  private readonly stop = h("button", { type: "button", class: "exl2nb-button" }, icon(SQUARE), "Stop");
   private readonly choice = h("div", { class: "exl2nb-choice", role: "group", "aria-label": "Colour by" });
-  private readonly status = h("span", { class: "exl2nb-headline" });
-  private readonly spoken = h("div", { class: "exl2nb-sr", role: "status" });
-  private readonly inspected = h("div", { class: "exl2nb-sr", "aria-live": "polite" });
-  private readonly error = h("div", { class: "exl2nb-error", role: "alert", hidden: true });
   private readonly note = h("p", { class: "exl2nb-note exl2nb-muted" });
   private readonly table = h("div", { class: "exl2nb-summary-box" });
   private readonly blocks = h("div");
   private readonly cells = new Cells();
-  private readonly frame = perFrame(() => this.draw());
-  private readonly undo: (() => void)[];
   private groups: AnswerGroup[] = [];
   private built = "";
 
-  constructor(
-    private readonly compare: State<CompareState>,
-    private readonly feed: Feed<KlToken>,
-  ) {
+  constructor(compare: State<CompareState>, feed: Feed<KlToken>) {
+    super(compare, feed, "compare", "Compare");
     const fixed = compare.get("_static");
     const actions = h("div", { class: "exl2nb-actions", hidden: fixed }, this.run, this.stop, this.status);
     const label = h("label", { for: this.prompts.id }, "Prompts, one per line");
     const ask = h("div", { class: "exl2nb-ask", hidden: fixed }, label, this.prompts, actions);
-    const right = h("div", { class: "exl2nb-actions" }, this.choice, tools("answers", { text: () => this.text() }));
+    const right = h(
+      "div",
+      { class: "exl2nb-actions" },
+      this.choice,
+      tools("compare", { text: () => this.text(), picture: () => snapshot(this.root) }),
+    );
     const under = h("div", { class: "exl2nb-under" }, klLegend(), right);
     this.root.append(h("div", { class: "exl2nb-card" }, ask, this.error, this.table, this.note, this.blocks, under));
     this.root.append(this.spoken, this.inspected);
     this.listen();
-    this.undo = [
-      guardKeys(this.root),
-      feed.subscribe(() => this.frame.request()),
-      compare.observe(WATCHED, () => this.frame.request()),
-      compare.observe(["prompts"], () => this.refreshPrompts()),
-    ];
     this.refreshPrompts();
-    this.draw();
-  }
-
-  close(): void {
-    for (const undo of this.undo) undo();
-    this.frame.cancel();
-    this.root.remove();
+    const prompts = compare.observe(["prompts"], () => this.refreshPrompts());
+    this.begin(WATCHED, prompts);
   }
 
   private listen(): void {
-    this.run.addEventListener("click", () => this.start());
-    this.stop.addEventListener("click", () => this.running && this.compare.send({ type: "stop" }));
     for (const [view, name] of Object.entries(VIEWS)) {
       const button = h("button", { type: "button", class: "exl2nb-button", "data-view-choice": view }, name);
       button.addEventListener("click", () => {
-        this.compare.set("view", view as CompareState["view"]);
-        this.compare.save();
-        this.frame.request();
+        this.set({ view: view as CompareState["view"] });
       });
       this.choice.append(button);
     }
-    this.root.addEventListener("keydown", (event) => {
-      if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) {
-        event.preventDefault();
-        this.start();
-      }
-    });
   }
 
-  private get running(): boolean {
-    return this.compare.get("status") === "running";
-  }
-
-  private get able(): boolean {
-    return !this.running && this.compare.get("_has_model") && !this.compare.get("_static");
-  }
-
-  private start(): void {
-    if (!this.able) return;
-    const typed = this.prompts.readOnly ? this.compare.get("prompts") : this.prompts.value.split("\n").filter((line) => line.trim());
-    this.compare.send({ type: "run", prompts: typed });
+  protected generate(): void {
+    const typed = this.prompts.readOnly ? this.widget.get("prompts") : this.prompts.value.split("\n").filter((line) => line.trim());
+    this.widget.send({ type: "run", prompts: typed });
   }
 
   /** Prompts of several lines cannot be edited here: a line is a prompt. */
   private refreshPrompts(): void {
-    const prompts = this.compare.get("prompts");
-    this.prompts.readOnly = this.compare.get("_static") || prompts.some((prompt) => /[\r\n]/.test(prompt));
+    const prompts = this.widget.get("prompts");
+    this.prompts.readOnly = this.widget.get("_static") || prompts.some((prompt) => /[\r\n]/.test(prompt));
     const text = prompts.join("\n");
     if (this.prompts.value !== text) this.prompts.value = text;
     setAttributes(this.prompts, { rows: Math.min(6, Math.max(2, prompts.length)) });
   }
 
-  private draw(): void {
-    const get = this.compare.get;
+  protected draw(): void {
+    const get = this.widget.get;
     const [columns, prompts] = [get("_columns"), get("_run_prompts")];
     const shape = JSON.stringify([columns.map(([label]) => label), prompts]);
     if (this.built !== shape) this.build(shape);
@@ -124,13 +87,12 @@ export class CompareView {
       setAttributes(button, { "aria-pressed": String((button as HTMLElement).dataset.viewChoice === get("view")) });
     this.note.textContent = get("_note");
     this.note.hidden = get("_note") === "";
-    this.error.textContent = get("error");
-    this.error.hidden = get("error") === "";
-    this.drawStatus();
+    this.drawError();
+    this.drawStatus(get("stage"));
   }
 
   private text(): string {
-    const get = this.compare.get;
+    const get = this.widget.get;
     const [columns, prompts] = [get("_columns"), get("_run_prompts")];
     const cells = this.cells.of(this.feed.items, get("_measured"), columns.length * prompts.length);
     const rows = cells.map((tokens, cell) => {
@@ -141,30 +103,16 @@ export class CompareView {
     return tsv([["prompt", "column", "text", "mean KL"], ...rows]);
   }
 
-  private drawStatus(): void {
-    const get = this.compare.get;
-    const over = { done: "Done", stopped: "Stopped; the text so far is kept", error: "Failed", idle: "" }[get("status") as string] ?? "";
-    const words = this.running ? `${get("stage")}…` : get("_has_model") || get("_static") ? over : "No model attached";
-    this.status.textContent = words;
-    if (this.spoken.textContent !== words) this.spoken.textContent = words;
-    setAttributes(this.run, { "aria-disabled": String(!this.able) });
-    setAttributes(this.stop, { "aria-disabled": String(!this.running) });
-    if (get("height")) this.root.style.setProperty("--exl-answer-height", String(get("height")));
-  }
-
   private build(shape: string): void {
     this.built = shape;
-    const columns = this.compare.get("_columns");
-    const speak = (words: string) => {
-      this.inspected.textContent = words;
-    };
+    const columns = this.widget.get("_columns");
     const reference = columns[0]?.[0] ?? "reference";
     this.groups = [];
-    const blocks = this.compare.get("_run_prompts").map((prompt, place) => {
+    const blocks = this.widget.get("_run_prompts").map((prompt, place) => {
       const group = new AnswerGroup(
         columns.map(([label]) => label),
         reference,
-        speak,
+        (words) => this.say(words),
         place === 0,
       );
       for (const view of group.views) view.head.append(h("b", {}, view.name));

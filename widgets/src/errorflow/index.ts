@@ -1,104 +1,63 @@
 // ErrorFlow: the residual stream's error through depth, every matrix's error as a map, and what a layer is worth when it is patched back.
-import type { AnyModel } from "@anywidget/types";
 import type { ErrorFlowState, FlowResult } from "../protocol.gen";
-import { type State, state } from "../shared/afm";
+import type { State } from "../shared/afm";
 import { BitGridView, type Paint, type Place } from "../shared/bitgrid";
-import { guardKeys, h, root, setAttributes } from "../shared/dom";
-import { perFrame } from "../shared/frame";
-import { Choice, type InsideState, PromptBar } from "../shared/inside";
-import { watchKernel } from "../shared/kernel";
+import { h, setAttributes } from "../shared/dom";
+import { Choice, InsideView } from "../shared/inside";
 import { css, shade } from "../shared/palette";
 import { Plot } from "../shared/plot";
-import { standalone, tools, tsv } from "../shared/tools";
+import { standalone, tsv } from "../shared/tools";
+import { widget } from "../shared/view";
 import { fall, sentence, share } from "./words";
 import "./errorflow.css";
 
-const WATCHED: (keyof ErrorFlowState)[] = ["status", "error", "prompt", "side", "layer", "height", "_result"];
+const WATCHED: (keyof ErrorFlowState)[] = ["status", "error", "prompt", "side", "layer", "height", "_result", "_share"];
 
-class ErrorFlowView {
-  readonly root = root("errorflow", "Error flow");
-  private readonly title = h("b");
-  private readonly choice = new Choice("Model", (i) => this.set("side", i + 1));
-  private readonly bar: PromptBar;
+class ErrorFlowView extends InsideView<ErrorFlowState> {
+  private readonly choice = new Choice("Model", (i) => this.set({ side: i + 1 }));
   private readonly flow = new Plot(
-    (place) => this.readout(place < 0 ? "" : this.flowWords(place)),
-    (place) => place > 0 && this.set("layer", Math.floor((place - 1) / 2)),
+    (place) => this.say(place < 0 ? "" : this.flowWords(place)),
+    (place) => place > 0 && this.set({ layer: Math.floor((place - 1) / 2) }),
   );
   private readonly grid = new BitGridView(
     (place) => {
       this.row = place?.matrix ?? this.row;
-      this.set("layer", place ? place.layer : -1);
+      this.set({ layer: place ? place.layer : -1 });
     },
-    (index) => this.readout(index < 0 ? "" : this.paint(index).label),
+    (index) => this.say(index < 0 ? "" : this.paint(index).label),
     "Relative error: outputs down, layers across",
   );
   private readonly scale = h("span", { class: "exl2nb-scale", "aria-hidden": "true" });
   private readonly scaleWords = h("span", { class: "exl2nb-muted" });
-  private readonly line = h("div", { class: "exl2nb-inside-line exl2nb-muted" });
-  private readonly scroll: HTMLElement;
+  private readonly scroll = h("div", { class: "exl2nb-grid-scroll" }, this.grid.element);
   private readonly detail = h("div", { class: "exl2nb-inside-part", "aria-live": "polite" });
   private readonly words = [h("p"), h("p"), h("p")];
   private readonly back = h("button", { type: "button", class: "exl2nb-button" });
-  private readonly all = h("button", { type: "button", class: "exl2nb-button" }, "Patch every layer");
-  private readonly worth: Plot;
+  private readonly all = h("button", { type: "button", class: "exl2nb-button" }, "Patch each layer in turn");
+  private readonly worth = new Plot(
+    (place) => this.say(place < 0 ? "" : this.worthWords(place)),
+    (place) => place >= 0 && this.set({ layer: place }),
+    760,
+    120,
+  );
   private readonly worthBox: HTMLElement;
-  private readonly frame = perFrame(() => this.draw());
-  private readonly undo: (() => void)[];
-  private drawn: unknown[] = [];
   private most = 1;
   private row = "";
 
-  constructor(private readonly widget: State<ErrorFlowState>) {
-    this.bar = new PromptBar(widget as unknown as State<InsideState>);
-    this.worth = new Plot(
-      (place) => this.readout(place < 0 ? "" : this.worthWords(place)),
-      (place) => place >= 0 && this.set("layer", place),
-      760,
-      120,
-    );
-    const taken = tools("errorflow", { text: () => this.text(), picture: () => this.picture() });
-    const head = h(
-      "div",
-      { class: "exl2nb-inside-head" },
-      this.title,
-      h("div", { class: "exl2nb-inside-right" }, this.choice.element, taken),
-    );
-    this.scroll = h("div", { class: "exl2nb-grid-scroll" }, this.grid.element);
+  constructor(widget: State<ErrorFlowState>) {
+    super(widget, "errorflow", "Error flow");
     const legend = h("div", { class: "exl2nb-inside-right" }, h("span", { class: "exl2nb-muted" }, "0"), this.scale, this.scaleWords);
-    const stream = h(
-      "div",
-      { class: "exl2nb-inside-part" },
-      h("h4", {}, "Relative error of the residual stream"),
-      this.flow.element,
-      this.flow.legend,
-    );
-    const map = h("div", { class: "exl2nb-inside-part" }, h("h4", {}, "Relative error of every output"), this.scroll, legend, this.line);
-    const buttons = h("div", { class: "exl2nb-inside-actions" }, this.back, this.all);
+    const stream = this.part(h("h4", {}, "Relative error of the residual stream"), this.flow.element, this.flow.legend);
+    const map = this.part(h("h4", {}, "Relative error of each output"), this.scroll, legend, this.line);
     this.detail.append(...this.words);
-    this.worthBox = h(
-      "div",
-      { class: "exl2nb-inside-part" },
-      h("h4", {}, "Fall of the KL when a layer is patched back"),
-      this.worth.element,
-    );
-    const foot = h("div", { class: "exl2nb-inside-part", hidden: !this.able }, buttons);
-    this.root.append(
-      h("div", { class: "exl2nb-card" }, head, this.bar.element, this.bar.error, stream, map, this.detail, foot, this.worthBox),
-    );
+    this.worthBox = this.part(h("h4", {}, "KL reduction when one layer is patched back"), this.worth.element);
+    const foot = this.part(h("div", { class: "exl2nb-inside-actions" }, this.back, this.all));
+    foot.hidden = !this.able;
+    const taken = { text: () => this.text(), picture: () => standalone(this.flow.svg) };
+    this.build(this.choice, taken, stream, map, this.detail, foot, this.worthBox);
     this.back.addEventListener("click", () => this.patch(this.chosen));
     this.all.addEventListener("click", () => this.patch(-1));
-    this.undo = [guardKeys(this.root), widget.observe(WATCHED, () => this.frame.request())];
-    this.draw();
-  }
-
-  close(): void {
-    for (const undo of this.undo) undo();
-    this.frame.cancel();
-    this.root.remove();
-  }
-
-  private get able(): boolean {
-    return this.widget.get("_has_model") && !this.widget.get("_static");
+    this.begin(WATCHED);
   }
 
   private get result(): FlowResult {
@@ -114,29 +73,24 @@ class ErrorFlowView {
     return Math.min(this.widget.get("layer"), this.result.layers - 1);
   }
 
-  private set(name: "side" | "layer", value: number): void {
-    this.widget.set(name, value);
-    this.widget.save();
-    this.frame.request();
-  }
-
   private patch(layer: number): void {
     if (!this.able || this.bar.running) return;
     this.widget.send({ type: "patch", layer });
   }
 
-  private draw(): void {
+  protected draw(): void {
     const { result, at, chosen } = this;
     const names = result.labels.slice(1);
     this.bar.draw();
+    this.drawError();
     this.choice.draw(names, at);
     this.title.textContent = names.length
       ? `${names[at]} against ${result.labels[0]}: mean KL ${result.kl[at]?.toPrecision(3) ?? ""}`
       : "Error flow";
     this.scroll.style.maxHeight = String(this.widget.get("height"));
-    if (this.drawn[0] !== result) this.drawFlow();
-    if (this.drawn[0] !== result || this.drawn[1] !== at) this.drawMap();
-    this.drawn = [result, at];
+    const [fresh, side] = this.changed(result, at);
+    if (fresh) this.drawFlow();
+    if (fresh || side) this.drawMap(fresh);
     this.flow.mark(chosen < 0 ? -1 : 2 * chosen + 2);
     this.grid.mark(
       chosen < 0
@@ -144,7 +98,8 @@ class ErrorFlowView {
         : { layer: chosen, matrix: result.rows.includes(this.row) ? this.row : (result.rows[result.rows.length - 1] ?? "") },
     );
     this.drawDetail();
-    this.drawWorth();
+    if (fresh || side) this.drawWorth();
+    this.worth.mark(chosen);
   }
 
   private drawFlow(): void {
@@ -171,9 +126,9 @@ class ErrorFlowView {
     return rows.flatMap((matrix) => Array.from({ length: layers }, (_, layer) => ({ layer, matrix })));
   }
 
-  private drawMap(): void {
+  private drawMap(fresh: boolean | undefined): void {
     const { result, at } = this;
-    if (this.drawn[0] !== result)
+    if (fresh)
       this.grid.build(
         result.rows,
         Array.from({ length: result.layers }, (_, i) => i),
@@ -184,7 +139,7 @@ class ErrorFlowView {
     this.grid.paint((index) => this.paint(index));
     const stops = Array.from({ length: 9 }, (_, i) => css(shade(i / 8)));
     this.scale.style.background = `linear-gradient(to right, ${stops.join(", ")})`;
-    this.scaleWords.textContent = `${share(this.most)} of the reference's length, mean over ${result.tokens} tokens`;
+    this.scaleWords.textContent = `${share(this.most)} of the reference's norm, mean over ${result.tokens} tokens`;
   }
 
   private paint(index: number): Paint {
@@ -212,7 +167,7 @@ class ErrorFlowView {
     mlp.textContent = sentence(result, at, chosen, 1);
     this.back.textContent = `Patch layer ${chosen} back to ${result.labels[0]}`;
     const left = this.left(chosen);
-    worth.textContent = left === null ? "" : `Patched back, this layer alone: ${fall(result.kl[at] ?? 0, left)}.`;
+    worth.textContent = left === null ? "" : `With only this layer patched back: ${fall(result.kl[at] ?? 0, left)}.`;
   }
 
   private left(layer: number): number | null {
@@ -229,24 +184,20 @@ class ErrorFlowView {
       return left === null ? null : (result.kl[at] ?? 0) - left;
     });
     this.worth.draw({
-      label: "Fall of the KL by layer that is patched back",
-      series: [{ name: "fall of the KL", values, style: 0 }],
+      label: "KL reduction by layer patched back",
+      series: [{ name: "KL reduction", values, style: 0 }],
       places: values.map((_, i) => String(i)),
-      format: (value) => (value === 0 ? "0" : value.toPrecision(2)),
+      format: (value) => String(Number(value.toPrecision(2))).replace("-", "−"),
       words: (place) => this.worthWords(place),
       bars: true,
       low: 0,
+      high: 0,
     });
-    this.worth.mark(this.chosen);
   }
 
   private worthWords(layer: number): string {
     const left = this.left(layer);
     return `layer ${layer} patched back: ${left === null ? "not measured" : fall(this.result.kl[this.at] ?? 0, left)}`;
-  }
-
-  private readout(words: string): void {
-    this.line.textContent = words;
   }
 
   private text(): string {
@@ -258,20 +209,6 @@ class ErrorFlowView {
       ...layers.map((layer) => [layer, ...result.rows.map((_, row) => result.errors[at]?.[row]?.[layer] ?? null), this.left(layer)]),
     ]);
   }
-
-  private picture(): string {
-    return standalone(this.flow.svg, getComputedStyle(this.root).getPropertyValue("background-color") || "#fff");
-  }
 }
 
-export default {
-  render({ model, el }: { model: AnyModel; el: HTMLElement }) {
-    const view = new ErrorFlowView(state<ErrorFlowState>(model));
-    el.append(view.root);
-    const undo = watchKernel(view.root, model);
-    return () => {
-      undo();
-      view.close();
-    };
-  },
-};
+export default widget(ErrorFlowView);

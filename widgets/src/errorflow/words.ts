@@ -17,14 +17,14 @@ export function step(result: FlowResult, side: number, layer: number, half: numb
   return { before: flow[2 * layer + half] ?? 0, after: flow[2 * layer + half + 1] ?? 0, cosine };
 }
 
-/** "The MLP lowers the stream's error from 3.10 % to 2.90 %; its own error cancels part of it (cosine −0.21)." */
+/** "The MLP lowers the stream's error from 3.10 % to 2.90 %; the error it adds cancels part of it (cosine −0.21)." */
 export function sentence(result: FlowResult, side: number, layer: number, half: number): string {
   const { before, after, cosine } = step(result, side, layer, half);
   const name = half ? "The MLP" : "Attention";
-  const verb = after > before * 1.001 ? "raises" : after < before * 0.999 ? "lowers" : "keeps";
+  const verb = share(after) === share(before) ? "keeps" : after > before ? "raises" : "lowers";
   const change = verb === "keeps" ? `at ${share(after)}` : `from ${share(before)} to ${share(after)}`;
-  const own = cosine > 0.1 ? "adds to it" : cosine < -0.1 ? "cancels part of it" : "is independent of it";
-  return `${name} ${verb} the stream's error ${change}; its own error ${own} (cosine ${signed(cosine)}).`;
+  const own = cosine > 0.1 ? "points the same way" : cosine < -0.1 ? "cancels part of it" : "is uncorrelated with it";
+  return `${name} ${verb} the stream's error ${change}; the error it adds ${own} (cosine ${signed(cosine)}).`;
 }
 
 export function signed(value: number): string {

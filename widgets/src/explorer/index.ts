@@ -1,19 +1,17 @@
 // BitrateExplorer: slider, figures, rate-distortion curve, bit map, and two texts side by side. The kernel allocates; an export snaps to its curve.
-import type { AnyModel } from "@anywidget/types";
 import type { BitCell, CurvePoint, ExplorerState } from "../protocol.gen";
-import { type State, state } from "../shared/afm";
+import type { State } from "../shared/afm";
 import { Asker } from "../shared/asker";
 import { BitGridView, type Place } from "../shared/bitgrid";
-import { guardKeys, h, root, setAttributes, uniqueId } from "../shared/dom";
+import { h, setAttributes, uniqueId } from "../shared/dom";
 import { bytes } from "../shared/format";
-import { perFrame } from "../shared/frame";
-import { watchKernel } from "../shared/kernel";
 import { ColourBar } from "../shared/legend";
 import { mapSvg } from "../shared/mapsvg";
 import { NAMES, painter } from "../shared/metrics";
 import { stageName } from "../shared/stages";
 import { strip } from "../shared/strip";
 import { standalone, tools, tsv } from "../shared/tools";
+import { View, widget } from "../shared/view";
 import { CurveView } from "./curve";
 import { SizesView } from "./sizes";
 import "./explorer.css";
@@ -24,8 +22,7 @@ const WATCHED: (keyof ExplorerState)[] = [
 ];
 const METRICS = ["bpw", "share"] as const;
 
-class ExplorerView {
-  readonly root = root("explorer", "Bitrate explorer");
+class ExplorerView extends View<ExplorerState> {
   private readonly slider: HTMLInputElement;
   private readonly number = h("output", { class: "exl2nb-big" });
   private readonly figures = h("div", { class: "exl2nb-figures" });
@@ -44,18 +41,15 @@ class ExplorerView {
   private readonly original = h("div", { class: "exl2nb-answer" });
   private readonly made = h("div", { class: "exl2nb-answer" });
   private readonly madeName = h("b");
-  private readonly error = h("div", { class: "exl2nb-error", role: "alert", hidden: true });
-  private readonly spoken = h("div", { class: "exl2nb-sr", role: "status" });
-  private readonly frame = perFrame(() => this.draw());
   private readonly asker: Asker<number>;
   private readonly sizes: SizesView;
-  private readonly undo: (() => void)[];
   private built = "";
   private pointed = -1;
   private wish: number | null = null;
   private said = "";
 
-  constructor(private readonly explorer: State<ExplorerState>) {
+  constructor(explorer: State<ExplorerState>) {
+    super(explorer, "explorer", "Bitrate explorer");
     const get = explorer.get;
     const [sliderId, promptId] = [uniqueId("bpw"), uniqueId("prompt")];
     this.slider = h("input", {
@@ -98,24 +92,16 @@ class ExplorerView {
     this.texts.append(h("div", {}, h("b", {}, "original"), this.original), h("div", {}, this.madeName, this.made));
     const chart = h("div", { class: "exl2nb-chart" }, this.curve.element, this.curve.legend);
     const top = h("div", { class: "exl2nb-top" }, control, chart);
-    const taken = tools("bitrates", { text: () => this.text(), picture: () => this.picture() });
+    const taken = tools("explorer", { text: () => this.text(), picture: () => this.picture() });
     const right = h("div", { class: "exl2nb-actions" }, this.choice, taken);
     const middle = h("div", { class: "exl2nb-under" }, this.colours.element, this.line, right);
     this.root.append(h("div", { class: "exl2nb-card" }, top, this.error, map, middle, this.detail, making), this.spoken);
     this.listen();
-    this.undo = [
-      guardKeys(this.root),
+    this.begin(
+      WATCHED,
       explorer.observe(["solved", "_cells"], () => this.answered()),
-      explorer.observe(WATCHED, () => this.frame.request()),
       () => this.asker.close(),
-    ];
-    this.draw();
-  }
-
-  close(): void {
-    for (const undo of this.undo) undo();
-    this.frame.cancel();
-    this.root.remove();
+    );
   }
 
   private listen(): void {
@@ -125,9 +111,9 @@ class ExplorerView {
     });
     this.make.addEventListener("click", () => {
       if (this.busy) return;
-      this.explorer.send({ type: "make", bpw: this.wish ?? this.explorer.get("solved"), prompt: this.prompt.value });
+      this.widget.send({ type: "make", bpw: this.wish ?? this.widget.get("solved"), prompt: this.prompt.value });
     });
-    this.stop.addEventListener("click", () => this.explorer.send({ type: "stop" }));
+    this.stop.addEventListener("click", () => this.widget.send({ type: "stop" }));
     for (const metric of METRICS) {
       const button = h("button", { type: "button", class: "exl2nb-button", "data-metric": metric }, NAMES[metric]);
       button.addEventListener("click", () => this.put("metric", metric));
@@ -136,23 +122,23 @@ class ExplorerView {
   }
 
   private get busy(): boolean {
-    return this.explorer.get("status") === "running";
+    return this.widget.get("status") === "running";
   }
 
   private drag(bpw: number): void {
     this.wish = bpw;
-    if (!this.explorer.get("_static")) this.asker.want(bpw);
+    if (!this.widget.get("_static")) this.asker.want(bpw);
     this.frame.request();
   }
 
   private answered(): void {
     this.asker.answered();
-    if (this.wish !== null && Math.abs(this.wish - this.explorer.get("solved")) < 1e-6) this.wish = null;
+    if (this.wish !== null && Math.abs(this.wish - this.widget.get("solved")) < 1e-6) this.wish = null;
   }
 
   private put<K extends "metric" | "selected">(name: K, value: ExplorerState[K]): void {
-    this.explorer.set(name, value);
-    this.explorer.save();
+    this.widget.set(name, value);
+    this.widget.save();
     this.frame.request();
   }
 
@@ -162,7 +148,7 @@ class ExplorerView {
 
   /** What is shown: the kernel's allocation; until its answer is here, or without a kernel, the nearest point of the curve. */
   private now(): { bpw: number; nbytes: number; kl: number; bits?: number[] } {
-    const get = this.explorer.get;
+    const get = this.widget.get;
     const wish = this.wish;
     const here = { bpw: get("solved"), nbytes: get("nbytes"), kl: get("predicted_kl") };
     if (wish === null || Math.abs(wish - here.bpw) < 1e-6 || !(get("_static") || this.asker.asking)) return here;
@@ -172,8 +158,8 @@ class ExplorerView {
     return { bpw, nbytes, kl, bits };
   }
 
-  private draw(): void {
-    const get = this.explorer.get;
+  protected draw(): void {
+    const get = this.widget.get;
     const now = this.now();
     const cells = get("_cells");
     const shape = JSON.stringify([get("_matrices"), get("_layers"), cells.length]);
@@ -201,12 +187,12 @@ class ExplorerView {
   }
 
   private describe(now: { bpw: number; kl: number }): string {
-    const marks = this.explorer.get("_marks").map(([, kl, label]) => `${label}: ${kl.toPrecision(2)} measured`);
+    const marks = this.widget.get("_marks").map(([, kl, label]) => `${label}: ${kl.toPrecision(2)} measured`);
     return [`Predicted KL over bits per weight; at ${now.bpw.toFixed(2)} it is ${now.kl.toPrecision(2)}`, ...marks].join("; ");
   }
 
   private drawMap(cells: BitCell[], bits: number[] | undefined): void {
-    const get = this.explorer.get;
+    const get = this.widget.get;
     const metric = bits && get("_static") ? "bpw" : get("metric");
     this.grid.paint(painter(cells, metric, [], metric === "bpw" ? bits : undefined)); // shares are the kernel's to say
     const [layer, matrix] = get("selected") as [number?, string?];
@@ -220,7 +206,7 @@ class ExplorerView {
   }
 
   private drawMaking(): void {
-    const get = this.explorer.get;
+    const get = this.widget.get;
     const fixed = get("_static");
     for (const element of [this.make, this.stop]) element.hidden = fixed;
     this.prompt.readOnly = fixed;
@@ -237,8 +223,7 @@ class ExplorerView {
     this.stage.textContent = this.busy ? `${stageName(get("stage"))}…` : over;
     const words = this.busy ? this.stage.textContent : get("status") === "idle" ? "" : `Conversion ${get("status")}. ${over}`;
     if (this.said !== words) this.spoken.textContent = this.said = words;
-    this.error.textContent = get("error");
-    this.error.hidden = get("error") === "";
+    this.drawError();
     this.texts.hidden = get("original") === "" && get("made") === "";
     this.madeName.textContent = `${get("made_bpw").toFixed(2)} bits per weight`;
     this.original.textContent = get("original");
@@ -256,25 +241,25 @@ class ExplorerView {
 
   private readout(index: number): void {
     this.pointed = index;
-    const metric = this.explorer.get("metric");
-    const cells = this.explorer.get("_cells");
+    const metric = this.widget.get("metric");
+    const cells = this.widget.get("_cells");
     this.line.textContent = cells[index] ? painter(cells, metric, [], this.now().bits)(index).label : "";
   }
 
   private text(): string {
-    const rows = this.explorer.get("_curve").map(([bpw, nbytes, kl]) => [bpw, nbytes, kl]);
+    const rows = this.widget.get("_curve").map(([bpw, nbytes, kl]) => [bpw, nbytes, kl]);
     return tsv([["bits per weight", "bytes", "predicted KL"], ...rows]);
   }
 
   /** The map, and the curve above it. */
   private picture(): string {
-    const get = this.explorer.get;
+    const get = this.widget.get;
     const cells = get("_cells");
     const now = this.now();
     const places = cells.map(([layer, matrix]) => ({ layer, matrix }));
     const title = `${now.bpw.toFixed(2)} bits per weight, ${bytes(now.nbytes)}, predicted KL ${now.kl.toPrecision(2)}`;
     const map = mapSvg(title, get("_matrices"), get("_layers"), places, painter(cells, "bpw", [], now.bits));
-    return stacked(standalone(this.curve.element, getComputedStyle(this.root).getPropertyValue("--exl-bg")), map);
+    return stacked(standalone(this.curve.element), map);
   }
 }
 
@@ -288,14 +273,4 @@ function stacked(upper: string, lower: string): string {
   return `<svg xmlns="http://www.w3.org/2000/svg" width="${width}" height="${height}" style="background:#fff">${upper}${below}</svg>`;
 }
 
-export default {
-  render({ model, el }: { model: AnyModel; el: HTMLElement }) {
-    const view = new ExplorerView(state<ExplorerState>(model));
-    el.append(view.root);
-    const undo = watchKernel(view.root, model);
-    return () => {
-      undo();
-      view.close();
-    };
-  },
-};
+export default widget(ExplorerView);

@@ -1,14 +1,12 @@
 // WeightHistogram: for each model the group that a row lies in: values before and after, codes, scales of the columns.
-import type { AnyModel } from "@anywidget/types";
 import type { GroupHistogram, WeightHistogramState } from "../protocol.gen";
-import { type State, state } from "../shared/afm";
+import type { State } from "../shared/afm";
 import { Asker } from "../shared/asker";
-import { guardKeys, h, root, setAttributes, uniqueId } from "../shared/dom";
+import { h, setAttributes, uniqueId } from "../shared/dom";
 import { percent } from "../shared/format";
-import { perFrame } from "../shared/frame";
-import { watchKernel } from "../shared/kernel";
 import { Plot } from "../shared/plot";
 import { standalone, tools, tsv } from "../shared/tools";
+import { View, widget } from "../shared/view";
 import "./histogram.css";
 
 const WATCHED: (keyof WeightHistogramState)[] = ["status", "error", "layer", "matrix", "row", "_groups", "_matrices", "_rows"];
@@ -61,9 +59,10 @@ class GroupView {
   draw(group: GroupHistogram): void {
     this.group = group;
     const { bits, before, after, codes, nearest, scales, low, high } = group;
-    this.name.textContent = `${group.label}: ${bits} bits`;
-    const known = group.error === null ? "" : `error ${percent(group.error)}, ${percent(group.clipped ?? 0)} beyond the grid; `;
-    this.facts.textContent = `Group ${group.group} of ${group.groups}: ${group.rows} rows × ${group.columns} columns; ${known}the codes use ${group.entropy.toFixed(2)} of ${bits} bits`;
+    this.name.textContent = group.label;
+    const known = group.error === null ? "" : `relative error ${percent(group.error)}, ${percent(group.clipped ?? 0)} clipped; `;
+    const size = `${group.rows} rows × ${group.columns} columns`;
+    this.facts.textContent = `Group ${group.group} (0 to ${group.groups - 1}) of ${bits}-bit codes: ${size}; ${known}code entropy ${group.entropy.toFixed(2)} of ${bits} bits`;
     const middle = (i: number) => low + ((i + 0.5) * (high - low)) / after.length;
     const whole = (value: number) => (value >= 10_000 ? `${(value / 1000).toFixed(0)}k` : String(Math.round(value)));
     const series = [{ name: "stored", values: after, style: 0 }];
@@ -111,24 +110,21 @@ class GroupView {
   }
 
   private scaleWords(index: number): string {
-    return `scale index ${index}: ${this.group?.scales[index] ?? 0} columns; their step is ${(index + 1) ** 2} / 256 of the group's largest`;
+    return `scale index ${index}: ${this.group?.scales[index] ?? 0} columns, step ${(index + 1) ** 2} / 256 of the group's scale max`;
   }
 }
 
-class WeightHistogramView {
-  readonly root = root("histogram", "Weight histogram");
+class WeightHistogramView extends View<WeightHistogramState> {
   private readonly layer = h("select", { id: uniqueId("layer") });
   private readonly matrix = h("select", { id: uniqueId("matrix") });
   private readonly row = h("input", { type: "number", id: uniqueId("row"), min: 0, step: 1 });
-  private readonly error = h("div", { class: "exl2nb-error", role: "alert", hidden: true });
   private readonly line = h("div", { class: "exl2nb-inside-line exl2nb-muted", "aria-live": "polite" });
   private readonly groups = h("div", { class: "exl2nb-groups" });
   private readonly asker: Asker<Place>;
-  private readonly frame = perFrame(() => this.draw());
-  private readonly undo: (() => void)[];
   private views: GroupView[] = [];
 
-  constructor(private readonly widget: State<WeightHistogramState>) {
+  constructor(widget: State<WeightHistogramState>) {
+    super(widget, "histogram", "Weight histogram");
     this.asker = new Asker((place) => widget.send({ type: "place", ...place }));
     const field = (name: string, control: HTMLElement) =>
       h("span", { class: "exl2nb-field" }, h("label", { for: control.id }, name), control);
@@ -141,25 +137,14 @@ class WeightHistogramView {
     );
     const taken = tools("histogram", { text: () => this.text(), picture: () => this.picture() });
     const original = widget.get("_original");
-    const title = h("b", {}, original ? `Weights beside those of ${original}` : "Weights");
+    const title = h("b", {}, original ? `Weights, compared with ${original}` : "Weights");
     const head = h("div", { class: "exl2nb-inside-head" }, title, taken);
     const top = h("div", { class: "exl2nb-inside-part" }, fields);
     const body = h("div", { class: "exl2nb-inside-part" }, this.groups, this.line);
     this.root.append(h("div", { class: "exl2nb-card" }, head, this.error, top, body));
     for (const control of [this.layer, this.matrix, this.row]) control.addEventListener("change", () => this.go());
-    this.undo = [
-      guardKeys(this.root),
-      widget.observe(WATCHED, () => this.frame.request()),
-      widget.observe(["_groups"], () => this.asker.answered()),
-    ];
-    this.draw();
-  }
-
-  close(): void {
-    for (const undo of this.undo) undo();
-    this.asker.close();
-    this.frame.cancel();
-    this.root.remove();
+    const answered = widget.observe(["_groups"], () => this.asker.answered());
+    this.begin(WATCHED, answered, () => this.asker.close());
   }
 
   private go(): void {
@@ -167,7 +152,7 @@ class WeightHistogramView {
     this.asker.want({ layer: Number(this.layer.value), matrix: this.matrix.value, row });
   }
 
-  private draw(): void {
+  protected draw(): void {
     const get = this.widget.get;
     options(
       this.layer,
@@ -195,8 +180,7 @@ class WeightHistogramView {
     groups.forEach((group, i) => {
       this.views[i]?.draw(group);
     });
-    this.error.textContent = get("error");
-    this.error.hidden = get("error") === "";
+    this.drawError();
   }
 
   private text(): string {
@@ -210,7 +194,7 @@ class WeightHistogramView {
 
   private picture(): string {
     const [first] = this.views;
-    return first ? standalone(first.values.svg, getComputedStyle(this.root).getPropertyValue("background-color") || "#fff") : "";
+    return first ? standalone(first.values.svg) : "";
   }
 }
 
@@ -223,14 +207,4 @@ function options(select: HTMLSelectElement, entries: [string, string][], value: 
   if (select.value !== value) select.value = value;
 }
 
-export default {
-  render({ model, el }: { model: AnyModel; el: HTMLElement }) {
-    const view = new WeightHistogramView(state<WeightHistogramState>(model));
-    el.append(view.root);
-    const undo = watchKernel(view.root, model);
-    return () => {
-      undo();
-      view.close();
-    };
-  },
-};
+export default widget(WeightHistogramView);

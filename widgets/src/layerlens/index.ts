@@ -1,74 +1,51 @@
-// LayerLens: a map of where two models part, and for one token its answer through depth as curves and as a table.
-import type { AnyModel } from "@anywidget/types";
+// LayerLens: a map of where two models diverge, and for one token its answer through depth as curves and as a table.
 import type { LayerLensState } from "../protocol.gen";
-import { type State, state } from "../shared/afm";
-import { guardKeys, h, root, setAttributes } from "../shared/dom";
+import type { State } from "../shared/afm";
+import { h, setAttributes } from "../shared/dom";
 import { percent, visible } from "../shared/format";
-import { perFrame } from "../shared/frame";
-import { HeatMap } from "../shared/heatmap";
-import { Choice, type InsideState, PromptBar } from "../shared/inside";
-import { watchKernel } from "../shared/kernel";
+import { HeatMap, shadePixel } from "../shared/heatmap";
+import { Choice, InsideView } from "../shared/inside";
 import { klStep, klText } from "../shared/kl";
-import { shade } from "../shared/palette";
 import { Plot } from "../shared/plot";
 import { roving } from "../shared/roving";
-import { standalone, tools, tsv } from "../shared/tools";
+import { standalone, tsv } from "../shared/tools";
+import { widget } from "../shared/view";
 import { Lens } from "./lens";
 import "./layerlens.css";
 
-const WATCHED: (keyof LayerLensState)[] = ["status", "error", "prompt", "side", "token", "height", "_result"];
+const WATCHED: (keyof LayerLensState)[] = ["status", "error", "prompt", "side", "token", "height", "_result", "_share"];
 
-class LayerLensView {
-  readonly root = root("layerlens", "Layer lens");
-  private readonly title = h("b");
-  private readonly choice = new Choice("Model", (i) => this.set("side", i + 1));
-  private readonly bar: PromptBar;
+class LayerLensView extends InsideView<LayerLensState> {
+  private readonly choice = new Choice("Model", (i) => this.set({ side: i + 1 }));
   private readonly strip = h("div", { class: "exl2nb-lens-tokens", role: "listbox", "aria-label": "Tokens of the prompt" });
   private readonly cells = roving(
     this.strip,
     () => {},
-    (index) => this.set("token", index),
+    (index) => this.set({ token: index }),
   );
   private readonly heat = new HeatMap(
-    (x, y) => this.readout(x < 0 ? "" : this.words(x, this.depthOf(y))),
-    (x) => this.set("token", x),
+    (x, y) => this.say(x < 0 ? "" : this.words(x, this.depthOf(y))),
+    (x) => this.set({ token: x }),
   );
-  private readonly line = h("div", { class: "exl2nb-inside-line exl2nb-muted", "aria-live": "polite" });
+  private readonly mapTitle = h("h4");
   private readonly heading = h("h4");
   private readonly verdict = h("p");
-  private readonly chance = new Plot((depth) => this.readout(depth < 0 ? "" : this.words(this.token, depth)));
+  private readonly chance = new Plot((depth) => this.say(depth < 0 ? "" : this.words(this.token, depth)));
   private readonly table = h("table", { class: "exl2nb-lens-table" });
   private readonly scroll: HTMLElement;
   private readonly mapPart: HTMLElement;
-  private readonly frame = perFrame(() => this.draw());
-  private readonly undo: (() => void)[];
   private lens: Lens;
-  private drawn: unknown[] = [];
 
-  constructor(private readonly widget: State<LayerLensState>) {
+  constructor(widget: State<LayerLensState>) {
+    super(widget, "layerlens", "Layer lens");
     this.lens = new Lens(widget.get("_result"));
-    this.bar = new PromptBar(widget as unknown as State<InsideState>);
-    const taken = tools("layerlens", { text: () => this.text(), picture: () => this.picture() });
-    const head = h(
-      "div",
-      { class: "exl2nb-inside-head" },
-      this.title,
-      h("div", { class: "exl2nb-inside-right" }, this.choice.element, taken),
-    );
-    this.scroll = h("div", { class: "exl2nb-lens-scroll", tabindex: 0, role: "region", "aria-label": "Best tokens by layer" }, this.table);
-    const map = h("h4", {}, "Where they part: KL at the same depth, last layer on top, a column a token");
-    this.mapPart = h("div", { class: "exl2nb-inside-part" }, map, this.heat.element);
-    const tokens = h("div", { class: "exl2nb-inside-part" }, h("h4", {}, "Tokens"), this.strip, this.line);
-    const one = h("div", { class: "exl2nb-inside-part" }, this.heading, this.chance.element, this.chance.legend, this.verdict, this.scroll);
-    this.root.append(h("div", { class: "exl2nb-card" }, head, this.bar.element, this.bar.error, this.mapPart, tokens, one));
-    this.undo = [guardKeys(this.root), widget.observe(WATCHED, () => this.frame.request())];
-    this.draw();
-  }
-
-  close(): void {
-    for (const undo of this.undo) undo();
-    this.frame.cancel();
-    this.root.remove();
+    this.scroll = h("div", { class: "exl2nb-lens-scroll", tabindex: 0, role: "region", "aria-label": "Top tokens by layer" }, this.table);
+    this.mapPart = this.part(this.mapTitle, this.heat.element);
+    const tokens = this.part(h("h4", {}, "Tokens"), this.strip, this.line);
+    const one = this.part(this.heading, this.chance.element, this.chance.legend, this.verdict, this.scroll);
+    const taken = { text: () => this.text(), picture: () => standalone(this.chance.svg) };
+    this.build(this.choice, taken, this.mapPart, tokens, one);
+    this.begin(WATCHED);
   }
 
   private get side(): number {
@@ -80,31 +57,25 @@ class LayerLensView {
     return token >= 0 && token < this.lens.tokens ? token : this.lens.tokens - 1;
   }
 
-  private set(name: "side" | "token", value: number): void {
-    this.widget.set(name, value);
-    this.widget.save();
-    this.frame.request();
-  }
-
   private depthOf(row: number): number {
     return this.lens.depths - 1 - row;
   }
 
-  private draw(): void {
+  protected draw(): void {
     const result = this.widget.get("_result");
-    const fresh = this.drawn[0] !== result;
-    if (fresh) this.lens = new Lens(result);
+    if (this.lens.result !== result) this.lens = new Lens(result);
     const { side, token, lens } = this;
     const names = result.labels;
+    const [fresh, sideChanged, tokenChanged] = this.changed(result, side, token);
     this.bar.draw();
+    this.drawError();
     this.choice.draw(names.slice(1), side - 1);
-    this.title.textContent = names.length > 1 ? `${names[side]} beside ${names[0]}` : `Layer lens${names[0] ? `: ${names[0]}` : ""}`;
+    this.title.textContent = names.length > 1 ? `${names[side]} against ${names[0]}` : `Layer lens${names[0] ? `: ${names[0]}` : ""}`;
     this.scroll.style.maxHeight = String(this.widget.get("height") || "340px");
     this.mapPart.hidden = names.length < 2;
     if (fresh) this.drawTokens();
-    if (fresh || this.drawn[1] !== side) this.drawMap();
-    if (fresh || this.drawn[1] !== side || this.drawn[2] !== token) this.drawToken();
-    this.drawn = [result, side, token];
+    if (fresh || sideChanged) this.drawMap();
+    if (fresh || sideChanged || tokenChanged) this.drawToken();
     [...this.strip.children].forEach((cell, i) => {
       setAttributes(cell, { "aria-selected": String(i === token) });
     });
@@ -121,12 +92,13 @@ class LayerLensView {
 
   private drawMap(): void {
     const { lens, side } = this;
+    this.mapTitle.textContent = `Divergence (KL) from ${lens.result.labels[0]} after each layer: layers up, tokens across`;
     this.heat.element.style.blockSize = `${Math.min(240, Math.max(60, 9 * lens.depths))}px`;
     this.heat.draw({
       columns: lens.tokens,
       rows: lens.depths,
-      colour: (x, y) => shade(height(lens.kl(side, this.depthOf(y), x))),
-      label: `KL between ${lens.result.labels[0]} and ${lens.result.labels[side]}: layers up, tokens across; darker is further apart`,
+      pixel: (x, y) => shadePixel(height(lens.kl(side, this.depthOf(y), x))),
+      label: `KL between ${lens.result.labels[0]} and ${lens.result.labels[side]}: layers up, tokens across; darker = larger`,
     });
   }
 
@@ -135,7 +107,7 @@ class LayerLensView {
     const { labels, texts } = lens.result;
     if (!lens.tokens) return;
     const target = visible(lens.target(token));
-    this.heading.textContent = `After “${visible(texts[token] ?? "")}”: probability of “${target}”, which ${labels[0]} finds most likely in the end`;
+    this.heading.textContent = `After “${visible(texts[token] ?? "")}”: probability of “${target}”, the final top-1 token of ${labels[0]}`;
     this.chance.draw({
       label: `Probability of ${target} by layer`,
       series: labels.map((name, i) => ({
@@ -177,9 +149,8 @@ class LayerLensView {
     const name = lens.result.labels[side] ?? "";
     const first = lens.parts(side, token);
     const apart = Array.from({ length: lens.depths }, (_, depth) => lens.differs(side, depth, token)).filter(Boolean).length;
-    const where = `another favourite in ${apart} of ${lens.depths} places`;
-    if (first < 0) return `${name} has ${where}; in the end they agree.`;
-    return `${name} has ${where}; from ${lens.name(first)} on they stay apart.`;
+    const where = `The top-1 token of ${name} differs at ${apart} of ${lens.depths} depths`;
+    return first < 0 ? `${where}; the final one agrees.` : `${where}; from ${lens.name(first)} on it stays different.`;
   }
 
   private words(token: number, depth: number): string {
@@ -190,10 +161,6 @@ class LayerLensView {
     });
     const kl = lens.result.labels.length > 1 ? `; KL ${klText(lens.kl(this.side, depth, token))}` : "";
     return `${lens.name(depth)}, after ${visible(lens.result.texts[token] ?? "")}: ${said.join(", ")}${kl}`;
-  }
-
-  private readout(words: string): void {
-    this.line.textContent = words;
   }
 
   private text(): string {
@@ -209,10 +176,6 @@ class LayerLensView {
     });
     return tsv([head, ...rows]);
   }
-
-  private picture(): string {
-    return standalone(this.chance.svg, getComputedStyle(this.root).getPropertyValue("background-color") || "#fff");
-  }
 }
 
 /** Height of a KL, 0 to 1, on a logarithmic scale from 0.001 to 3 nats. */
@@ -220,14 +183,4 @@ export function height(kl: number): number {
   return kl <= 0 ? 0 : Math.min(1, Math.max(0, (Math.log10(kl) + 3) / 3.5));
 }
 
-export default {
-  render({ model, el }: { model: AnyModel; el: HTMLElement }) {
-    const view = new LayerLensView(state<LayerLensState>(model));
-    el.append(view.root);
-    const undo = watchKernel(view.root, model);
-    return () => {
-      undo();
-      view.close();
-    };
-  },
-};
+export default widget(LayerLensView);

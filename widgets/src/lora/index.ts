@@ -1,86 +1,53 @@
 // LoraExplorer: how much an adapter changes every matrix, a slider for its scale, and the answer beside the model's own.
-import type { AnyModel } from "@anywidget/types";
 import type { KlToken, LoraCell, LoraExplorerState, LoraResult } from "../protocol.gen";
-import { type State, state } from "../shared/afm";
+import type { State } from "../shared/afm";
 import { AnswerGroup, klLegend } from "../shared/answers";
 import { BitGridView, type Paint, type Place } from "../shared/bitgrid";
-import { guardKeys, h, root, setAttributes, uniqueId } from "../shared/dom";
-import { perFrame } from "../shared/frame";
-import { type InsideState, PromptBar } from "../shared/inside";
-import { watchKernel } from "../shared/kernel";
+import { h, setAttributes, uniqueId } from "../shared/dom";
+import { Choice, InsideView } from "../shared/inside";
 import { firstDifference, klText, summary } from "../shared/kl";
 import { mapSvg } from "../shared/mapsvg";
 import { css, shade } from "../shared/palette";
-import { tools, tsv } from "../shared/tools";
+import { tsv } from "../shared/tools";
+import { widget } from "../shared/view";
 import "./lora.css";
 
-const WATCHED: (keyof LoraExplorerState)[] = ["status", "error", "prompt", "scale", "selected", "height", "_result"];
+const WATCHED: (keyof LoraExplorerState)[] = ["status", "error", "prompt", "scale", "selected", "height", "_result", "_share"];
 const [LOW, HIGH, STEP] = [0, 2, 0.05];
 
-class LoraView {
-  readonly root = root("lora", "LoRA adapter");
-  private readonly title = h("b");
-  private readonly bar: PromptBar;
+class LoraView extends InsideView<LoraExplorerState> {
   private readonly grid = new BitGridView(
     (place) => this.select(place),
     (index) => this.readout(index),
-    "Norm of the change against the matrix's own: matrices down, layers across",
+    "Norm of the change relative to the matrix: matrices down, layers across",
   );
-  private readonly scroll: HTMLElement;
+  private readonly scroll = h("div", { class: "exl2nb-grid-scroll" }, this.grid.element);
   private readonly ramp = h("span", { class: "exl2nb-scale", "aria-hidden": "true" });
   private readonly most = h("span", { class: "exl2nb-muted" });
-  private readonly line = h("div", { class: "exl2nb-inside-line exl2nb-muted" });
   private readonly slider = h("input", { type: "range", class: "exl2nb-range", min: LOW, max: HIGH, step: STEP, id: uniqueId("scale") });
   private readonly number = h("span", { class: "exl2nb-lora-number", "aria-hidden": "true" });
   private readonly figures = h("span", { class: "exl2nb-muted", role: "status" });
   private readonly answers = h("div");
-  private readonly spoken = h("div", { class: "exl2nb-sr", role: "status" });
-  private readonly frame = perFrame(() => this.draw());
-  private readonly undo: (() => void)[];
   private built: unknown = null;
   private written = "";
   private pointed = -1;
   private wish: number | null = null; // the slider's, until the kernel has it
   private asked = Number.NaN;
 
-  constructor(private readonly widget: State<LoraExplorerState>) {
-    this.bar = new PromptBar(widget as unknown as State<InsideState>);
-    const taken = tools("lora", { text: () => this.text(), picture: () => this.picture() });
-    const head = h("div", { class: "exl2nb-inside-head" }, this.title, h("div", { class: "exl2nb-inside-right" }, taken));
-    this.scroll = h("div", { class: "exl2nb-grid-scroll" }, this.grid.element);
+  constructor(widget: State<LoraExplorerState>) {
+    super(widget, "lora", "LoRA adapter");
     const legend = h("div", { class: "exl2nb-inside-right" }, h("span", { class: "exl2nb-muted" }, "0"), this.ramp, this.most);
-    const map = h(
-      "div",
-      { class: "exl2nb-inside-part" },
-      h("h4", {}, "Change of every matrix, per cent of its norm"),
-      this.scroll,
-      legend,
-      this.line,
-    );
-    const scale = h(
-      "div",
-      { class: "exl2nb-lora-slider" },
-      h("label", { for: this.slider.id }, "Scale"),
-      this.slider,
-      this.number,
-      this.figures,
-    );
-    const below = h("div", { class: "exl2nb-inside-part" }, scale, this.answers, klLegend());
-    this.root.append(h("div", { class: "exl2nb-card" }, head, this.bar.element, this.bar.error, map, below), this.spoken);
+    const map = this.part(h("h4", {}, "Change of each matrix, % of its norm"), this.scroll, legend, this.line);
+    const label = h("label", { for: this.slider.id }, "Scale");
+    const scale = h("div", { class: "exl2nb-lora-slider" }, label, this.slider, this.number, this.figures);
+    const below = this.part(scale, this.answers, klLegend());
+    const none = new Choice("Model", () => {});
+    none.draw([], 0);
+    this.build(none, { text: () => this.text(), picture: () => this.picture() }, map, below);
+    this.root.append(this.spoken);
     this.slider.disabled = !this.able;
     this.slider.addEventListener("input", () => this.move(Number(this.slider.value)));
-    this.undo = [guardKeys(this.root), widget.observe(WATCHED, () => this.frame.request())];
-    this.draw();
-  }
-
-  close(): void {
-    for (const undo of this.undo) undo();
-    this.frame.cancel();
-    this.root.remove();
-  }
-
-  private get able(): boolean {
-    return this.widget.get("_has_model") && !this.widget.get("_static");
+    this.begin(WATCHED);
   }
 
   private get result(): LoraResult {
@@ -94,12 +61,10 @@ class LoraView {
   }
 
   private select(place: Place | null): void {
-    this.widget.set("selected", place ? [place.layer, place.matrix] : []);
-    this.widget.save();
-    this.frame.request();
+    this.set({ selected: place ? [place.layer, place.matrix] : [] });
   }
 
-  private draw(): void {
+  protected draw(): void {
     const { result } = this;
     const { cells } = result;
     const kernel = this.widget.get("scale");
@@ -111,9 +76,10 @@ class LoraView {
       this.widget.send({ type: "scale", scale });
     }
     this.bar.draw();
+    this.drawError();
     this.title.textContent = result.name ? `${result.name} on ${result.model}: ${cells.length} matrices` : "LoRA adapter";
     this.scroll.style.maxHeight = String(this.widget.get("height"));
-    if (this.built !== cells) this.build(cells);
+    if (this.built !== cells) this.buildMap(cells);
     this.grid.paint((index) => this.paint(index));
     const [layer, matrix] = this.widget.get("selected") as [number?, string?];
     const chosen = cells.find((cell) => cell[0] === layer && cell[1] === matrix);
@@ -121,10 +87,10 @@ class LoraView {
     this.drawScale(scale);
     this.drawAnswers();
     this.readout(this.pointed);
-    if (this.pointed < 0 && chosen) this.line.textContent = this.paint(cells.indexOf(chosen)).label;
+    if (this.pointed < 0 && chosen) this.say(this.paint(cells.indexOf(chosen)).label);
   }
 
-  private build(cells: LoraCell[]): void {
+  private buildMap(cells: LoraCell[]): void {
     this.built = cells;
     const places = cells.map(([layer, matrix]) => ({ layer, matrix }));
     this.grid.build(this.result.matrices, this.result.layers, places);
@@ -185,8 +151,8 @@ class LoraView {
 
   private readout(index: number): void {
     this.pointed = index;
-    if (index >= 0) this.line.textContent = this.result.cells[index] ? this.paint(index).label : "";
-    else if (!this.widget.get("selected").length) this.line.textContent = "";
+    if (index >= 0) this.say(this.result.cells[index] ? this.paint(index).label : "");
+    else if (!this.widget.get("selected").length) this.say("");
   }
 
   private text(): string {
@@ -205,14 +171,4 @@ function relative([, , , change, weight]: LoraCell): number {
   return change / Math.max(weight, 1e-20);
 }
 
-export default {
-  render({ model, el }: { model: AnyModel; el: HTMLElement }) {
-    const view = new LoraView(state<LoraExplorerState>(model));
-    el.append(view.root);
-    const undo = watchKernel(view.root, model);
-    return () => {
-      undo();
-      view.close();
-    };
-  },
-};
+export default widget(LoraView);

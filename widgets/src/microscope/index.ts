@@ -1,13 +1,13 @@
 // SamplerMicroscope: choose a place of the answer, move the samplers' settings, see what survives each of them and what is drawn.
-import type { AnyModel } from "@anywidget/types";
 import type { MicroscopeState } from "../protocol.gen";
-import { type State, state } from "../shared/afm";
+import type { State } from "../shared/afm";
 import { Asker } from "../shared/asker";
-import { guardKeys, h, root, setAttributes } from "../shared/dom";
+import { h, setAttributes } from "../shared/dom";
 import { percent, spoken, visible } from "../shared/format";
-import { perFrame } from "../shared/frame";
-import { watchKernel } from "../shared/kernel";
 import { type Roving, roving } from "../shared/roving";
+import { snapshot } from "../shared/snapshot";
+import { tools, tsv } from "../shared/tools";
+import { View, widget } from "../shared/view";
 import { Controls, EXPLAINED } from "./controls";
 import { chainTable, LineView } from "./table";
 import "./microscope.css";
@@ -21,8 +21,7 @@ interface Wish {
   settings: Record<string, number>;
 }
 
-class MicroscopeView {
-  readonly root = root("microscope", "Sampler microscope");
+class MicroscopeView extends View<MicroscopeState> {
   private readonly prompt = h("span", { class: "exl2nb-muted" });
   private readonly answer = h("div", {
     class: "exl2nb-answer",
@@ -36,17 +35,14 @@ class MicroscopeView {
   private readonly line = new LineView();
   private readonly drawn = h("div", { class: "exl2nb-drawn" });
   private readonly notes = h("dl");
-  private readonly spoken = h("div", { class: "exl2nb-sr", role: "status" });
-  private readonly error = h("div", { class: "exl2nb-error", role: "alert", hidden: true });
-  private readonly frame = perFrame(() => this.draw());
   private readonly asker: Asker<Wish>;
-  private readonly undo: (() => void)[];
   private built = "";
   private pieces: HTMLElement[] = [];
   private pending: Record<string, number> = {};
   private wished: Record<string, number> = {}; // what the sliders show until the kernel has answered
 
-  constructor(private readonly scope: State<MicroscopeState>) {
+  constructor(scope: State<MicroscopeState>) {
+    super(scope, "microscope", "Sampler microscope");
     this.asker = new Asker<Wish>((wish) => {
       this.pending = {};
       scope.send({ type: "sample", ...wish });
@@ -57,7 +53,8 @@ class MicroscopeView {
       () => {},
       (at) => this.go(at),
     );
-    const text = h("div", { class: "exl2nb-text" }, this.prompt, this.answer);
+    const taken = tools("microscope", { text: () => this.text(), picture: () => snapshot(this.root) });
+    const text = h("div", { class: "exl2nb-text" }, taken, this.prompt, this.answer);
     const notes = h("details", {}, h("summary", {}, "What the steps do"), this.notes);
     this.root.append(
       h(
@@ -74,36 +71,27 @@ class MicroscopeView {
       ),
       this.spoken,
     );
-    this.undo = [
-      guardKeys(this.root),
+    this.begin(
+      WATCHED,
       scope.observe(["_steps", "error"], () => this.asker.answered()),
-      scope.observe(WATCHED, () => this.frame.request()),
       () => this.asker.close(),
-    ];
-    this.draw();
-  }
-
-  close(): void {
-    for (const undo of this.undo) undo();
-    this.frame.cancel();
-    this.root.remove();
+    );
   }
 
   private wish(name: string, value: number): void {
     this.pending[name] = this.wished[name] = value;
     this.frame.request();
-    this.asker.want({ at: this.scope.get("at"), settings: { ...this.pending } });
+    this.asker.want({ at: this.widget.get("at"), settings: { ...this.pending } });
   }
 
   private go(at: number): void {
-    if (this.scope.get("_static") || at === this.scope.get("at")) return;
+    if (this.widget.get("_static") || at === this.widget.get("at")) return;
     this.asker.want({ at, settings: {} });
   }
 
-  private draw(): void {
-    const get = this.scope.get;
-    this.error.textContent = get("error");
-    this.error.hidden = get("error") === "";
+  protected draw(): void {
+    const get = this.widget.get;
+    this.drawError();
     this.drawText();
     const settings = get("settings") as Record<string, number>;
     for (const [name, value] of Object.entries(this.wished))
@@ -121,8 +109,14 @@ class MicroscopeView {
     );
   }
 
+  private text(): string {
+    const steps = this.widget.get("_steps");
+    const rows = this.widget.get("_tokens").map(([, text], row) => [text, ...steps.map((step) => step[7][row] ?? null)]);
+    return tsv([["token", ...steps.map(([name]) => name)], ...rows]);
+  }
+
   private drawText(): void {
-    const get = this.scope.get;
+    const get = this.widget.get;
     const [answer, at] = [get("_answer"), get("at")];
     this.prompt.textContent = get("_prompt");
     const key = JSON.stringify(answer);
@@ -148,7 +142,7 @@ class MicroscopeView {
   }
 
   private drawDrawn(): void {
-    const get = this.scope.get;
+    const get = this.widget.get;
     const [uniform, has] = [get("uniform"), get("_answer")[get("at")]];
     const how =
       uniform === null
@@ -161,14 +155,4 @@ class MicroscopeView {
   }
 }
 
-export default {
-  render({ model, el }: { model: AnyModel; el: HTMLElement }) {
-    const view = new MicroscopeView(state<MicroscopeState>(model));
-    el.append(view.root);
-    const undo = watchKernel(view.root, model);
-    return () => {
-      undo();
-      view.close();
-    };
-  },
-};
+export default widget(MicroscopeView);

@@ -1,36 +1,25 @@
 // OutlierMap: channels across, layers down, for activations and for the weights that read them; one channel through depth, and its group.
-import type { AnyModel } from "@anywidget/types";
 import type { OutlierMapState } from "../protocol.gen";
-import { type State, state } from "../shared/afm";
-import { guardKeys, h, root, setAttributes, uniqueId } from "../shared/dom";
+import type { State } from "../shared/afm";
+import { h, setAttributes, uniqueId } from "../shared/dom";
 import { percent, visible } from "../shared/format";
-import { perFrame } from "../shared/frame";
-import { HeatMap } from "../shared/heatmap";
-import { Choice, type InsideState, PromptBar } from "../shared/inside";
-import { watchKernel } from "../shared/kernel";
+import { HeatMap, SHADES } from "../shared/heatmap";
+import { Choice, InsideView } from "../shared/inside";
 import { css, shade } from "../shared/palette";
 import { Plot } from "../shared/plot";
-import { standalone, tools, tsv } from "../shared/tools";
+import { standalone, tsv } from "../shared/tools";
+import { widget } from "../shared/view";
 import { binOf, channelOf, number, Ranges } from "./ranges";
 import "./outliers.css";
 
-const WATCHED: (keyof OutlierMapState)[] = ["status", "error", "prompt", "side", "point", "layer", "channel", "_result", "_effect"];
+const WATCHED: (keyof OutlierMapState)[] = [
+  ...(["status", "error", "prompt", "side", "point", "layer", "channel", "_result", "_effect", "_share"] as const),
+];
 
-class OutlierMapView {
-  readonly root = root("outliers", "Outlier map");
-  private readonly title = h("b");
+class OutlierMapView extends InsideView<OutlierMapState> {
   private readonly sides = new Choice("Model", (i) => this.set({ side: i }));
   private readonly points = new Choice("Activations of", (i) => this.set({ point: i, channel: -1 }));
-  private readonly bar: PromptBar;
-  private readonly maps: {
-    map: HeatMap;
-    name: HTMLElement;
-    low: HTMLElement;
-    high: HTMLElement;
-    box: HTMLElement;
-    ranges: Ranges | null;
-  }[];
-  private readonly line = h("div", { class: "exl2nb-inside-line exl2nb-muted", "aria-live": "polite" });
+  private readonly maps: ReturnType<OutlierMapView["mapView"]>[];
   private readonly channel = h("input", { type: "number", id: uniqueId("channel"), min: 0, step: 1 });
   private readonly depthTitle = h("h4");
   private readonly depth = new Plot(
@@ -40,47 +29,27 @@ class OutlierMapView {
   private readonly effect = [h("p"), h("p")];
   private readonly depthPart: HTMLElement;
   private readonly massive = h("table", { class: "exl2nb-massive" });
-  private readonly frame = perFrame(() => this.draw());
-  private readonly undo: (() => void)[];
-  private drawn: unknown[] = [];
+  private ranges: Ranges[] = []; // of the activations, by model
 
-  constructor(private readonly widget: State<OutlierMapState>) {
-    this.bar = new PromptBar(widget as unknown as State<InsideState>);
-    this.maps = [false, true].map((weights) => this.mapView(weights));
-    const taken = tools("outliers", { text: () => this.text(), picture: () => this.picture() });
-    const right = h("div", { class: "exl2nb-inside-right" }, this.sides.element, taken);
-    const head = h("div", { class: "exl2nb-inside-head" }, this.title, right);
-    const choose = h(
-      "div",
-      { class: "exl2nb-inside-right" },
-      this.points.element,
-      h("span", { class: "exl2nb-field" }, h("label", { for: this.channel.id }, "Channel"), this.channel),
-    );
-    const maps = h("div", { class: "exl2nb-inside-part" }, choose, ...this.maps.map((view) => view.box), this.line);
-    this.depthPart = h("div", { class: "exl2nb-inside-part" }, this.depthTitle, this.depth.element, this.depth.legend, ...this.effect);
-    const scroll = h(
-      "div",
-      { class: "exl2nb-massive-scroll", tabindex: 0, role: "region", "aria-label": "Massive activations" },
-      this.massive,
-    );
-    const table = h("div", { class: "exl2nb-inside-part" }, h("h4", {}, "Largest activations of the residual stream"), scroll);
-    this.root.append(h("div", { class: "exl2nb-card" }, head, this.bar.element, this.bar.error, maps, this.depthPart, table));
+  constructor(widget: State<OutlierMapState>) {
+    super(widget, "outliers", "Outlier map");
+    this.maps = [this.mapView(), this.mapView()];
+    const field = h("span", { class: "exl2nb-field" }, h("label", { for: this.channel.id }, "Channel"), this.channel);
+    const choose = h("div", { class: "exl2nb-inside-right" }, this.points.element, field);
+    const maps = this.part(choose, ...this.maps.map((view) => view.box), this.line);
+    this.depthPart = this.part(this.depthTitle, this.depth.element, this.depth.legend, ...this.effect);
+    const region = { class: "exl2nb-massive-scroll", tabindex: 0, role: "region", "aria-label": "Largest activations" };
+    const table = this.part(h("h4", {}, "Largest activations of the residual stream"), h("div", region, this.massive));
+    this.build(this.sides, { text: () => this.text(), picture: () => standalone(this.depth.svg) }, maps, this.depthPart, table);
     this.channel.addEventListener("change", () => {
       const most = (this.result.channels[this.point] ?? 1) - 1;
       const value = this.channel.value === "" ? -1 : Math.min(most, Math.max(-1, Math.round(Number(this.channel.value))));
       this.set({ channel: value });
     });
-    this.undo = [guardKeys(this.root), widget.observe(WATCHED, () => this.frame.request())];
-    this.draw();
+    this.begin(WATCHED);
   }
 
-  close(): void {
-    for (const undo of this.undo) undo();
-    this.frame.cancel();
-    this.root.remove();
-  }
-
-  private mapView(weights: boolean) {
+  private mapView() {
     const map = new HeatMap(
       (bin, layer) => this.say(bin < 0 ? "" : this.placeWords(layer, bin)),
       (bin, layer) =>
@@ -90,12 +59,7 @@ class OutlierMapView {
     const scale = h("i", { class: "exl2nb-scale", "aria-hidden": "true" });
     scale.style.background = `linear-gradient(to right, ${Array.from({ length: 9 }, (_, i) => css(shade(i / 8))).join(", ")})`;
     const legend = h("span", { class: "exl2nb-legend exl2nb-muted" }, low, scale, high);
-    const box = h(
-      "div",
-      { class: "exl2nb-map", "data-weights": weights },
-      h("div", { class: "exl2nb-map-head" }, name, legend),
-      map.element,
-    );
+    const box = h("div", { class: "exl2nb-map" }, h("div", { class: "exl2nb-map-head" }, name, legend), map.element);
     return { map, name, low, high, box, ranges: null as Ranges | null };
   }
 
@@ -119,38 +83,37 @@ class OutlierMapView {
     return Math.min(this.widget.get("channel"), (this.result.channels[this.point] ?? 0) - 1);
   }
 
-  private set(values: { side?: number; point?: number; layer?: number; channel?: number }): void {
-    for (const [name, value] of Object.entries(values)) this.widget.set(name as "side", value);
-    this.widget.save();
-    this.frame.request();
-  }
-
-  private draw(): void {
+  protected draw(): void {
     const { result, side, point } = this;
     this.bar.draw();
+    this.drawError();
     if (!result.points.length) return;
     this.sides.draw(result.labels, this.side);
     this.points.draw(result.points, point);
     this.title.textContent = `Outliers of ${result.labels[side]}: ${result.texts.length} tokens`;
-    const key = [result, side, point];
-    if (!key.every((part, i) => part === this.drawn[i])) this.drawMaps();
-    if (this.drawn[0] !== result) this.drawMassive();
-    this.drawn = key;
     const bin = this.chosen < 0 ? -1 : binOf(this.chosen, result.bins[point] ?? 1, result.channels[point] ?? 1);
+    const [fresh, sideChanged, pointChanged, chosenChanged] = this.changed(result, side, point, this.chosen);
+    if (fresh || pointChanged) this.ranges = result.labels.map((_, i) => new Ranges(result, point, i));
+    if (fresh || pointChanged || sideChanged) this.drawMaps();
+    if (fresh) this.drawMassive();
     for (const view of this.maps) view.map.mark(bin, bin < 0 ? -1 : this.layer);
     if (document.activeElement !== this.channel) this.channel.value = this.chosen < 0 ? "" : String(this.chosen);
     setAttributes(this.channel, { max: (result.channels[point] ?? 1) - 1 });
-    this.drawDepth(bin);
+    this.depthPart.hidden = bin < 0;
+    if (bin < 0) return;
+    if (fresh || pointChanged || chosenChanged) this.drawDepth(bin);
+    this.depth.mark(this.layer);
+    this.drawEffect();
   }
 
   private drawMaps(): void {
     const { result, side, point } = this;
     const name = result.points[point] ?? "";
     const [channels, bins] = [result.channels[point] ?? 0, result.bins[point] ?? 0];
-    const each = bins < channels ? `, the largest of ${Math.ceil(channels / bins)} in each column` : "";
+    const each = bins < channels ? `, maximum of ${Math.ceil(channels / bins)} per column` : "";
     this.maps.forEach((view, i) => {
       view.ranges = new Ranges(result, point, side, i > 0);
-      view.name.textContent = i ? "Weights that read it: largest of each channel" : `Activations, ${name}: ${channels} channels${each}`;
+      view.name.textContent = i ? "Weights of the next matrix: maximum per channel" : `Activations, ${name}: ${channels} channels${each}`;
       view.low.textContent = number(view.ranges.at(0));
       view.high.textContent = number(view.ranges.at(1));
       view.map.element.style.blockSize = `${Math.min(240, Math.max(60, 10 * result.layers))}px`;
@@ -158,31 +121,31 @@ class OutlierMapView {
       view.map.draw({
         columns: bins,
         rows: result.layers,
-        colour: (bin, layer) => (ranges.share(layer, bin) < 0 ? null : shade(ranges.share(layer, bin))),
-        label: `${view.name.textContent}: layers down, channels across, darker is larger`,
+        pixel: (bin, layer) => {
+          const code = ranges.code(layer, bin);
+          return code ? (SHADES[code] as number) : 0;
+        },
+        label: `${view.name.textContent}: layers down, channels across; darker = larger`,
       });
     });
   }
 
   private drawDepth(bin: number): void {
     const { result, point } = this;
-    this.depthPart.hidden = bin < 0;
-    if (bin < 0) return;
     const layers = Array.from({ length: result.layers }, (_, layer) => layer);
-    this.depthTitle.textContent = `Channel ${this.chosen}, ${result.points[point]}: largest activation by layer`;
+    this.depthTitle.textContent = `Channel ${this.chosen}, ${result.points[point]}: maximum activation by layer`;
     this.depth.draw({
       label: this.depthTitle.textContent,
-      series: result.labels.map((name, i) => {
-        const ranges = new Ranges(result, point, i);
-        return { name, values: layers.map((layer) => ranges.value(layer, bin)), style: i };
-      }),
+      series: result.labels.map((name, i) => ({
+        name,
+        values: layers.map((layer) => this.ranges[i]?.value(layer, bin) ?? null),
+        style: i,
+      })),
       places: layers.map(String),
       format: number,
       words: (layer) => this.depthWords(layer),
       log: true,
     });
-    this.depth.mark(this.layer);
-    this.drawEffect();
   }
 
   private drawEffect(): void {
@@ -191,23 +154,22 @@ class OutlierMapView {
       .get("_effect")
       .find((one) => one.layer === this.layer && one.channel === this.chosen && one.point === this.point);
     if (!found) {
-      const live = this.widget.get("_has_model") && !this.widget.get("_static");
-      activations.textContent = live ? "working out its group…" : "What it does to its group is worked out by a running kernel.";
+      activations.textContent = this.able ? "Computing the effect on its group…" : "The effect on its group needs a running kernel.";
       weights.textContent = "";
       return;
     }
-    const said = (what: string, [with_ = 0, without = 0]: number[]) =>
-      `${what}: rounded to ${found.bits} bits, the other channels of its group of 128 have an error of ${percent(with_)}; without this channel ${percent(without)}.`;
-    activations.textContent = said(`Activations, up to ${number(found.activation)} here`, found.activations);
-    weights.textContent = found.weight > 0 ? said(`Weights, up to ${number(found.weight)} here`, found.weights) : "";
+    const said = (what: string, largest: number, [with_ = 0, without = 0]: number[]) =>
+      `${what} (maximum ${number(largest)}): at ${found.bits} bits, the other channels of its group of 128 have an error of ${percent(with_)}; without this channel, ${percent(without)}.`;
+    activations.textContent = said("Activations", found.activation, found.activations);
+    weights.textContent = found.weight > 0 ? said("Weights", found.weight, found.weights) : "";
   }
 
   private drawMassive(): void {
     const { result } = this;
-    const head = ["model", "layer", "token", "channel", "value", "times the median"].map((name) => h("th", { scope: "col" }, name));
+    const head = ["model", "layer", "token", "channel", "value", "× median"].map((name) => h("th", { scope: "col" }, name));
     const rows = result.massive.map(([side, layer, token, channel, value, ratio]) => {
       const cells = [result.labels[side] ?? "", String(layer), `${token} ${visible(result.texts[token] ?? "")}`, String(channel)];
-      return h("tr", {}, ...[...cells, number(value), ratio.toFixed(0)].map((cell) => h("td", {}, cell)));
+      return h("tr", {}, ...[...cells, number(value).replace("-", "−"), ratio.toFixed(0)].map((cell) => h("td", {}, cell)));
     });
     this.massive.replaceChildren(h("thead", {}, h("tr", {}, ...head)), h("tbody", {}, ...rows));
   }
@@ -218,17 +180,13 @@ class OutlierMapView {
     const last = channelOf(bin + 1, result.bins[point] ?? 1, result.channels[point] ?? 1) - 1;
     const [activations, weights] = this.maps.map((view) => number(view.ranges?.value(layer, bin) ?? null));
     const channels = last > first ? `channels ${first} to ${last}` : `channel ${first}`;
-    return `layer ${layer}, ${channels}: largest activation ${activations}, largest weight ${weights}`;
+    return `layer ${layer}, ${channels}: maximum activation ${activations}, maximum weight ${weights}`;
   }
 
   private depthWords(layer: number): string {
     const { result, point } = this;
     const bin = binOf(this.chosen, result.bins[point] ?? 1, result.channels[point] ?? 1);
-    return `layer ${layer}: ${result.labels.map((name, i) => `${name} ${number(new Ranges(result, point, i).value(layer, bin))}`).join(", ")}`;
-  }
-
-  private say(words: string): void {
-    this.line.textContent = words;
+    return `layer ${layer}: ${result.labels.map((name, i) => `${name} ${number(this.ranges[i]?.value(layer, bin) ?? null)}`).join(", ")}`;
   }
 
   private text(): string {
@@ -243,20 +201,6 @@ class OutlierMapView {
     ]);
     return tsv([["model", "layer", "token", "channel", "value", "times the median"], ...rows]);
   }
-
-  private picture(): string {
-    return standalone(this.depth.svg, getComputedStyle(this.root).getPropertyValue("background-color") || "#fff");
-  }
 }
 
-export default {
-  render({ model, el }: { model: AnyModel; el: HTMLElement }) {
-    const view = new OutlierMapView(state<OutlierMapState>(model));
-    el.append(view.root);
-    const undo = watchKernel(view.root, model);
-    return () => {
-      undo();
-      view.close();
-    };
-  },
-};
+export default widget(OutlierMapView);

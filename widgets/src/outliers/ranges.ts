@@ -1,8 +1,10 @@
 // The maps of OutlierMap as they travel: bytes on a logarithmic scale. Pure.
 import type { OutlierResult } from "../protocol.gen";
+import { bytesOf } from "../shared/heatmap";
 
 export class Ranges {
   private readonly codes: Uint8Array;
+  private readonly bins: number;
 
   constructor(
     private readonly result: OutlierResult,
@@ -10,19 +12,18 @@ export class Ranges {
     side: number,
     private readonly weights = false,
   ) {
-    const text = (weights ? result.weights : result.activations)[point]?.[side] ?? "";
-    this.codes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
+    this.codes = bytesOf((weights ? result.weights : result.activations)[point]?.[side] ?? "");
+    this.bins = result.bins[point] ?? 0;
   }
 
-  /** Place on the scale, 0 to 1; -1 where nothing is. */
-  share(layer: number, bin: number): number {
-    const code = this.codes[layer * (this.result.bins[this.point] ?? 0) + bin] ?? 0;
-    return code ? code / 255 : -1;
+  /** Place on the scale, 1 to 255; 0 where nothing is. */
+  code(layer: number, bin: number): number {
+    return this.codes[layer * this.bins + bin] ?? 0;
   }
 
   value(layer: number, bin: number): number | null {
-    const share = this.share(layer, bin);
-    return share < 0 ? null : this.at(share);
+    const code = this.code(layer, bin);
+    return code ? this.at(code / 255) : null;
   }
 
   /** What a place on the scale means. */

@@ -1,13 +1,13 @@
 // PageTable: the pages of the cache as squares, the requests and their block tables, and a scrubber over the moments that were taken.
-import type { AnyModel } from "@anywidget/types";
 import type { PageCell, PageFrame, PageOwner, PageTableState } from "../protocol.gen";
-import { type State, state } from "../shared/afm";
+import type { State } from "../shared/afm";
 import { Asker } from "../shared/asker";
-import { guardKeys, h, root, setAttributes, uniqueId } from "../shared/dom";
-import { perFrame } from "../shared/frame";
-import { watchKernel } from "../shared/kernel";
+import { h, setAttributes, uniqueId } from "../shared/dom";
 import { css, ink } from "../shared/palette";
 import { type Roving, roving } from "../shared/roving";
+import { snapshot } from "../shared/snapshot";
+import { tools, tsv } from "../shared/tools";
+import { View, widget } from "../shared/view";
 import { chain, counts, describe, MARKS, ownerColour, stripes, summary } from "./colours";
 import "./pagetable.css";
 
@@ -17,8 +17,7 @@ const WATCHED: (keyof PageTableState)[] = [
 const PLAY_MS = 500;
 const MOST_CHIPS = 60;
 
-class PageTableView {
-  readonly root = root("pagetable", "Page table");
+class PageTableView extends View<PageTableState> {
   private readonly title = h("b");
   private readonly label = h("span");
   private readonly figures = h("div", { class: "exl2nb-muted" });
@@ -32,17 +31,14 @@ class PageTableView {
   private readonly play = h("button", { type: "button", class: "exl2nb-button" }, "Play");
   private readonly live = h("button", { type: "button", class: "exl2nb-button" }, "Live");
   private readonly replay: HTMLElement;
-  private readonly spoken = h("div", { class: "exl2nb-sr", role: "status" });
-  private readonly error = h("div", { class: "exl2nb-error", role: "alert", hidden: true });
-  private readonly frame = perFrame(() => this.draw());
   private readonly asker: Asker<{ frame: number; live: boolean }>;
-  private readonly undo: (() => void)[];
   private cells: HTMLElement[] = [];
   private pointed = -1;
   private wanted: number | null = null;
   private timer: ReturnType<typeof setInterval> | undefined;
 
-  constructor(private readonly table: State<PageTableState>) {
+  constructor(table: State<PageTableState>) {
+    super(table, "pagetable", "Page table");
     this.walk = roving(
       this.grid,
       (page) => this.point(page),
@@ -54,26 +50,20 @@ class PageTableView {
     this.asker = new Asker((wish) => table.send({ type: "frame", ...wish }));
     const label = h("label", { for: this.slider.id }, "Frame");
     this.replay = h("div", { class: "exl2nb-replay" }, this.live, this.play, label, this.slider, this.place);
-    const head = h("div", { class: "exl2nb-head" }, h("div", {}, this.title, " ", this.label), this.figures);
+    const taken = tools("pagetable", { text: () => this.text(), picture: () => snapshot(this.root) });
+    const names = h("div", { class: "exl2nb-names" }, h("div", {}, this.title, " ", this.label), taken);
+    const head = h("div", { class: "exl2nb-head" }, names, this.figures);
     this.root.append(
       h("div", { class: "exl2nb-card" }, head, this.bar, this.error, this.grid, this.readout, legend(), this.requests, this.replay),
       this.spoken,
     );
     this.listen();
-    this.undo = [
-      guardKeys(this.root),
+    this.begin(
+      WATCHED,
       table.observe(["_frames", "_shown", "live", "error"], () => this.asker.answered()),
-      table.observe(WATCHED, () => this.frame.request()),
       () => this.asker.close(),
       () => clearInterval(this.timer),
-    ];
-    this.draw();
-  }
-
-  close(): void {
-    for (const undo of this.undo) undo();
-    this.frame.cancel();
-    this.root.remove();
+    );
   }
 
   private listen(): void {
@@ -89,15 +79,15 @@ class PageTableView {
     this.live.addEventListener("click", () => {
       this.pause();
       this.wanted = null;
-      this.asker.want({ frame: -1, live: !this.table.get("live") });
+      this.asker.want({ frame: -1, live: !this.widget.get("live") });
     });
   }
 
   private run(): void {
-    if (this.at() >= this.table.get("_count") - 1) this.go(0);
+    if (this.at() >= this.widget.get("_count") - 1) this.go(0);
     this.timer = setInterval(() => {
       const next = this.at() + 1;
-      if (next >= this.table.get("_count")) this.pause();
+      if (next >= this.widget.get("_count")) this.pause();
       else this.go(next);
     }, PLAY_MS);
     this.draw();
@@ -111,27 +101,26 @@ class PageTableView {
 
   /** The moment that is to be seen: where the reader wants to be, else where the kernel is. */
   private at(): number {
-    return this.wanted ?? this.table.get("_shown");
+    return this.wanted ?? this.widget.get("_shown");
   }
 
   private go(frame: number): void {
     this.wanted = frame;
-    if (!this.table.get("_static")) this.asker.want({ frame, live: false });
+    if (!this.widget.get("_static")) this.asker.want({ frame, live: false });
     this.frame.request();
   }
 
   private shown(): PageFrame {
-    const frames = this.table.get("_frames");
-    const all = frames.length === this.table.get("_count");
+    const frames = this.widget.get("_frames");
+    const all = frames.length === this.widget.get("_count");
     return (all ? frames[this.at()] : frames[0]) as PageFrame;
   }
 
-  private draw(): void {
-    const get = this.table.get;
+  protected draw(): void {
+    const get = this.widget.get;
     if (this.wanted === get("_shown") && !get("_static")) this.wanted = null;
     const frame = this.shown();
-    this.error.textContent = get("error");
-    this.error.hidden = get("error") === "";
+    this.drawError();
     this.title.textContent = get("title");
     this.label.textContent = frame.label;
     this.figures.textContent = summary(frame);
@@ -141,6 +130,12 @@ class PageTableView {
     this.drawRequests(frame.requests);
     this.drawReplay();
     this.point(this.pointed);
+  }
+
+  private text(): string {
+    const { pages } = this.shown();
+    const rows = pages.map(([state, tokens, owners], page) => [page, state, tokens, owners.join(" ")]);
+    return tsv([["page", "state", "tokens", "requests"], ...rows]);
   }
 
   private drawBar(frame: PageFrame): void {
@@ -183,7 +178,7 @@ class PageTableView {
   }
 
   private drawReplay(): void {
-    const get = this.table.get;
+    const get = this.widget.get;
     const [count, many] = [get("_count"), get("_count") > 1];
     this.replay.hidden = !many && !get("_can_live");
     this.live.hidden = !get("_can_live") || get("_static");
@@ -244,14 +239,4 @@ function legend(): HTMLElement {
   );
 }
 
-export default {
-  render({ model, el }: { model: AnyModel; el: HTMLElement }) {
-    const view = new PageTableView(state<PageTableState>(model));
-    el.append(view.root);
-    const undo = watchKernel(view.root, model);
-    return () => {
-      undo();
-      view.close();
-    };
-  },
-};
+export default widget(PageTableView);

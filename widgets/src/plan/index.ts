@@ -1,10 +1,11 @@
 // MemoryPlan: one stacked bar against free memory; context, texts and cache mode are answered here, from the formula's coefficients.
-import type { AnyModel } from "@anywidget/types";
 import type { PlanState } from "../protocol.gen";
-import { type State, state } from "../shared/afm";
-import { guardKeys, h, root, setAttributes, uniqueId } from "../shared/dom";
+import type { State } from "../shared/afm";
+import { h, setAttributes, uniqueId } from "../shared/dom";
 import { bytes } from "../shared/format";
-import { perFrame } from "../shared/frame";
+import { snapshot } from "../shared/snapshot";
+import { tools, tsv } from "../shared/tools";
+import { View, widget } from "../shared/view";
 import { advice, type Choice, fittingContext, PARTS, type Part, parts } from "./formula";
 import "./plan.css";
 
@@ -21,8 +22,7 @@ const NAMES: Record<Part, string> = {
 const MOST_TEXTS = 256;
 const STEPS = 48; // stops of the context slider, evenly in the logarithm
 
-class PlanView {
-  readonly root = root("plan", "Memory plan");
+class PlanView extends View<PlanState> {
   private readonly title = h("b");
   private readonly device = h("span", { class: "exl2nb-muted" });
   private readonly slider: HTMLInputElement;
@@ -34,12 +34,9 @@ class PlanView {
   private readonly limit = h("div", { class: "exl2nb-limit" });
   private readonly verdict = h("div", { class: "exl2nb-verdict" });
   private readonly rows = h("tbody");
-  private readonly error = h("div", { class: "exl2nb-error", role: "alert", hidden: true });
-  private readonly spoken = h("div", { class: "exl2nb-sr", role: "status" });
-  private readonly frame = perFrame(() => this.draw());
-  private readonly undo: (() => void)[];
 
-  constructor(private readonly plan: State<PlanState>) {
+  constructor(plan: State<PlanState>) {
+    super(plan, "plan", "Memory plan");
     const number = (low: number, high: number, step: number | "any") => h("input", { type: "number", min: low, max: high, step });
     const longest = plan.get("_formula").longest;
     this.slider = h("input", { type: "range", min: 0, max: STEPS, step: 1, "aria-label": "Context, slider" });
@@ -62,20 +59,11 @@ class PlanView {
     );
     const table = h("table", {}, head, this.rows);
     const box = h("div", { class: "exl2nb-barbox" }, this.bar, this.limit);
-    const name = h("div", { class: "exl2nb-head" }, this.title, this.device);
+    const taken = tools("plan", { text: () => this.text(), picture: () => snapshot(this.root) });
+    const name = h("div", { class: "exl2nb-head" }, this.title, this.device, taken);
     this.root.append(h("div", { class: "exl2nb-card" }, name, controls, this.error, box, this.verdict, table), this.spoken);
     this.listen();
-    this.undo = [
-      guardKeys(this.root),
-      plan.observe(["name", "device", "context", "batch", "cache_mode", "free", "_formula", "error"], () => this.frame.request()),
-    ];
-    this.draw();
-  }
-
-  close(): void {
-    for (const undo of this.undo) undo();
-    this.frame.cancel();
-    this.root.remove();
+    this.begin(["name", "device", "context", "batch", "cache_mode", "free", "_formula", "error"]);
   }
 
   private listen(): void {
@@ -96,8 +84,8 @@ class PlanView {
   }
 
   private put<K extends "context" | "batch" | "cache_mode" | "free">(name: K, value: PlanState[K]): void {
-    this.plan.set(name, value);
-    this.plan.save();
+    this.widget.set(name, value);
+    this.widget.save();
     this.frame.request();
   }
 
@@ -108,13 +96,13 @@ class PlanView {
 
   /** Tokens at a stop of the slider: whole pages, from one to the longest. */
   private stop(at: number): number {
-    const { page_tokens: page, longest } = this.plan.get("_formula");
+    const { page_tokens: page, longest } = this.widget.get("_formula");
     const most = Math.max(1, Math.ceil(longest / page));
     return Math.min(longest, page * Math.round(most ** (at / STEPS)));
   }
 
-  private draw(): void {
-    const get = this.plan.get;
+  protected draw(): void {
+    const get = this.widget.get;
     const formula = get("_formula");
     const free = get("free");
     const choice: Choice = { context: get("context"), batch: get("batch"), mode: get("cache_mode") };
@@ -144,12 +132,17 @@ class PlanView {
       h("td"),
     );
     this.rows.replaceChildren(...rows, sum);
-    this.error.textContent = get("error");
-    this.error.hidden = get("error") === "";
+    this.drawError();
+  }
+
+  private text(): string {
+    const get = this.widget.get;
+    const sizes = parts(get("_formula"), { context: get("context"), batch: get("batch"), mode: get("cache_mode") });
+    return tsv([["part", "bytes"], ...PARTS.filter((part) => sizes[part] > 0).map((part) => [NAMES[part], sizes[part]])]);
   }
 
   private drawControls({ context, batch, mode }: Choice, free: number | null): void {
-    const { page_tokens: page, longest } = this.plan.get("_formula");
+    const { page_tokens: page, longest } = this.widget.get("_formula");
     const most = Math.max(2, Math.ceil(longest / page));
     const at = Math.round((STEPS * Math.log(Math.max(1, context / page))) / Math.log(most));
     if (document.activeElement !== this.slider) this.slider.value = String(at);
@@ -219,10 +212,4 @@ function whole(input: HTMLInputElement): number {
   return Math.min(Number(input.max), Math.max(1, Number.isFinite(value) ? value : 1));
 }
 
-export default {
-  render({ model, el }: { model: AnyModel; el: HTMLElement }) {
-    const view = new PlanView(state<PlanState>(model));
-    el.append(view.root);
-    return () => view.close();
-  },
-};
+export default widget(PlanView, false);

@@ -5,6 +5,7 @@ import type { State } from "../shared/afm";
 import { guardKeys, h, icon, root, setAttributes, uniqueId } from "../shared/dom";
 import { SURPRISE_LABELS } from "../shared/format";
 import { perFrame } from "../shared/frame";
+import { snapshot } from "../shared/snapshot";
 import type { Feed } from "../shared/stream";
 import { tools } from "../shared/tools";
 import { Chat } from "./chat";
@@ -99,7 +100,13 @@ export class PlaygroundView {
     );
     const output = h("div", { class: "exl2nb-output" }, this.log.element, this.empty, this.jump);
     const bar = h("div", { class: "exl2nb-bar" }, h("div", { class: "exl2nb-status" }, this.headline, this.figures));
-    const foot = h("div", { class: "exl2nb-foot" }, toggle, this.legend, tools("text", { text: () => this.text() }));
+    const foot = h(
+      "div",
+      { class: "exl2nb-foot" },
+      toggle,
+      this.legend,
+      tools("playground", { text: () => this.text(), picture: () => snapshot(this.root) }),
+    );
     if (this.chat) {
       this.generate.replaceChildren(icon(PLAY), "Send");
       this.empty.textContent = "The answer appears here.";

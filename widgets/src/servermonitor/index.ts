@@ -1,10 +1,10 @@
 // ServerMonitor: a server's load, its cache pages, its clients and its requests. All state is in traits (the last value wins).
-import type { AnyModel } from "@anywidget/types";
 import type { ServerMonitorState } from "../protocol.gen";
-import { type State, state } from "../shared/afm";
-import { guardKeys, h, root, setAttributes } from "../shared/dom";
-import { perFrame } from "../shared/frame";
-import { watchKernel } from "../shared/kernel";
+import type { State } from "../shared/afm";
+import { h, setAttributes } from "../shared/dom";
+import { snapshot } from "../shared/snapshot";
+import { tools, tsv } from "../shared/tools";
+import { View, widget } from "../shared/view";
 import { cells, curve, facts } from "./words";
 import "./servermonitor.css";
 
@@ -17,8 +17,7 @@ const WATCHED: (keyof ServerMonitorState)[] = [
   ...(["ttft_p50_s", "ttft_p99_s", "requests", "clients"] as const),
 ];
 
-class Monitor {
-  readonly root = root("servermonitor", "Server");
+class Monitor extends View<ServerMonitorState> {
   private readonly name = h("span", { class: "exl2nb-servermonitor-name" });
   private readonly facts = h("dl", { class: "exl2nb-servermonitor-facts" });
   private readonly line = document.createElementNS(SVG, "path");
@@ -26,11 +25,9 @@ class Monitor {
   private readonly pagesWords = h("span", { class: "exl2nb-servermonitor-words" });
   private readonly clients = h("tbody");
   private readonly rows = h("tbody");
-  private readonly error = h("div", { class: "exl2nb-error", role: "alert", hidden: true });
-  private readonly frame = perFrame(() => this.draw());
-  private readonly undo: (() => void)[];
 
-  constructor(private readonly monitor: State<ServerMonitorState>) {
+  constructor(monitor: State<ServerMonitorState>) {
+    super(monitor, "servermonitor", "Server");
     const plot = document.createElementNS(SVG, "svg");
     setAttributes(plot, {
       viewBox: `0 0 ${WIDTH} ${HEIGHT}`,
@@ -42,24 +39,27 @@ class Monitor {
     plot.append(this.line);
     const track = h("div", { class: "exl2nb-servermonitor-track", "aria-hidden": "true" }, this.pages);
     this.root.append(
-      h("div", { class: "exl2nb-servermonitor-head" }, this.name, this.facts),
+      h(
+        "div",
+        { class: "exl2nb-servermonitor-head" },
+        this.name,
+        this.facts,
+        tools("server", { text: () => this.text(), picture: () => snapshot(this.root) }),
+      ),
       h("div", { class: "exl2nb-servermonitor-load" }, plot, h("div", {}, track, this.pagesWords)),
       this.error,
       table("Clients", ["client", "running", "ended", "first token, ms", "per token, ms"], this.clients),
       table("Requests", COLUMNS, this.rows),
     );
-    this.undo = [guardKeys(this.root), monitor.observe(WATCHED, () => this.frame.request())];
-    this.draw();
+    this.begin(WATCHED);
   }
 
-  close(): void {
-    for (const undo of this.undo) undo();
-    this.frame.cancel();
-    this.root.remove();
+  private text(): string {
+    return tsv([COLUMNS, ...this.widget.get("requests").map((one) => cells(one))]);
   }
 
-  private draw(): void {
-    const get = this.monitor.get;
+  protected draw(): void {
+    const get = this.widget.get;
     const pages = get("pages");
     const used = pages - get("pages_free");
     this.root.dataset.status = get("status");
@@ -78,8 +78,7 @@ class Monitor {
     this.pagesWords.textContent = `${used} of ${pages} cache pages in use`;
     this.clients.replaceChildren(...get("clients").map((one) => row(one.map((value) => (value === null ? "" : String(value))))));
     this.rows.replaceChildren(...get("requests").map((one) => row(cells(one), one[3])));
-    this.error.textContent = get("error");
-    this.error.hidden = get("error") === "";
+    this.drawError();
   }
 }
 
@@ -94,14 +93,4 @@ function row(values: string[], stateOfRow?: string): HTMLElement {
   return h("tr", { "data-state": stateOfRow }, ...values.map((value) => h("td", {}, value)));
 }
 
-export default {
-  render({ model, el }: { model: AnyModel; el: HTMLElement }) {
-    const monitor = new Monitor(state<ServerMonitorState>(model));
-    el.append(monitor.root);
-    const undo = watchKernel(monitor.root, model);
-    return () => {
-      undo();
-      monitor.close();
-    };
-  },
-};
+export default widget(Monitor);

@@ -1,20 +1,38 @@
 // A matrix of any size as a canvas, one pixel a cell, scaled by the page: thousands of cells are drawn in a few milliseconds. The pointer and
 // the arrow keys move its cursor; what is under it is said in words.
 import { h, setAttributes } from "./dom";
-import type { Rgb } from "./palette";
+import { diverging, type Rgb, shade } from "./palette";
 
 export interface Heat {
   columns: number;
   rows: number;
-  /** Colour of a cell; null = none. */
-  colour: (column: number, row: number) => Rgb | null;
+  /** Colour of a cell as a pixel of image data; 0 = transparent. Take it from a table: it is asked for every cell. */
+  pixel: (column: number, row: number) => number;
   label: string;
 }
 
-/** A colour as a pixel of image data, whose bytes are red, green, blue, alpha; 0 = transparent. */
-export function packed(rgb: Rgb | null): number {
-  if (!rgb) return 0;
-  return ((255 << 24) | (Math.round(rgb[2]) << 16) | (Math.round(rgb[1]) << 8) | Math.round(rgb[0])) >>> 0;
+/** A colour as a pixel of image data, whose bytes are red, green, blue, alpha. */
+function packed([red, green, blue]: Rgb): number {
+  return ((255 << 24) | (Math.round(blue) << 16) | (Math.round(green) << 8) | Math.round(red)) >>> 0;
+}
+
+/** Light to dark in 256 steps, as pixels. */
+export const SHADES = Uint32Array.from({ length: 256 }, (_, step) => packed(shade(step / 255)));
+
+/** Red through light to blue in 511 steps, as pixels; step 255 is light. */
+export const SIGNED = Uint32Array.from({ length: 511 }, (_, step) => packed(diverging((step - 255) / 127.5)));
+
+/** The pixel of a share of 0 to 1. */
+export function shadePixel(share: number): number {
+  return SHADES[Math.round(255 * Math.min(1, Math.max(0, share)))] as number;
+}
+
+/** The bytes that travelled as base64. */
+export function bytesOf(base64: string): Uint8Array {
+  const text = atob(base64);
+  const found = new Uint8Array(text.length);
+  for (let i = 0; i < text.length; i++) found[i] = text.charCodeAt(i);
+  return found;
 }
 
 export class HeatMap {
@@ -43,7 +61,7 @@ export class HeatMap {
     this.element.addEventListener("keydown", (event) => this.key(event));
   }
 
-  draw({ columns, rows, colour, label }: Heat): void {
+  draw({ columns, rows, pixel, label }: Heat): void {
     [this.columns, this.rows] = [columns, rows];
     setAttributes(this.element, { "aria-label": label });
     this.canvas.width = Math.max(1, columns);
@@ -53,7 +71,7 @@ export class HeatMap {
     const image = context.createImageData(columns, rows);
     const pixels = new Uint32Array(image.data.buffer);
     for (let y = 0; y < rows; y++) {
-      for (let x = 0; x < columns; x++) pixels[y * columns + x] = packed(colour(x, y));
+      for (let x = 0; x < columns; x++) pixels[y * columns + x] = pixel(x, y);
     }
     context.putImageData(image, 0, 0);
     this.mark(...this.at);

@@ -1,22 +1,58 @@
-// What the widgets that look inside a model share: the prompt and its button, one model among several, status and errors.
-import type { Status } from "../protocol.gen";
+// The base of the widgets that look inside a model: the prompt and its button, one model among several, what is under the pointer.
+import type { InsideState } from "../protocol.gen";
 import type { State } from "./afm";
 import { h, setAttributes, uniqueId } from "./dom";
+import { type Tools, tools } from "./tools";
+import { View } from "./view";
 
-export interface InsideState {
-  status: Status;
-  error: string;
-  prompt: string;
-  _has_model: boolean;
-  _static: boolean;
+/** Title, choice and tools, the prompt, then the parts of the widget; one line says what is under the pointer. */
+export abstract class InsideView<S extends InsideState> extends View<S> {
+  protected readonly title = h("b");
+  protected readonly bar: PromptBar;
+  protected readonly line = h("div", { class: "exl2nb-inside-line exl2nb-muted", "aria-live": "polite" });
+  protected drawn: unknown[] = [];
+
+  constructor(
+    widget: State<S>,
+    private readonly kind: string,
+    label: string,
+  ) {
+    super(widget, kind, label);
+    this.bar = new PromptBar(widget as unknown as State<InsideState>);
+  }
+
+  protected build(choice: Choice, taken: Tools, ...parts: HTMLElement[]): void {
+    const right = h("div", { class: "exl2nb-inside-right" }, choice.element, tools(this.kind, taken));
+    const head = h("div", { class: "exl2nb-inside-head" }, this.title, right);
+    this.root.append(h("div", { class: "exl2nb-card" }, head, this.bar.element, this.error, ...parts));
+  }
+
+  /** A part of the card under a line. */
+  protected part(...children: (Node | string)[]): HTMLElement {
+    return h("div", { class: "exl2nb-inside-part" }, ...children);
+  }
+
+  protected say(words: string): void {
+    if (this.line.textContent !== words) this.line.textContent = words;
+  }
+
+  protected get able(): boolean {
+    return this.widget.get("_has_model") && !this.widget.get("_static");
+  }
+
+  /** Whether one of these has changed since the last call. */
+  protected changed(...now: unknown[]): boolean[] {
+    const was = this.drawn;
+    this.drawn = now;
+    return now.map((one, i) => one !== was[i]);
+  }
 }
 
-/** The prompt and "Read"; in a page without a kernel only the prompt. */
-export class PromptBar {
+/** The prompt and "Trace"; in a page without a kernel only the prompt. */
+class PromptBar {
   readonly element: HTMLElement;
-  readonly error = h("div", { class: "exl2nb-error", role: "alert", hidden: true });
   private readonly text = h("textarea", { id: uniqueId("prompt"), rows: 2, spellcheck: "false" });
-  private readonly read = h("button", { type: "button", class: "exl2nb-button exl2nb-primary" }, "Read");
+  private readonly read = h("button", { type: "button", class: "exl2nb-button exl2nb-primary" }, "Trace");
   private readonly stop = h("button", { type: "button", class: "exl2nb-button" }, "Stop");
   private readonly status = h("span", { class: "exl2nb-muted", role: "status" });
 
@@ -40,10 +76,9 @@ export class PromptBar {
     if (this.text.value !== prompt && document.activeElement !== this.text) this.text.value = prompt;
     setAttributes(this.read, { "aria-disabled": String(running) });
     setAttributes(this.stop, { "aria-disabled": String(!running) });
-    const said = running ? "reading…" : "";
+    const share = widget.get("_share");
+    const said = running ? `running… ${share > 0 ? `${Math.floor(100 * share)} %` : ""}` : "";
     if (this.status.textContent !== said) this.status.textContent = said;
-    this.error.textContent = widget.get("error");
-    this.error.hidden = widget.get("error") === "";
   }
 
   get running(): boolean {

@@ -65,8 +65,14 @@ async function save(name: string, data: Blob): Promise<string> {
   return "Saved";
 }
 
+/** The colour that a widget is drawn on. */
+export function paperOf(element: Element): string {
+  const card = element.closest(".exl2nb-card");
+  return card ? getComputedStyle(card).backgroundColor : "#fff";
+}
+
 /** A drawn element as the text of a file: the styles of the page become its own, on the paper of the page. */
-export function standalone(element: SVGElement, paper: string): string {
+export function standalone(element: SVGElement): string {
   const copied = element.cloneNode(true) as SVGElement;
   const [from, to] = [
     [element, ...element.querySelectorAll("*")],
@@ -81,7 +87,7 @@ export function standalone(element: SVGElement, paper: string): string {
   copied.setAttribute("xmlns", SVG);
   copied.setAttribute("width", String(width));
   copied.setAttribute("height", String(height));
-  copied.style.background = paper;
+  copied.style.background = paperOf(element);
   return new XMLSerializer().serializeToString(copied);
 }
 

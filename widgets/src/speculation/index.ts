@@ -1,16 +1,16 @@
 // Speculation: an answer with its accepted draft tokens marked, the rejected ones, and the speedup.
-import type { AnyModel } from "@anywidget/types";
 import type { SpeculationState } from "../protocol.gen";
-import { type State, state } from "../shared/afm";
-import { guardKeys, h, root, setAttributes, uniqueId } from "../shared/dom";
+import type { State } from "../shared/afm";
+import { h, setAttributes, uniqueId } from "../shared/dom";
 import { spoken } from "../shared/format";
-import { perFrame } from "../shared/frame";
 import { type Roving, roving } from "../shared/roving";
+import { snapshot } from "../shared/snapshot";
+import { tools, tsv } from "../shared/tools";
+import { View, widget } from "../shared/view";
 import { describe, figures, type Pass, passes } from "./words";
 import "./speculation.css";
 
-class SpeculationView {
-  readonly root = root("speculation", "Speculation");
+class SpeculationView extends View<SpeculationState> {
   private readonly title = h("b");
   private readonly figures = h("dl");
   private readonly strip = h("div", { class: "exl2nb-passes", role: "img" });
@@ -20,16 +20,13 @@ class SpeculationView {
   private readonly walk: Roving;
   private readonly readout = h("div", { class: "exl2nb-readout" });
   private readonly wrong = h("input", { type: "checkbox", id: uniqueId("wrong"), checked: true });
-  private readonly spoken = h("div", { class: "exl2nb-sr", role: "status" });
-  private readonly error = h("div", { class: "exl2nb-error", role: "alert", hidden: true });
-  private readonly frame = perFrame(() => this.draw());
-  private readonly undo: (() => void)[];
   private built = "";
   private pieces: HTMLElement[] = [];
   private bars: HTMLElement[] = [];
   private found: Pass[] = [];
 
-  constructor(private readonly spec: State<SpeculationState>) {
+  constructor(spec: State<SpeculationState>) {
+    super(spec, "speculation", "Speculation");
     this.walk = roving(
       this.text,
       (index) => this.point(index),
@@ -55,19 +52,11 @@ class SpeculationView {
       chart("Accepted per pass", "number of passes", this.hist),
     );
     const body = h("div", { class: "exl2nb-text" }, this.prompt, this.text);
-    const head = h("div", { class: "exl2nb-head" }, this.title, this.figures);
+    const taken = tools("speculation", { text: () => this.copied(), picture: () => snapshot(this.root) });
+    const names = h("div", { class: "exl2nb-names" }, this.title, taken);
+    const head = h("div", { class: "exl2nb-head" }, names, this.figures);
     this.root.append(h("div", { class: "exl2nb-card" }, head, this.error, charts, body, this.readout, key), this.spoken);
-    this.undo = [
-      guardKeys(this.root),
-      spec.observe(["_tokens", "_stats", "_prompt", "title", "error", "height"], () => this.frame.request()),
-    ];
-    this.draw();
-  }
-
-  close(): void {
-    for (const undo of this.undo) undo();
-    this.frame.cancel();
-    this.root.remove();
+    this.begin(["_tokens", "_stats", "_prompt", "title", "error", "height"]);
   }
 
   private legend(): HTMLElement[] {
@@ -78,10 +67,9 @@ class SpeculationView {
     return [mark("ngram", "accepted draft token"), mark("target", "the model's own token, ends a pass"), lost, box];
   }
 
-  private draw(): void {
-    const get = this.spec.get;
-    this.error.textContent = get("error");
-    this.error.hidden = get("error") === "";
+  protected draw(): void {
+    const get = this.widget.get;
+    this.drawError();
     this.title.textContent = get("title");
     this.prompt.textContent = get("_prompt");
     (this.text.parentElement as HTMLElement).style.maxHeight = String(get("height"));
@@ -100,8 +88,15 @@ class SpeculationView {
     this.point(-1);
   }
 
+  private copied(): string {
+    const rows = this.widget
+      .get("_tokens")
+      .map(([text, , source, , , wrong]) => [text, source === "target" ? "model" : "draft", wrong.join("")]);
+    return tsv([["token", "from", "rejected draft tokens"], ...rows]);
+  }
+
   private drawText(): void {
-    const tokens = this.spec.get("_tokens");
+    const tokens = this.widget.get("_tokens");
     const lasts = new Set(this.found.map((pass) => pass.last));
     this.pieces = [];
     const parts: HTMLElement[] = [];
@@ -138,7 +133,7 @@ class SpeculationView {
   }
 
   private drawHist(): void {
-    const lengths = this.spec.get("_stats").lengths;
+    const lengths = this.widget.get("_stats").lengths;
     const most = Math.max(1, ...lengths);
     const rows = lengths.map((n, right) => {
       const bar = h("i");
@@ -150,7 +145,7 @@ class SpeculationView {
   }
 
   private point(index: number): void {
-    const token = this.spec.get("_tokens")[index];
+    const token = this.widget.get("_tokens")[index];
     const at = this.found.findIndex((pass) => index >= pass.first && index <= pass.last);
     const pass = this.found[at];
     this.pieces.forEach((piece, i) => {
@@ -164,10 +159,4 @@ class SpeculationView {
   }
 }
 
-export default {
-  render({ model, el }: { model: AnyModel; el: HTMLElement }) {
-    const view = new SpeculationView(state<SpeculationState>(model));
-    el.append(view.root);
-    return () => view.close();
-  },
-};
+export default widget(SpeculationView, false);

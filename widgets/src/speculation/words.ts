@@ -41,8 +41,12 @@ export function figures(stats: SpecStats): { name: string; value: string; note: 
   const perPass = all ? (all + stats.accepted) / all : 1;
   const share = stats.proposed ? stats.accepted / stats.proposed : 0;
   const found = [
-    { name: "tokens per pass", value: perPass.toFixed(2), note: `${count(stats.tokens, "token")} in ${all} passes of the model` },
-    { name: "acceptance rate", value: percent(share), note: `${stats.accepted} of ${stats.proposed}, in ${stats.steps} passes` },
+    { name: "tokens per pass", value: perPass.toFixed(2), note: `${count(stats.tokens, "token")} in ${count(all, "pass", "passes")}` },
+    {
+      name: "acceptance rate",
+      value: percent(share),
+      note: `${stats.accepted} of ${stats.proposed}, in ${count(stats.steps, "pass", "passes")}`,
+    },
   ];
   if (stats.plain_tps)
     found.push({

@@ -1,14 +1,12 @@
 // WeightBrowser: choose a place in the file, see its words, codes, scale and weights, and follow one value through them.
-import type { AnyModel } from "@anywidget/types";
 import type { Look, WeightSlice, WeightsState } from "../protocol.gen";
-import { type State, state } from "../shared/afm";
-import { guardKeys, h, root, setAttributes, uniqueId } from "../shared/dom";
+import type { State } from "../shared/afm";
+import { h, setAttributes, uniqueId } from "../shared/dom";
 import { percent } from "../shared/format";
-import { perFrame } from "../shared/frame";
-import { watchKernel } from "../shared/kernel";
 import { colour, css, ink } from "../shared/palette";
 import { type Roving, roving } from "../shared/roving";
 import { standalone, tools, tsv } from "../shared/tools";
+import { View, widget } from "../shared/view";
 import { LevelsView } from "./chart";
 import { binary, describe, errorWords, hex, pieces, relativeError, short, signed } from "./stages";
 import { fieldColour, WordsView } from "./words";
@@ -21,8 +19,7 @@ const WATCHED: (keyof WeightsState)[] = [
 ];
 type Place = Omit<Look, "type">;
 
-class WeightsView {
-  readonly root = root("weights", "Weight browser");
+class WeightsView extends View<WeightsState> {
   private readonly title = h("b");
   private readonly facts = h("span", { class: "exl2nb-muted" });
   private readonly layer = h("select", { id: uniqueId("layer") });
@@ -37,16 +34,13 @@ class WeightsView {
   private readonly trace = h("div", { class: "exl2nb-trace" });
   private readonly grid = h("div", { class: "exl2nb-values", role: "grid", "aria-label": "The 32 weights, in the order of the file" });
   private readonly walk: Roving;
-  private readonly spoken = h("div", { class: "exl2nb-sr", role: "status" });
-  private readonly error = h("div", { class: "exl2nb-error", role: "alert", hidden: true });
-  private readonly frame = perFrame(() => this.draw());
-  private readonly undo: (() => void)[];
   private unitField = h("div");
   private cells: HTMLElement[] = [];
   private drawn: WeightSlice | null = null;
   private pointed = -1;
 
-  constructor(private readonly browser: State<WeightsState>) {
+  constructor(browser: State<WeightsState>) {
+    super(browser, "weights", "Weight browser");
     const point = (value: number) => this.point(value);
     const choose = (value: number) => this.choose(value);
     this.words = new WordsView(point, choose);
@@ -60,18 +54,11 @@ class WeightsView {
     this.numbers = { group: this.number("group"), unit: this.number("unit"), column: this.number("column") };
     this.root.append(this.card(), this.spoken);
     this.listen();
-    this.undo = [guardKeys(this.root), browser.observe(WATCHED, () => this.frame.request())];
-    this.draw();
-  }
-
-  close(): void {
-    for (const undo of this.undo) undo();
-    this.frame.cancel();
-    this.root.remove();
+    this.begin(WATCHED);
   }
 
   private card(): HTMLElement {
-    const fixed = this.browser.get("_static");
+    const fixed = this.widget.get("_static");
     const field = (label: string, input: HTMLElement, hint?: HTMLElement) =>
       h("div", { class: "exl2nb-field" }, h("label", { for: input.id }, label), input, ...(hint ? [hint] : []));
     this.unitField = field("32 rows", this.numbers.unit, this.hints.unit);
@@ -108,13 +95,13 @@ class WeightsView {
   }
 
   private text(): string {
-    const { rows, codes, zero, weights, original } = this.browser.get("_slice");
+    const { rows, codes, zero, weights, original } = this.widget.get("_slice");
     const lines = rows.map((row, i) => [row, codes[i] as number, (codes[i] as number) - zero, weights[i] as number, original[i] ?? null]);
     return tsv([["row", "code", "level", "weight", "original"], ...lines]);
   }
 
   private picture(): string {
-    return standalone(this.levels.element, getComputedStyle(this.root).getPropertyValue("--exl-bg"));
+    return standalone(this.levels.element);
   }
 
   private number(name: "group" | "unit" | "column"): HTMLInputElement {
@@ -133,9 +120,9 @@ class WeightsView {
   }
 
   private look(change: Partial<Place>): void {
-    const get = this.browser.get;
+    const get = this.widget.get;
     const now: Place = { layer: get("layer"), matrix: get("matrix"), group: get("group"), unit: get("unit"), column: get("column") };
-    this.browser.send({ type: "look", ...now, ...change });
+    this.widget.send({ type: "look", ...now, ...change });
   }
 
   private point(value: number): void {
@@ -146,18 +133,17 @@ class WeightsView {
 
   private choose(value: number): void {
     this.pointed = -1;
-    this.browser.set("value", value);
-    this.browser.save();
+    this.widget.set("value", value);
+    this.widget.save();
     this.walk.move(value, true); // the arrow keys go on from there
     this.mark();
-    this.spoken.textContent = describe(this.browser.get("_slice"), value);
+    this.spoken.textContent = describe(this.widget.get("_slice"), value);
   }
 
-  private draw(): void {
-    const get = this.browser.get;
+  protected draw(): void {
+    const get = this.widget.get;
     const slice = get("_slice");
-    this.error.textContent = get("error");
-    this.error.hidden = get("error") === "";
+    this.drawError();
     this.title.textContent = get("title");
     this.facts.textContent = `${get("_rows")} × ${get("_columns")}, ${get("_bpw").toFixed(3)} bits per weight${get("_original") ? `; original: ${get("_original")}` : ""}`;
     options(this.layer, get("_layers").map(String), String(get("layer")), (value) => (value === "-1" ? "none" : value));
@@ -174,7 +160,7 @@ class WeightsView {
   }
 
   private drawPlace(slice: WeightSlice): void {
-    const get = this.browser.get;
+    const get = this.widget.get;
     const runs = get("_runs");
     const ends = { group: runs.reduce((sum, run) => sum + run[2], 0) - 1, unit: get("_units") - 1, column: get("_columns") - 1 };
     for (const name of ["group", "unit", "column"] as const) {
@@ -232,16 +218,16 @@ class WeightsView {
       rows.push(h("div", { role: "row" }, ...this.cells.slice(first, first + COLUMNS)));
     this.grid.replaceChildren(...rows);
     this.walk.set(this.cells, COLUMNS);
-    this.walk.move(this.browser.get("value"));
+    this.walk.move(this.widget.get("value"));
   }
 
   private mark(): void {
-    const slice = this.browser.get("_slice");
-    const value = this.pointed >= 0 ? this.pointed : this.browser.get("value");
+    const slice = this.widget.get("_slice");
+    const value = this.pointed >= 0 ? this.pointed : this.widget.get("value");
     this.words.mark(value);
     this.levels.mark(value);
     this.cells.forEach((cell, i) => {
-      setAttributes(cell, { "aria-selected": String(i === this.browser.get("value")) });
+      setAttributes(cell, { "aria-selected": String(i === this.widget.get("value")) });
       cell.classList.toggle("exl2nb-on", i === value);
     });
     this.drawTrace(slice, value);
@@ -280,14 +266,4 @@ function options(select: HTMLSelectElement, values: string[], chosen: string, na
   select.value = chosen;
 }
 
-export default {
-  render({ model, el }: { model: AnyModel; el: HTMLElement }) {
-    const view = new WeightsView(state<WeightsState>(model));
-    el.append(view.root);
-    const undo = watchKernel(view.root, model);
-    return () => {
-      undo();
-      view.close();
-    };
-  },
-};
+export default widget(WeightsView);
