@@ -375,7 +375,7 @@ class Exl2ForCausalLM(PreTrainedModel, GenerationMixin):
         return torch.cat([input_ids, answers], 1)
 
     def _run_whole(
-        self, rows: list[list[int]], seeds: list[int | None], count: int, options: dict[str, Any], streamer: Any
+        self, rows: list[list[int]], seeds: Sequence[int | None], count: int, options: dict[str, Any], streamer: Any
     ) -> list[list[int]]:
         """The new tokens of each row, what ended it included."""
         handles = []
