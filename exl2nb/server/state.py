@@ -205,7 +205,7 @@ class State:
         self.recent.append(ticket)
 
     def stream_interval_s(self) -> float:
-        """For how long a stream that begins now collects tokens: twice as long among many, whose events take the engine's processor time."""
+        """For how long a stream that begins now collects tokens: twice as long among many, whose events take the engine's processor."""
         return self.options.stream_interval_ms / 1000 * (2 if len(self.active) > MANY else 1)
 
     def cancel_all(self) -> None:
