@@ -1,5 +1,5 @@
-// Load on a server of OpenAI's API: streamed requests on kept connections, one thread, epoll. Counts, and computes nothing else, so that the
-// machine belongs to the server.
+// Load on a server of OpenAI's API: streamed requests on kept connections, one thread, epoll. Counts, and computes nothing else, so that
+// the machine belongs to the server.
 //
 //   c++ -O2 -std=c++20 load_client.cpp -o load_client && ./load_client HOST PORT PATH CLIENTS < bodies
 //
@@ -43,30 +43,27 @@ struct Figures {
 // One connection and the request on it.
 class Client {
  public:
-  Client(const sockaddr_in& address, int epoll) {
-    fd = socket(AF_INET, SOCK_STREAM, 0);
-    if (fd < 0 || connect(fd, reinterpret_cast<const sockaddr*>(&address), sizeof address)) fail("cannot connect");
-    int one = 1;
-    setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
-    epoll_event event{.events = EPOLLIN, .data = {.ptr = this}};
-    epoll_ctl(epoll, EPOLL_CTL_ADD, fd, &event);
-  }
+  Client(const sockaddr_in& address, int epoll) : address(address), epoll(epoll) { open(); }
 
   void send_request(const std::string& head, const std::string& body) {
-    std::string text = head + std::to_string(body.size()) + "\r\n\r\n" + body;
+    text = head + std::to_string(body.size()) + "\r\n\r\n" + body;
     figures = {.begun = now()};
-    state = State::head, status_ok = false, line.clear();
-    for (size_t at = 0; at < text.size();) {
-      ssize_t sent = write(fd, text.data() + at, text.size() - at);
-      if (sent <= 0) fail("cannot send");
-      at += sent;
-    }
+    send_text();
   }
+
+  // No further request: a server may close an idle connection, which is no failure.
+  void finish() { close(fd); }
 
   // Take what has come. True: the answer is complete.
   bool receive() {
     static char buffer[1 << 16];
     ssize_t count = read(fd, buffer, sizeof buffer);
+    if (count <= 0 && used && state == State::head && line.empty()) {  // closed before this request came, as llama.cpp's server does
+      close(fd);
+      open();
+      send_text();
+      return false;
+    }
     if (count <= 0) fail("the server closed the connection: " + line.substr(0, 300));
     arrived = now();
     for (std::string_view text(buffer, count); !text.empty();) {
@@ -84,7 +81,7 @@ class Client {
       if (!line.empty() && line.back() == '\r') line.pop_back();
       bool over = control_line();
       line.clear();
-      if (over) return true;
+      if (over) return used = true;
     }
     return false;
   }
@@ -93,6 +90,26 @@ class Client {
 
  private:
   enum class State { head, size, data, after, trailer };
+
+  void open() {
+    used = false;
+    fd = socket(AF_INET, SOCK_STREAM, 0);
+    if (fd < 0 || connect(fd, reinterpret_cast<const sockaddr*>(&address), sizeof address)) fail("cannot connect");
+    int one = 1;
+    setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+    epoll_event event{.events = EPOLLIN, .data = {.ptr = this}};
+    epoll_ctl(epoll, EPOLL_CTL_ADD, fd, &event);
+  }
+
+  void send_text() {
+    state = State::head, status_ok = false, line.clear();
+    for (size_t at = 0; at < text.size();) {
+      ssize_t sent = send(fd, text.data() + at, text.size() - at, MSG_NOSIGNAL);
+      if (sent <= 0 && used) return;  // `receive` sees it, too
+      if (sent <= 0) fail("cannot send");
+      at += sent;
+    }
+  }
 
   // A line of the head, or between chunks. True: the answer is complete.
   bool control_line() {
@@ -128,17 +145,21 @@ class Client {
     if (size_t at = event.find(kUsage); at != event.npos) figures.tokens = std::strtol(event.c_str() + at + kUsage.size(), nullptr, 10);
     if (event.find("\"choices\":[]") != event.npos) return;  // the usage alone
     figures.events++;
-    if (figures.first == 0) figures.first = arrived;
-    else figures.longest = std::max(figures.longest, arrived - figures.last);
+    if (figures.first == 0)
+      figures.first = arrived;
+    else
+      figures.longest = std::max(figures.longest, arrived - figures.last);
     figures.last = arrived;
   }
 
-  int fd;
+  sockaddr_in address;
+  int epoll, fd = -1;
+  bool used = false;  // by an earlier request
   State state = State::head;
   bool status_ok = false;
   size_t left = 0;
   double arrived = 0;
-  std::string line, event;
+  std::string text, line, event;
 };
 
 }  // namespace
@@ -156,7 +177,7 @@ int main(int argc, char** argv) {
   std::vector<Figures> ended;
   double begun = now();
   auto next = [&](Client& client) {
-    if (bodies.empty()) return;
+    if (bodies.empty()) return client.finish();
     client.send_request(head, bodies.front());
     bodies.pop_front();
   };

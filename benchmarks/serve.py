@@ -13,7 +13,8 @@ the same number of tokens; `llm.batch` has as many in flight as there are client
 thread on the same machine, whose processor time is reported. llama.cpp runs the demo model itself, as an F16 GGUF with the same tokenizer.
 Its server is built from the sources in llama-cpp-python's source distribution:
 
-    pip download --no-binary :all: --no-deps llama-cpp-python && tar xf llama_cpp_python-*.tar.gz && cd llama_cpp_python-*/vendor/llama.cpp
+    pip download --no-binary llama-cpp-python --no-deps llama-cpp-python && tar xf llama_cpp_python-*.tar.gz
+    cd llama_cpp_python-*/vendor/llama.cpp
     cmake -B build -DCMAKE_BUILD_TYPE=Release -DLLAMA_BUILD_UI=OFF && cmake --build build --target llama-server
 """
 

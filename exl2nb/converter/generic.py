@@ -1,41 +1,40 @@
 """Conversion of any causal language model of Transformers, linear by linear, through hooks on its own modules.
 
 For architectures that `model.archs` does not know. What is measured, how the bits are shared out and asymmetric calibration are as for
-those that it knows; inputs are not refreshed inside a layer, and there is no equalization. The whole model is in memory, in fp32, and
-twice while it is quantised. Code of a repository is never run.
+those that it knows; inputs are not refreshed inside a layer, and there is no equalization. Loading takes the whole model in fp32 once;
+after that its linears are kept in 16 bits where that is exact, and are fp32 one at a time. Code of a repository is never run.
 """
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import functools
+import itertools
 import json
 import math
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from exl2nb.converter.allocation import Allocation
+from exl2nb.converter.allocation import Allocation, Choice
 from exl2nb.converter.calibration import MIXED, SELF, Rows, check_like
 from exl2nb.converter.gptq import dense, quantize_stored
 from exl2nb.converter.hessian import Moments, block_of, couple, factorize
 from exl2nb.converter.measurement import ANCHORS, FORMAT, Measured, Measurement, measure_linear
-from exl2nb.converter.pipeline import REPORT, cut_rows
+from exl2nb.converter.pipeline import REPORT, Run, cut_rows
+from exl2nb.converter.quantization import Made
 from exl2nb.converter.result import Conversion, Matrix, Quality, interval
 from exl2nb.converter.sensitivity import Levels, Probe, blend, products_of
 from exl2nb.converter.settings import Settings, describe_device
 from exl2nb.converter.sizes import Other
 from exl2nb.converter.weights import fingerprint_of
-from exl2nb.converter.work import REVISION, hash_of
+from exl2nb.converter.work import REVISION, JobContext, Packed, hash_of
 from exl2nb.core.errors import ConversionError, MissingDependency, OptionError, UnknownArchitecture
-from exl2nb.core.progress import Meter, Sink
 from exl2nb.io.hf_config import read_config
 from exl2nb.io.shards import TensorStore
 from exl2nb.model.layout import Linear
@@ -44,28 +43,118 @@ from exl2nb.quant.exl2 import MAX_IN_FEATURES, Exl2Tensors
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
 STATISTICS_BYTES = 2 << 30  # of Hessians and couplings at once; more linears take more passes over the calibration rows
-LOGITS_BYTES = 1 << 30  # of the dense model's logits on the rows of the report; more rows are left out
-T = TypeVar("T")
+HALF_BYTES = 2 << 30  # of quantised matrices that are kept in fp16; further ones are reconstructed whenever they are used
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Found:
-    """A linear of the model: what it is called, its module, and whether the module stores the matrix transposed (Conv1D)."""
+    """A linear of the model.
+
+    linear: what it is called. module: of Transformers. transposed: whether the module stores the matrix transposed (Conv1D). packed: the
+    matrix quantised. half: the same as f16 `(N, K)`.
+    """
 
     linear: Linear
     module: nn.Module
     transposed: bool
+    packed: Exl2Tensors | None = None
+    half: Tensor | None = None
 
     @property
     def weight(self) -> Tensor:
-        """f32 `(N, K)`."""
+        """Dense, f32 `(N, K)`."""
         stored: Any = self.module.weight
         return (stored.detach().T if self.transposed else stored.detach()).float().contiguous()
 
-    def put(self, weight: Tensor) -> None:
-        """Compute with this f32 `(N, K)` from now on."""
+    @property
+    def bias(self) -> Tensor | None:
+        """Dense, f32 `(N,)`."""
+        stored: Any = self.module.bias
+        return None if stored is None else stored.detach().float()
+
+    def made(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
+        """The quantised matrix as f32 `(N, K)` and its bias."""
+        assert self.packed is not None
+        weight = dense(self.packed, self.linear.out_features, device) if self.half is None else self.half.float()
+        bias = None if self.packed.bias is None else self.packed.bias[: self.linear.out_features].float().to(device)
+        return weight, bias
+
+    def shrink(self) -> None:
+        """Keep the dense matrix in 16 bits, if it came from there."""
         stored: Any = self.module.weight
-        stored.data = (weight.T if self.transposed else weight).to(stored.dtype).contiguous()
+        for dtype in (torch.bfloat16, torch.float16):
+            if torch.equal((small := stored.data.to(dtype)).float(), stored.data):
+                stored.data = small
+                return
+
+    def grow(self) -> None:
+        """Undo `shrink`."""
+        stored: Any = self.module.weight
+        stored.data = stored.data.float()
+
+
+class _Product(torch.autograd.Function):
+    """x W^T + b, whose matrix exists only while it is used, forwards and backwards; its own gradient is not asked for."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, used: Callable[[], tuple[Tensor, Tensor | None]]) -> Tensor:
+        ctx.used = used
+        return nn.functional.linear(x, *used())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0] @ ctx.used()[0], None
+
+
+class Twin:
+    """A model and the same one with linears quantised, in the modules of the former; `quantised` says as which of the two it computes.
+
+    Args:
+        model: of Transformers, in fp32; its linears are changed. linears: of it. ids: int `(1, S)`, to try.
+    """
+
+    def __init__(self, model: Any, linears: Sequence[Found], ids: Tensor) -> None:
+        self.model, self.quantised, self._half_bytes = model, False, 0
+        self._device = next(model.parameters()).device
+        shared, small = shared_parameters(model), list[Found]()
+        for one in linears:
+            stored: Any = one.module.weight
+            if shared[stored.data_ptr()] == 1:
+                one.shrink()
+                small.append(one)
+            one.module.forward = functools.partial(self._forward, one)
+        try:
+            forward(model, ids)
+        except RuntimeError:  # a matrix is also read directly, by code that expects fp32
+            for one in small:
+                one.grow()
+
+    def _forward(self, one: Found, x: Tensor) -> Any:
+        return _Product.apply(x, functools.partial(self._used, one))
+
+    def _used(self, one: Found) -> tuple[Tensor, Tensor | None]:
+        return one.made(self._device) if self.quantised and one.packed is not None else (one.weight, one.bias)
+
+    def put(self, one: Found, packed: Exl2Tensors) -> None:
+        """Quantise a linear of the second model."""
+        one.packed = packed
+        nbytes = 2 * one.linear.in_features * one.linear.out_features
+        if self._half_bytes + nbytes <= HALF_BYTES:
+            self._half_bytes += nbytes
+            one.half = one.made(self._device)[0].half()  # exact: EXL2's matrices are fp16
+
+    def logits(self, ids: Tensor, *, quantised: bool) -> Tensor:
+        """f32 `(B, S, V)` of one of the two for ids int `(B, S)`."""
+        self.quantised = quantised
+        try:
+            return forward(self.model, ids)
+        finally:
+            self.quantised = False
+
+
+def shared_parameters(model: Any) -> Counter[int]:
+    """How many names each parameter's memory has."""
+    return Counter(parameter.data_ptr() for _, parameter in model.named_parameters(remove_duplicate=False))
 
 
 def load(src: Path, device: torch.device) -> nn.Module:
@@ -120,9 +209,7 @@ def find_linears(model: Any, ids: Tensor) -> list[Found]:
     from transformers.pytorch_utils import Conv1D
 
     head, names = model.get_output_embeddings(), {}
-    shared: dict[int, int] = {}
-    for _, parameter in model.named_parameters(remove_duplicate=False):
-        shared[parameter.data_ptr()] = shared.get(parameter.data_ptr(), 0) + 1
+    shared = shared_parameters(model)
     for name, module in model.named_modules():
         if not isinstance(module, (nn.Linear, Conv1D)) or not isinstance(module.weight, Tensor) or module.weight.dim() != 2:
             continue
@@ -177,6 +264,21 @@ class Statistics:
     gradients: dict[str, Tensor] = field(default_factory=dict)
     couplings: dict[str, Tensor] = field(default_factory=dict)
 
+    def tensors(self, layer: Sequence[Found], likeness: tuple[float, float]) -> dict[str, Tensor]:
+        """What rounding a layer needs of them, to be filed; and `likeness`."""
+        found = {f"{one.linear.key}.coupling": self.couplings[one.linear.key] for one in layer if one.linear.key in self.couplings}
+        for one in layer:
+            if parts := self.token_weights.get(one.linear.key):
+                found[f"{one.linear.key}.tokens"] = torch.cat(parts)
+                found[f"{one.linear.key}.lengths"] = torch.tensor([len(part) for part in parts])
+        return {**found, "likeness": torch.tensor(likeness, dtype=torch.float64)}
+
+
+def token_weights_of(filed: Mapping[str, Tensor], key: str) -> list[Tensor]:
+    """What was filed of an input: f32 `(tokens,)` of every row; none where it was not read."""
+    tokens, lengths = filed.get(f"{key}.tokens"), filed.get(f"{key}.lengths")
+    return [] if tokens is None or lengths is None else list(tokens.split(lengths.tolist()))
+
 
 class _Inputs:
     """Hooks that see what some linears read in one forward pass; equal inputs are one.
@@ -204,19 +306,21 @@ class _Inputs:
             hook.remove()
 
 
-def chunks(linears: Sequence[Found]) -> Iterator[list[Found]]:
-    """Linears in their order, as many together as STATISTICS_BYTES allow, those of one layer always."""
-    part: list[Found] = []
-    size = 0
-    for one in linears:
-        k, n = one.linear.in_features, one.linear.out_features
-        needed = 8 * k * k + 12 * n * block_of(n)
-        if part and size + needed > STATISTICS_BYTES and one.linear.layer != part[-1].linear.layer:
-            yield part
-            part, size = [], 0
-        part.append(one)
+def layers_of(linears: Sequence[Found]) -> list[list[Found]]:
+    """Linears in their order, those of one layer together."""
+    return [list(part) for _, part in itertools.groupby(linears, lambda one: (one.linear.layer, one.linear.role == "head"))]
+
+
+def chunks(layers: Sequence[list[Found]]) -> Iterator[range]:
+    """Layers by their place, as many together as STATISTICS_BYTES allow."""
+    first = size = 0
+    for place, layer in enumerate(layers):
+        needed = sum(8 * one.linear.in_features**2 + 12 * one.linear.out_features * block_of(one.linear.out_features) for one in layer)
+        if place > first and size + needed > STATISTICS_BYTES:
+            yield range(first, place)
+            first, size = place, 0
         size += needed
-    yield part
+    yield range(first, len(layers))
 
 
 def statistics_of(
@@ -296,104 +400,93 @@ class Targets:
     source: dict[str, str]
 
 
-def targets_of(model: Any, dense_model: Any, linears: Sequence[Found], rows: Rows, token_weights: dict[str, list[Tensor]]) -> Targets:
-    """Moments of what some linears read in the model as it is now, and in the dense one (None: that is not asked for)."""
+def targets_of(twin: Twin, linears: Sequence[Found], rows: Rows, filed: Mapping[str, Tensor] | None, *, asymmetric: bool) -> Targets:
+    """Moments of what some linears read in the model as it is quantised so far, and with `asymmetric` in the dense one too.
+
+    filed: what `Statistics.tensors` made of them; None: all tokens count alike.
+    """
     moments, cross, source = Moments(), Moments(), dict[str, str]()
     waiting, wanted, other_tokens = set[str](), dict[str, Tensor](), set[str]()
     place = 0
 
-    def remember(one: Found, name: str, x: Tensor, _: Tensor) -> None:
+    def react(one: Found, name: str, x: Tensor, _: Tensor) -> None:
         if name == one.linear.key:
-            wanted[name] = x
-        reached(one)
-
-    def add(one: Found, name: str, x: Tensor, _: Tensor) -> None:
-        source[one.linear.key] = name
-        if name == one.linear.key:
-            known = token_weights.get(name, [])  # of an expert: of other tokens, where the routing has changed
-            weight = known[place] if place < len(known) and len(known[place]) == len(x) else None
-            moments.add(name, x, weight)
-            if name in wanted and len(wanted[name]) == len(x):
-                cross.add_cross(name, x, wanted[name] - x, weight)
+            if twin.quantised:
+                add(name, x)
             else:
-                other_tokens.add(name)
-        reached(one)
-
-    def reached(one: Found) -> None:
+                wanted[name] = x
+        if twin.quantised:
+            source[one.linear.key] = name
         waiting.discard(one.linear.key)
         if not waiting:
             raise _Enough
 
-    there = [] if dense_model is None else [dataclasses.replace(one, module=dense_model.get_submodule(one.linear.key)) for one in linears]
-    watches = [(dense_model, _Inputs(there, remember)), (model, _Inputs(linears, add))]
+    def add(name: str, x: Tensor) -> None:
+        known = token_weights_of(filed or {}, name)  # of an expert: of other tokens, where the routing has changed
+        weight = known[place].to(x.device) if place < len(known) and len(known[place]) == len(x) else None
+        moments.add(name, x, weight)
+        if name in wanted and len(wanted[name]) == len(x):
+            cross.add_cross(name, x, wanted[name] - x, weight)
+        else:
+            other_tokens.add(name)
+
+    watch = _Inputs(linears, react)
     try:
         for place in range(rows.used):
             wanted.clear()
-            for one, watch in watches:
+            for quantised in (False, True) if asymmetric else (True,):
                 watch.restart()
-                waiting = {linear.linear.key for linear in linears}
+                waiting = {one.linear.key for one in linears}
                 with suppress(_Enough):
-                    if one is not None:
-                        forward(one, rows.hessians[place : place + 1])
+                    twin.logits(rows.hessians[place : place + 1], quantised=quantised)
     finally:
-        for _, watch in watches:
-            watch.close()
+        watch.close()
     both = {name: found for name, found in cross.hessians().items() if name not in other_tokens}
     return Targets(moments.hessians(), both, source)
 
 
-class GenericPipeline:
-    """One run of such a conversion; the same calls as `pipeline.Pipeline`.
+class GenericPipeline(Run[JobContext]):
+    """One run of such a conversion; the same calls as `pipeline.Pipeline`."""
 
-    Args:
-        settings: what was asked for. src: directory of the model. dst: directory to make.
-        device: where it is computed. sink: takes the events. check: raises to stop.
-    """
-
-    def __init__(
-        self, settings: Settings, src: Path, dst: Path, device: torch.device, sink: Sink | None, check: Callable[[], None]
-    ) -> None:
+    def __init__(self, settings: Settings, src: Path, dst: Path, device: torch.device, context: JobContext) -> None:
+        super().__init__(settings, src, dst, device, context)
         if settings.polish:
             raise OptionError("convert: polish is True, which needs an architecture of exl2nb's own table; leave polish out")
         if settings.calibration == SELF:
             raise OptionError("convert: calibration is 'self', which needs an architecture of exl2nb's own table; give text")
-        self.settings, self.src, self.dst, self.device = settings, src, dst, device
-        self._sink, self._check = sink, check
         self.config = read_config(src)
         if self.config.get("quantization_config"):
             raise ConversionError(f"{src}: found a quantised model, expected a dense one; convert the model it was made from")
-        self.seconds: dict[str, float] = {}
-        with self._meter("calibrate", 1, "models") as meter:
+        with context.meter("calibrate", total=1, unit="models") as meter:
             self.model: Any = load(src, device)
             what = f"{type(self.model).__name__} is not in exl2nb's table: converting it linear by linear, through Transformers"
             meter.step(detail=what)
         text: Any = self.model.config.get_text_config()
         self.length = min(settings.length, int(getattr(text, "max_position_embeddings", None) or settings.length))
         self._vocabulary = int(text.vocab_size)
-        self._statistics = Statistics()
 
     def everything(self) -> Conversion:
         """All stages."""
-        rows = self._timed("calibrate", self.calibrate)
-        linears = find_linears(self.model, rows.hessians[:1])
-        measurement = self._timed("measure", lambda: self._measured(rows, linears))
-        allocation = self._timed("allocate", lambda: self._allocate(measurement))
-        wanted = self._dense_logits(rows.report)
-        packed, matrices = self._timed("quantize", lambda: self._quantize(rows, linears, allocation))
-        quality = self._judge(rows.report, wanted) if len(wanted) else None
-        result = self._result(measurement, allocation, matrices, rows, quality)
-        self._timed("write", lambda: self._write(packed, result))
-        return dataclasses.replace(result, nbytes=sum(path.stat().st_size for path in sorted(self.dst.glob("*.safetensors"))))
+        rows = self.timed("calibrate", self.calibrate)
+        twin, layers = self._found(rows)
+        self.check_names([one.linear for layer in layers for one in layer])
+        measurement, key = self.timed("measure", lambda: self._measured(rows, layers))
+        allocation = self.timed("allocate", lambda: self.allocate(measurement))
+        made = self.timed("quantize", lambda: self._quantize(rows, twin, layers, allocation, key))
+        result = self.result(measurement, allocation, made, rows)
+        self.timed("write", lambda: self._write([one for layer in layers for one in layer if one.packed is not None], result))
+        self.context.work.forget(made.key, len(layers))
+        return self.finished(result)
 
     def measure(self) -> Measurement:
         """Only the measurement."""
         rows = self.calibrate()
-        return self._measured(rows, find_linears(self.model, rows.hessians[:1]))
+        return self._measured(rows, self._found(rows)[1])[0]
 
     def calibrate(self) -> Rows:
         """Calibration rows, and rows for the report."""
         asked = self.settings
-        with self._meter("calibrate", 1, "texts") as meter:
+        with self.context.meter("calibrate", total=1, unit="texts") as meter:
             source = MIXED if asked.calibration is None else asked.calibration
             rows = Rows.of(*cut_rows(Tokenizer.load(self.src), source, asked, self.length))
             highest = max(int(part.max()) for part in (rows.calibrating, rows.report) if part.numel())
@@ -404,44 +497,36 @@ class GenericPipeline:
             meter.step(detail=f"rows of {self.length} tokens from {rows.name}; computing on {describe_device(self.device)}")
         return rows
 
-    def _measured(self, rows: Rows, linears: Sequence[Found]) -> Measurement:
-        given = self.settings.measurement
-        known = given if isinstance(given, Measurement) or given is None else Measurement.load(given)
+    def _found(self, rows: Rows) -> tuple[Twin, list[list[Found]]]:
+        linears = find_linears(self.model, rows.hessians[:1])
+        return Twin(self.model, linears, rows.hessians[:1]), layers_of(linears)
+
+    def _measured(self, rows: Rows, layers: Sequence[list[Found]]) -> tuple[Measurement, str]:
+        """The measurement given, the one in the work folder, or a new one; and the key of the statistics on these rows."""
+        work, seed = self.context.work, self.settings.seed
         fingerprint = self._fingerprint()
-        if known is not None:
-            known.check_model(fingerprint, self.src)
-        parts, measured, likeness = list(chunks(linears)), dict[str, Measured](), (0.0, 0.0)
-        with self._meter("measure", len(parts) * len(rows.calibrating) + len(linears), "steps") as meter:
-
-            def step(detail: str) -> None:
-                self._check()
-                meter.step(detail=detail)
-
+        known = self.given_measurement(fingerprint)
+        ids = rows.calibrating.numpy().tobytes()
+        key = hash_of("generic", REVISION, FORMAT, fingerprint, ids, rows.used, seed, ANCHORS)
+        known = work.load_measurement(key) if known is None else known
+        if known is not None and work.has_statistics(key, len(layers)):
+            return known, key
+        measured, likeness = dict[str, Measured](), (0.0, 0.0)
+        parts = list(chunks(layers))
+        total = len(parts) * len(rows.calibrating) + sum(map(len, layers))
+        with self.context.steps("measure", total=total, unit="steps") as step:
             for part in parts:
-                statistics, likeness = statistics_of(self.model, part, rows, self.settings.seed, step)
-                self._statistics.couplings |= {key: value.cpu() for key, value in statistics.couplings.items()}
-                self._statistics.token_weights |= statistics.token_weights
-                factors: dict[str, Any] = {}
-                for one in part:
-                    key = one.linear.key
-                    step(key)
-                    if known is not None or key not in statistics.source or key not in statistics.gradients:
-                        continue
-                    name = statistics.source[key]
-                    if name not in factors:
-                        factors = {name: factorize(statistics.hessians[name], name=f"input of {name}")}
-                    hessian, gradient = statistics.hessians[name], statistics.gradients[key]
-                    measured[key] = measure_linear(one.linear, one.weight, factors[name], hessian, gradient)
+                found = self._measure(rows, [layers[place] for place in part], part, key, step, again=known is None)
+                measured |= found[0]
+                likeness = found[1]
         check_like(*likeness, rows.name)
         if known is not None:
-            return known
-        if linears[-1].linear.key not in measured or len(measured) < 2:
+            return known, key
+        if layers[-1][-1].linear.key not in measured or len(measured) < 2:
             raise ConversionError(f"{self.src}: no gradient reaches the model's linears; expected a decoder that reads input_ids")
-        facts = {**rows.facts(), "split": rows.split(), "seed": self.settings.seed, "loss": likeness[0], "entropy": likeness[1]}
-        return Measurement(
-            key=hash_of(
-                "generic", REVISION, FORMAT, fingerprint, rows.calibrating.numpy().tobytes(), rows.used, self.settings.seed, ANCHORS
-            ),
+        facts = {**rows.facts(), "split": rows.split(), "seed": seed, "loss": likeness[0], "entropy": likeness[1]}
+        made = Measurement(
+            key=key,
             linears=measured,
             fingerprint=fingerprint,
             others=tuple(
@@ -449,71 +534,99 @@ class GenericPipeline:
             ),
             calibration=facts,
         )
+        work.save_measurement(made, len(layers))
+        return made, key
 
-    def _allocate(self, measurement: Measurement) -> Allocation:
-        with self._meter("allocate", 1, "allocations") as meter:
-            allocation = measurement.solve(**self.settings.wanted)
-            meter.step(detail=repr(allocation), bpw=allocation.bpw, nbytes=allocation.nbytes)
-        return allocation
+    def _measure(
+        self, rows: Rows, layers: Sequence[list[Found]], places: range, key: str, step: Callable[[str], None], *, again: bool
+    ) -> tuple[dict[str, Measured], tuple[float, float]]:
+        """Some layers and what the text is like; those that a run before this one filed are taken over.
 
-    def _quantize(self, rows: Rows, linears: Sequence[Found], allocation: Allocation) -> tuple[dict[str, Exl2Tensors], list[Matrix]]:
-        """Layer by layer, each on what the model quantised so far gives it; afterwards the model computes with what was made."""
-        choices, rounding = {choice.key: choice for choice in allocation.choices}, self.settings.rounding
-        packed, matrices = dict[str, Exl2Tensors](), list[Matrix]()
-        layers: dict[int, list[Found]] = {}
-        for one in linears:
-            if one.linear.key in choices:
-                layers.setdefault(10**9 if one.linear.role == "head" else one.linear.layer, []).append(one)
-        weights = self._statistics.token_weights if rounding.weighted else {}
-        dense_model = copy.deepcopy(self.model) if rounding.strength else None
-        with self._meter("quantize", len(layers), "layers") as meter:
-            for part in layers.values():
-                self._check()
-                targets = targets_of(self.model, dense_model, part, rows, weights)
-                factors = {name: factorize(hessian, damping=rounding.damping, name=name) for name, hessian in targets.hessians.items()}
-                for one in part:
-                    linear, products = one.linear, self._statistics.couplings.get(one.linear.key) if rounding.coupled else None
-                    coupling = None if products is None else couple(products.to(self.device))
-                    bias: Any = one.module.bias
-                    name = targets.source[linear.key]
-                    stored = factors[name].stored(one.weight, targets.cross.get(name), rounding.strength)
-                    half = None if bias is None else bias.detach().half()
-                    made, loss = quantize_stored(stored, factors[name], choices[linear.key].groups, bias=half, coupling=coupling)
-                    packed[linear.key] = made
-                    matrices.append(
-                        Matrix(
-                            linear.key, linear.role, linear.layer, linear.in_features, linear.out_features, tuple(made.groups),
-                            choices[linear.key].predicted_kl, loss,
-                        )
-                    )  # fmt: skip
-                for one in part:  # together: they were rounded on the same inputs
-                    self._put(one, packed[one.linear.key])
-                meter.step(detail=f"layer {part[0].linear.layer}" if part[0].linear.role != "head" else "head")
-        return packed, matrices
+        again: measure; otherwise only the statistics are needed.
+        """
+        work, count = self.context.work, len(rows.calibrating) + sum(map(len, layers))
+        filed = [work.load_statistics(key, place) for place in places]
+        done = [work.load_part(key, place) if again else {} for place in places]
+        whole = [(tensors, linears) for tensors, linears in zip(filed, done) if tensors is not None and linears is not None]
+        if len(whole) == len(layers):
+            for _ in range(count):
+                step("taken over")
+            loss, entropy = whole[0][0]["likeness"].tolist()
+            return {name: one for _, linears in whole for name, one in linears.items()}, (loss, entropy)
+        statistics, likeness = statistics_of(self.model, [one for layer in layers for one in layer], rows, self.settings.seed, step)
+        made = dict[str, Measured]()
+        for place, layer in zip(places, layers):
+            work.save_statistics(key, place, statistics.tensors(layer, likeness))
+            here, factors = dict[str, Measured](), dict[str, Any]()
+            for one in layer:
+                name = one.linear.key
+                step(name)
+                if not again or name not in statistics.source or name not in statistics.gradients:
+                    continue
+                source = statistics.source[name]
+                if source not in factors:
+                    factors = {source: factorize(statistics.hessians[source], name=f"input of {source}")}
+                hessian, gradient = statistics.hessians[source], statistics.gradients[name]
+                here[name] = measure_linear(one.linear, one.weight, factors[source], hessian, gradient)
+            if again:
+                work.save_part(key, place, here)
+            made |= here
+        return made, likeness
 
-    def _put(self, one: Found, made: Exl2Tensors) -> None:
-        if one.linear.role == "head":
-            one.module.weight = nn.Parameter(one.module.weight.detach().clone(), requires_grad=False)  # type: ignore[operator]
-        one.put(dense(made, one.linear.out_features, self.device))
-        if made.bias is not None:
-            bias: Any = one.module.bias
-            bias.data = made.bias[: one.linear.out_features].float().to(self.device)
+    def _quantize(self, rows: Rows, twin: Twin, layers: Sequence[list[Found]], allocation: Allocation, statistics: str) -> Made:
+        """Layer by layer, each on what the model quantised so far gives it; those in the work folder are taken over."""
+        work, choices = self.context.work, {choice.key: choice for choice in allocation.choices}
+        made = Made(hash_of("generic", statistics, self.settings.rounding, list(allocation.groups().items())))
+        with self.context.meter("quantize", total=len(layers), unit="layers") as meter:
+            for place, layer in enumerate(layers):
+                self.context.check()
+                chosen = [one for one in layer if one.linear.key in choices]
+                packed = work.load(made.key, place, {one.linear.key: one.linear for one in chosen})
+                if packed is None:
+                    packed = self._quantize_layer(rows, twin, chosen, choices, work.load_statistics(statistics, place))
+                    work.save(made.key, place, packed)
+                else:
+                    made.resumed += 1
+                for one in chosen:  # together: they were rounded on the same inputs
+                    linear, (tensors, loss) = one.linear, packed[one.linear.key]
+                    twin.put(one, tensors)
+                    shape = (linear.in_features, linear.out_features)
+                    predicted_kl = choices[linear.key].predicted_kl
+                    made.matrices.append(Matrix(linear.key, linear.role, linear.layer, *shape, tuple(tensors.groups), predicted_kl, loss))
+                meter.step(detail=f"layer {layer[0].linear.layer}" if layer[0].linear.role != "head" else "head")
+        if len(rows.report):
+            made.quality = self._judge(twin, rows.report)
+        return made
 
-    def _dense_logits(self, ids: Tensor) -> list[Tensor]:
-        fitting = LOGITS_BYTES // (4 * self.length * self._vocabulary)
-        return [forward(self.model, ids[i : i + 1])[0].log_softmax(-1).cpu() for i in range(min(len(ids), fitting))]
+    def _quantize_layer(
+        self, rows: Rows, twin: Twin, layer: Sequence[Found], choices: Mapping[str, Choice], filed: Mapping[str, Tensor] | None
+    ) -> Packed:
+        if filed is None:
+            raise ConversionError(f"{self.context.work.directory}: statistics of a layer are gone; run the conversion again")
+        rounding, packed = self.settings.rounding, Packed()
+        targets = targets_of(twin, layer, rows, filed if rounding.weighted else None, asymmetric=bool(rounding.strength))
+        factors = {name: factorize(hessian, damping=rounding.damping, name=name) for name, hessian in targets.hessians.items()}
+        for one in layer:
+            key, name = one.linear.key, targets.source[one.linear.key]
+            products = filed.get(f"{key}.coupling") if rounding.coupled else None
+            coupling = None if products is None else couple(products.to(self.device))
+            bias = None if one.bias is None else one.bias.half()
+            stored = factors[name].stored(one.weight, targets.cross.get(name), rounding.strength)
+            packed[key] = quantize_stored(stored, factors[name], choices[key].groups, bias=bias, coupling=coupling)
+        return packed
 
-    def _judge(self, ids: Tensor, wanted: Sequence[Tensor]) -> Quality:
+    def _judge(self, twin: Twin, ids: Tensor) -> Quality:
         kls, same, nlls = [], 0, ([], [])
-        for row, before in zip(ids, wanted):
-            after = forward(self.model, row[None])[0].log_softmax(-1).cpu()
+        for row in ids:
+            self.context.check()
+            before, after = (twin.logits(row[None], quantised=one)[0].log_softmax(-1).cpu() for one in (False, True))
             kls.append(float((before.exp() * (before - after)).sum(-1).mean(dtype=torch.float64)))
             same += int((before.argmax(-1) == after.argmax(-1)).sum())
             for nll, logprobs in zip(nlls, (before, after)):
                 nll.append(-float(logprobs[:-1].gather(-1, row[1:, None].long()).mean(dtype=torch.float64)))
         kl, low, high = interval(kls)
         source, own = (math.exp(min(700.0, sum(nll) / len(nll))) for nll in nlls)
-        return Quality(len(wanted), ids.shape[1], kl, low, high, same / (len(wanted) * ids.shape[1]), own, source)
+        return Quality(len(ids), ids.shape[1], kl, low, high, same / ids.numel(), own, source)
 
     def _others(self, linears: Any) -> Iterator[tuple[str, Tensor]]:
         """Tensors that are stored as they are: each once, weights and biases of `linears` (by key) left out."""
@@ -524,61 +637,23 @@ class GenericPipeline:
                 seen.add(tensor.data_ptr())
                 yield name, tensor
 
-    def _write(self, packed: dict[str, Exl2Tensors], result: Conversion) -> None:
-        asked = self.settings.wanted
-        quantization = {
-            "quant_method": "exl2",
-            "version": "0.3.2",
-            "bits": asked.get("bpw", round(result.bpw, 4)),
-            "head_bits": asked["head_bits"] if isinstance(asked["head_bits"], int) else round(result.head_bits),
-            "calibration": {name: result.calibration[name] for name in ("rows", "length", "dataset")},
-        }
-
+    def _write(self, linears: Sequence[Found], result: Conversion) -> None:
         def tensors() -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in self._others(packed):
+            for name, tensor in self._others({one.linear.key for one in linears}):
                 half = tensor.half()
                 exact = not tensor.is_floating_point() or not torch.isfinite(half).all()
                 yield name, (tensor if exact else half).cpu().contiguous()
-            for key, matrix in packed.items():
-                yield from matrix.tensors(key).items()
+            for one in linears:
+                assert one.packed is not None
+                yield from one.packed.tensors(one.linear.key).items()
 
-        with self._meter("write", 1, "models") as meter:
-            report = (json.dumps(result.to_dict(), indent=1) + "\n").encode()
+        with self.context.meter("write", total=1, unit="models") as meter:
+            report = {REPORT: (json.dumps(result.to_dict(), indent=1) + "\n").encode()}
             write_model(
-                self.dst, tensors(), config=self.config, source_dir=self.src, quantization_config=quantization, extra={REPORT: report}
+                self.dst, tensors(), config=self.config, source_dir=self.src, quantization_config=self.written(result), extra=report
             )
             meter.step(detail=str(self.dst))
-
-    def _result(
-        self, measurement: Measurement, allocation: Allocation, matrices: Sequence[Matrix], rows: Rows, quality: Quality | None
-    ) -> Conversion:
-        head_bits = self.settings.wanted["head_bits"]
-        return Conversion(
-            path=self.dst,
-            source=self.src,
-            target_bpw=self.settings.wanted.get("bpw", allocation.bpw),
-            bpw=allocation.bpw,
-            head_bits=head_bits if isinstance(head_bits, int) else round(allocation.head_bpw, 2),
-            nbytes=allocation.nbytes,
-            matrices=tuple(matrices),
-            seconds=self.seconds,
-            calibration={**rows.facts(), "split": rows.split()},
-            resumed_layers=0,
-            measurement=measurement,
-            quality=quality,
-            device=self.device.type,
-            asked={**self.settings.wanted, **({"frozen": True} if "frozen" in self.settings.wanted else {})},
-        )
 
     def _fingerprint(self) -> str:
         with TensorStore(self.src) as store:
             return fingerprint_of(store.files, self.src)
-
-    def _meter(self, stage: str, total: int, unit: str) -> Meter:
-        return Meter(stage, total=total, unit=unit, sink=self._sink)
-
-    def _timed(self, name: str, work: Callable[[], T]) -> T:
-        begin = time.monotonic()
-        made = work()
-        self.seconds[name] = time.monotonic() - begin
-        return made

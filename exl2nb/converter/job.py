@@ -22,7 +22,7 @@ from exl2nb.converter.quantization import Rounding
 from exl2nb.converter.result import Conversion
 from exl2nb.converter.settings import REPORT_ROWS, pick_device, settings
 from exl2nb.converter.weights import DenseWeights
-from exl2nb.converter.work import Context, Work, make_directory
+from exl2nb.converter.work import Context, JobContext, Work, make_directory
 from exl2nb.core.errors import ConversionError, Interrupted, UnknownArchitecture
 from exl2nb.core.options import check_flag
 from exl2nb.core.progress import Progress, Sink
@@ -65,7 +65,7 @@ class ConversionJob:
         device: "cpu", "cuda" or "auto": the GPU where there is one that can be used; None = the variable EXL2NB_DEVICE, or "auto". Files
             made on a GPU differ in bits from those made on the CPU, not in quality.
         generic: convert linear by linear through Transformers (converter.generic), for architectures that are not in our table; None: those
-            alone. The model must fit memory in fp32; nothing is resumed.
+            alone. The model must fit memory in fp32.
 
     Raises:
         OptionError: an option out of range. ModelNotFound, ConfigError, UnknownArchitecture, FormatError: `src` is not a model that can be
@@ -216,9 +216,9 @@ class ConversionJob:
         if config is None:
             from exl2nb.converter.generic import GenericPipeline
 
-            make_directory(self.dst.absolute().parent)
-            with torch.inference_mode(False), torch.no_grad():
-                yield GenericPipeline(self.settings, src, self.dst, self.device, sink, self.check_cancelled)
+            with torch.inference_mode(False), torch.no_grad(), self._filed() as work:
+                context = JobContext(work=work, sink=sink, check=self.check_cancelled)
+                yield GenericPipeline(self.settings, src, self.dst, self.device, context)
             return
         fast = bf16x3_linears(self.device, config.hidden_size)
         with (
@@ -227,17 +227,24 @@ class ConversionJob:
             torch.inference_mode(False),
             torch.no_grad(),
             fast,
+            self._filed() as work,
         ):
-            make_directory(self.dst.absolute().parent)
-            work = Work(self._work_dir or self.dst.absolute().parent / f".{self.dst.name}.work")
-            with closing(work):
-                try:
-                    yield Pipeline(self.settings, src, self.dst, Context(weights, work, sink, self.check_cancelled))
-                except BaseException:
-                    work.leave()
-                    raise
-                if self._work_dir is None:
-                    work.clear()
+            context = Context(weights=weights, work=work, sink=sink, check=self.check_cancelled)
+            yield Pipeline(self.settings, src, self.dst, context)
+
+    @contextmanager
+    def _filed(self) -> Iterator[Work]:
+        """The folder of work in progress; removed at the end if it is not the caller's own."""
+        make_directory(self.dst.absolute().parent)
+        work = Work(self._work_dir or self.dst.absolute().parent / f".{self.dst.name}.work")
+        with closing(work):
+            try:
+                yield work
+            except BaseException:
+                work.leave()
+                raise
+            if self._work_dir is None:
+                work.clear()
 
     def check_cancelled(self) -> None:
         """Wait while paused; raise Interrupted after `cancel`."""

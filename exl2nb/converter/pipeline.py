@@ -9,8 +9,9 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
+import torch
 from torch import Tensor
 
 from exl2nb.converter.allocation import Allocation, check_overrides
@@ -38,12 +39,12 @@ from exl2nb.converter.sensitivity import LayerStatistics, sweep
 from exl2nb.converter.settings import Settings, describe_device
 from exl2nb.converter.sizes import CacheShape
 from exl2nb.converter.weights import DenseWeights
-from exl2nb.converter.work import HEAD, REVISION, Context, Work, hash_of
+from exl2nb.converter.work import HEAD, REVISION, Context, JobContext, Work, hash_of
 from exl2nb.core.errors import ConversionError, OptionError
 from exl2nb.core.progress import Forecast, Phase
 from exl2nb.io.hf_config import read_config, read_json
 from exl2nb.model.config import ModelConfig
-from exl2nb.model.layout import end_vectors, head_linear, layer_linears, layer_vectors
+from exl2nb.model.layout import Linear, end_vectors, head_linear, layer_linears, layer_vectors
 from exl2nb.model.store import ModelStore
 from exl2nb.model.writer import write_model
 from exl2nb.tokenizer.chat import render
@@ -200,40 +201,119 @@ def forecast(asked: Settings, config: ModelConfig, *, last: str = "write") -> Fo
 T = TypeVar("T")
 
 
-class Pipeline:
-    """One run of a conversion.
+C = TypeVar("C", bound=JobContext)
+
+
+class Run(Generic[C]):
+    """What every run of a conversion has.
 
     Args:
-        context: the dense model's tensors, the folder of work in progress, where events go, what stops it.
+        settings: what was asked for. src: directory of the model. dst: directory to make.
+        device: where it is computed. context: the folder of work in progress, where events go, what stops it.
+    """
+
+    def __init__(self, settings: Settings, src: Path, dst: Path, device: torch.device, context: C) -> None:
+        self.settings, self.src, self.dst, self.device, self.context = settings, src, dst, device, context
+        self.seconds: dict[str, float] = {}
+
+    def given_measurement(self, fingerprint: str) -> Measurement | None:
+        """What the settings name, which must be of this model."""
+        given = self.settings.measurement
+        found = given if isinstance(given, Measurement) or given is None else Measurement.load(given)
+        if found is not None:
+            found.check_model(fingerprint, self.src)
+        return found
+
+    def check_names(self, linears: Sequence[Linear]) -> None:
+        """Refuse overrides and frozen choices that fit nothing, before the hours that measuring takes."""
+        for name in ("overrides", "frozen"):
+            check_overrides(linears, self.settings.wanted.get(name, {}), where=name)
+
+    def allocate(self, measurement: Measurement) -> Allocation:
+        """The allocation within the budget."""
+        with self.context.meter("allocate", total=1, unit="allocations") as meter:
+            allocation = measurement.solve(**self.settings.wanted)
+            meter.step(detail=repr(allocation), bpw=allocation.bpw, nbytes=allocation.nbytes)
+        return allocation
+
+    def written(self, result: Conversion) -> dict[str, Any]:
+        """The `quantization_config` of the finished model."""
+        asked = self.settings.wanted
+        return {
+            "quant_method": "exl2",
+            "version": "0.3.2",
+            "bits": asked.get("bpw", round(result.bpw, 4)),
+            "head_bits": asked["head_bits"] if isinstance(asked["head_bits"], int) else round(result.head_bits),
+            "calibration": {name: result.calibration[name] for name in ("rows", "length", "dataset")},
+        }
+
+    def result(
+        self, measurement: Measurement, allocation: Allocation, made: Made, rows: Rows, polished: Polished | None = None
+    ) -> Conversion:
+        """Before it is written."""
+        head_bits = self.settings.wanted["head_bits"]
+        return Conversion(
+            path=self.dst,
+            source=self.src,
+            target_bpw=self.settings.wanted.get("bpw", allocation.bpw),
+            bpw=allocation.bpw,
+            head_bits=head_bits if isinstance(head_bits, int) else round(allocation.head_bpw, 2),
+            nbytes=allocation.nbytes,
+            matrices=tuple(made.matrices),
+            seconds=self.seconds,
+            calibration={**rows.facts(), "split": rows.split()},
+            resumed_layers=made.resumed,
+            measurement=measurement,
+            quality=made.quality,
+            polished=polished,
+            device=self.device.type,
+            asked={**self.settings.wanted, **({"frozen": True} if "frozen" in self.settings.wanted else {})},
+        )
+
+    def finished(self, result: Conversion) -> Conversion:
+        """With the bytes of the files."""
+        return dataclasses.replace(result, nbytes=sum(path.stat().st_size for path in sorted(self.dst.glob("*.safetensors"))))
+
+    def timed(self, name: str, work: Callable[[], T]) -> T:
+        """Note the seconds of a stage."""
+        begin = time.monotonic()
+        result = work()
+        self.seconds[name] = time.monotonic() - begin
+        return result
+
+
+class Pipeline(Run[Context]):
+    """One run of a conversion, layer by layer from the files.
+
+    Args:
+        context: the dense model's tensors too.
     """
 
     def __init__(self, settings: Settings, src: Path, dst: Path, context: Context) -> None:
-        self.settings, self.src, self.dst = settings, src, dst
         self.weights, self.config = context.weights, context.weights.config
-        self.context = dataclasses.replace(context, forecast=forecast(settings, self.config))
+        whole = dataclasses.replace(context, forecast=forecast(settings, self.config))
+        super().__init__(settings, src, dst, self.weights.device, whole)
         self.length = min(settings.length, self.config.max_position_embeddings)
-        self.seconds: dict[str, float] = {}
 
     def everything(self) -> Conversion:
         """All stages."""
         if self.settings.polish and any(map(self.config.experts, range(self.config.num_layers))):
             raise OptionError("convert: polish is True and the model has experts, expected a dense one; leave polish out")
         linears = [linear for layer in range(self.config.num_layers) for linear in layer_linears(self.config, layer).values()]
-        for name in ("overrides", "frozen"):  # before the hours that measuring takes
-            check_overrides([*linears, head_linear(self.config)], self.settings.wanted.get(name, {}), where=name)
-        rows = self._timed("calibrate", self.calibrate)
-        measurement, key = self._timed("measure", lambda: self.measurement(rows))
-        allocation = self._timed("allocate", lambda: self.allocate(measurement))
+        self.check_names([*linears, head_linear(self.config)])
+        rows = self.timed("calibrate", self.calibrate)
+        measurement, key = self.timed("measure", lambda: self.measurement(rows))
+        allocation = self.timed("allocate", lambda: self.allocate(measurement))
         polished = None
         if self.settings.polish:
-            polished = self._timed("polish", lambda: self.polish(rows, measurement, allocation))
+            polished = self.timed("polish", lambda: self.polish(rows, measurement, allocation))
             allocation = polished.allocation
         quantize = functools.partial(quantize_model, self.context, rows, measurement, allocation, key, self.settings.rounding)
-        made = self._timed("quantize", quantize)
-        result = self._result(measurement, allocation, made, rows, polished)
-        self._timed("write", lambda: assemble(self.context, self.dst, self.src, made.key, result, self._written(result)))
+        made = self.timed("quantize", quantize)
+        result = self.result(measurement, allocation, made, rows, polished)
+        self.timed("write", lambda: assemble(self.context, self.dst, self.src, made.key, result, self.written(result)))
         self.context.work.forget(made.key, self.config.num_layers)
-        return dataclasses.replace(result, nbytes=sum(path.stat().st_size for path in sorted(self.dst.glob("*.safetensors"))))
+        return self.finished(result)
 
     def measure(self) -> Measurement:
         """Only the measurement."""
@@ -267,10 +347,7 @@ class Pipeline:
 
     def measurement(self, rows: Rows) -> tuple[Measurement, str]:
         """The measurement given, the one in the work folder, or a new one; and the key of the statistics on these rows."""
-        given = self.settings.measurement
-        found = given if isinstance(given, Measurement) or given is None else Measurement.load(given)
-        if found is not None:
-            found.check_model(self.weights.fingerprint(), self.src)
+        found = self.given_measurement(self.weights.fingerprint())
         if self.settings.rounding.folded:
             self._equalize(rows)
         facts = {**rows.facts(), "split": rows.split()}
@@ -287,53 +364,9 @@ class Pipeline:
             work.save_scales(key, factors)
         weights.scale(factors)
 
-    def allocate(self, measurement: Measurement) -> Allocation:
-        """The allocation within the budget."""
-        with self.context.meter("allocate", total=1, unit="allocations") as meter:
-            allocation = measurement.solve(**self.settings.wanted)
-            meter.step(detail=repr(allocation), bpw=allocation.bpw, nbytes=allocation.nbytes)
-        return allocation
-
     def polish(self, rows: Rows, measurement: Measurement, allocation: Allocation) -> Polished:
         """The allocation, or a better one within the same budget."""
         return polish(self.context, rows, measurement, allocation, self.settings.wanted)
-
-    def _written(self, result: Conversion) -> dict[str, Any]:
-        """The `quantization_config` of the finished model."""
-        asked = self.settings.wanted
-        return {
-            "quant_method": "exl2",
-            "version": "0.3.2",
-            "bits": asked.get("bpw", round(result.bpw, 4)),
-            "head_bits": asked["head_bits"] if isinstance(asked["head_bits"], int) else round(result.head_bits),
-            "calibration": {name: result.calibration[name] for name in ("rows", "length", "dataset")},
-        }
-
-    def _result(self, measurement: Measurement, allocation: Allocation, made: Made, rows: Rows, polished: Polished | None) -> Conversion:
-        head_bits = self.settings.wanted["head_bits"]
-        return Conversion(
-            path=self.dst,
-            source=self.src,
-            target_bpw=self.settings.wanted.get("bpw", allocation.bpw),
-            bpw=allocation.bpw,
-            head_bits=head_bits if isinstance(head_bits, int) else round(allocation.head_bpw, 2),
-            nbytes=allocation.nbytes,
-            matrices=tuple(made.matrices),
-            seconds=self.seconds,
-            calibration={**rows.facts(), "split": rows.split()},
-            resumed_layers=made.resumed,
-            measurement=measurement,
-            quality=made.quality,
-            polished=polished,
-            device=self.weights.device.type,
-            asked={**self.settings.wanted, **({"frozen": True} if "frozen" in self.settings.wanted else {})},
-        )
-
-    def _timed(self, name: str, work: Callable[[], T]) -> T:
-        begin = time.monotonic()
-        result = work()
-        self.seconds[name] = time.monotonic() - begin
-        return result
 
 
 @functools.cache

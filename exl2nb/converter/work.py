@@ -215,14 +215,10 @@ def hash_of(*parts: object) -> str:
     return digest.hexdigest()
 
 
-@dataclass(frozen=True)
-class Context:
-    """weights: the dense model's tensors. work: where work in progress is filed. sink: takes the events. check: raises to stop.
+@dataclass(frozen=True, kw_only=True)
+class JobContext:
+    """work: where work in progress is filed. sink: takes the events. check: raises to stop. forecast: of all stages together."""
 
-    forecast: of all stages together.
-    """
-
-    weights: DenseWeights
     work: Work
     sink: Sink | None
     check: Callable[[], None]
@@ -245,3 +241,10 @@ class Context:
                 meter.step(detail=detail, phase=detail.partition(",")[0] if phased else "")
 
             yield step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context(JobContext):
+    """weights: the dense model's tensors, layer by layer."""
+
+    weights: DenseWeights

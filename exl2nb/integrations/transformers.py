@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from exl2nb.core.errors import ContextOverflow, MissingDependency, OptionError
-from exl2nb.core.options import shown
+from exl2nb.core.options import check_flag, shown
 
 try:
     from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
@@ -31,6 +31,7 @@ from exl2nb.cache.spec import PAGE_SIZE
 from exl2nb.integrations.hf_quantizer import Exl2Linear
 from exl2nb.io.hf_config import read_config
 from exl2nb.model.batch import Batch, Span
+from exl2nb.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from exl2nb.llm.model import LLM
@@ -195,6 +196,8 @@ class Exl2ForCausalLM(PreTrainedModel, GenerationMixin):
 
     Args:
         llm: a loaded model, which stays its owner's. cache: mode of the KV cache; None = that of `llm`.
+        torch_random: draw with torch's random numbers alone, which gives the tokens of Transformers' own model after the same
+        `torch.manual_seed`, and is slower.
 
     Example:
         >>> import exl2nb as ex, torch
@@ -211,9 +214,11 @@ class Exl2ForCausalLM(PreTrainedModel, GenerationMixin):
     _is_stateful = False
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_cache_class = True
 
-    def __init__(self, llm: LLM, *, cache: str | None = None) -> None:
+    def __init__(self, llm: LLM, *, cache: str | None = None, torch_random: bool = False) -> None:
         config: Any = _config_of(llm)
         super().__init__(config)
+        check_flag("torch_random", torch_random)
+        self._torch_random = torch_random
         self.llm, self._mode, self._own = llm, cache or llm.engine.spec.mode, False
         self._made_cache: PagedCache | None = None  # of the running `generate`, which its caller never sees
         path = llm.path / "generation_config.json"
@@ -228,8 +233,8 @@ class Exl2ForCausalLM(PreTrainedModel, GenerationMixin):
         Args:
             pretrained_model_name_or_path: as `exl2nb.load` takes it.
             model_args: none.
-            kwargs: options of `exl2nb.load`; device_map ("auto", "cpu", "cuda:0") for its `device`. dtype, trust_remote_code and the like
-                are accepted where they ask for what is done anyway.
+            kwargs: options of `exl2nb.load`; torch_random, as of the class; device_map ("auto", "cpu", "cuda:0") for its `device`. dtype,
+                trust_remote_code and the like are accepted where they ask for what is done anyway.
 
         Raises:
             OptionError: an option that is not known, or asks for something else. Otherwise as `exl2nb.load`.
@@ -247,7 +252,9 @@ class Exl2ForCausalLM(PreTrainedModel, GenerationMixin):
                     f"from_pretrained: device_map is {shown(place)}; expected 'auto', 'cpu' or 'cuda:N': a model is on one device"
                 )
             kwargs["device"] = place
-        model = cls(exl2nb.load(pretrained_model_name_or_path, **{"progress": None, **kwargs}))
+        torch_random = kwargs.pop("torch_random", False)
+        check_flag("torch_random", torch_random)  # before the model is read
+        model = cls(exl2nb.load(pretrained_model_name_or_path, **{"progress": None, **kwargs}), torch_random=torch_random)
         model._own = True
         return model
 
@@ -318,7 +325,10 @@ class Exl2ForCausalLM(PreTrainedModel, GenerationMixin):
     def _sample(
         self, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Run the request in the engine where that gives the same tokens; else step by step, as Transformers does."""
+        """Run the request in the engine where that draws from the same distribution; else step by step, as Transformers does.
+
+        Random numbers are the engine's, with a seed of torch's, if its sampler has all processors; otherwise torch's.
+        """
         streamer, mine = kwargs.get("streamer"), self._made_cache
         self._made_cache = None
         plain = {"synced_gpus", "streamer", "attention_mask", "position_ids", "cache_position", "use_cache", "logits_to_keep", CACHE}
@@ -341,30 +351,37 @@ class Exl2ForCausalLM(PreTrainedModel, GenerationMixin):
             and int(real.sum(1).max()) + limit - input_ids.shape[1] <= self.llm.context
             and 0 <= int(input_ids.min()) <= int(input_ids.max()) < self.llm.config.vocab_size
         )
-        drawn = generation_config.do_sample or len(logits_processor) > 0
-        if drawn and (len(input_ids) > 1 or not all(_is_plain(one) for one in logits_processor)):
+        ends = [one.eos_token_id.flatten().tolist() for one in stopping_criteria if isinstance(one, EosTokenCriteria)]
+        stop = sorted({i for some in ends for i in some if i < self.llm.config.vocab_size})
+        random, length, settings = generation_config.do_sample, input_ids.shape[1], None
+        if limit is not None and not (random and self._torch_random) and (bool(real.all()) or not _counts_padding(logits_processor)):
+            settings = _settings_of(logits_processor, stop, self.llm.config.vocab_size, length, limit, sample=random)
+        if settings is None and (len(input_ids) > 1 or not all(_is_plain(one) for one in logits_processor)):
             ours = False  # Transformers draws a batch at once, and a processor of the caller's may call the model
         if not ours or limit is None:
             return super()._sample(input_ids, logits_processor, stopping_criteria, generation_config, *args, **kwargs)  # pyright: ignore
-        ends = [one.eos_token_id.flatten().tolist() for one in stopping_criteria if isinstance(one, EosTokenCriteria)]
-        known_ends = {i for some in ends for i in some if i < self.llm.config.vocab_size}
-        options: dict[str, Any] = {"stop": sorted(known_ends), "ignore_eos": True, "temperature": 0}
-        if drawn:
-            draw = _Drawing(input_ids, logits_processor, sample=generation_config.do_sample)
-            options |= {"post_sampling": draw, "speculation": "off"}
+        options: dict[str, Any] = {"stop": stop, "ignore_eos": True}
+        if settings is None:
+            options |= {"post_sampling": _Drawing(input_ids, logits_processor, sample=random), "speculation": "off", "temperature": 0}
+        else:
+            options |= settings
+        seeds = torch.randint(2**62, (len(input_ids),)).tolist() if settings is not None and random else [None] * len(input_ids)
         rows = [ids[kept].tolist() for ids, kept in zip(input_ids.cpu(), real)]
-        made = self._run_whole(rows, limit - input_ids.shape[1], options, streamer)
+        made = self._run_whole(rows, seeds, limit - length, options, streamer)
         longest, pad = max(map(len, made)), generation_config._pad_token_tensor
         answers = input_ids.new_full((len(made), longest), 0 if pad is None else int(pad))
         for row, ids in zip(answers, made):
             row[: len(ids)] = input_ids.new_tensor(ids)
         return torch.cat([input_ids, answers], 1)
 
-    def _run_whole(self, rows: list[list[int]], count: int, options: dict[str, Any], streamer: Any) -> list[list[int]]:
+    def _run_whole(
+        self, rows: list[list[int]], seeds: Sequence[int | None], count: int, options: dict[str, Any], streamer: Any
+    ) -> list[list[int]]:
         """The new tokens of each row, what ended it included."""
         handles = []
         try:
-            handles += [self.llm.stream(row, max_tokens=count, **options) for row in rows]
+            for row, seed in zip(rows, seeds):
+                handles.append(self.llm.stream(row, max_tokens=count, seed=seed, **options))
             if streamer is not None:  # Transformers has streamers for one sequence only
                 for chunk in handles[0]:
                     for token in chunk.tokens:
@@ -527,6 +544,55 @@ class Exl2ForCausalLM(PreTrainedModel, GenerationMixin):
 def _is_plain(processor: Any) -> bool:
     """Whether a logits processor is one of Transformers' own that reads nothing but ids and scores."""
     return type(processor).__module__ == logits_process.__name__ and not hasattr(processor, "model")
+
+
+# Transformers' processors that our sampler has, in the order in which both apply them: what each is in our settings. Their arguments are a
+# processor and the length of the prompt.
+_OURS: dict[type, Callable[[Any, int], dict[str, Any]]] = {
+    logits_process.RepetitionPenaltyLogitsProcessor: lambda one, _: {"repetition_penalty": one.penalty},
+    logits_process.MinLengthLogitsProcessor: lambda one, length: {"min_tokens": max(0, one.min_length - length)},
+    logits_process.MinNewTokensLengthLogitsProcessor: lambda one, _: {"min_tokens": one.min_new_tokens},
+    logits_process.SuppressTokensLogitsProcessor: lambda one, _: {"banned_tokens": one.suppress_tokens.tolist()},
+    logits_process.TemperatureLogitsWarper: lambda one, _: {"temperature": one.temperature},
+    logits_process.TopKLogitsWarper: lambda one, _: {"top_k": one.top_k},
+    logits_process.TopPLogitsWarper: lambda one, _: {"top_p": one.top_p},
+    logits_process.MinPLogitsWarper: lambda one, _: {"min_p": one.min_p},
+    logits_process.TypicalLogitsWarper: lambda one, _: {"typical_p": one.mass},
+}
+
+
+def _settings_of(processors: Any, stop: list[int], vocab_size: int, length: int, limit: int, *, sample: bool) -> dict[str, Any] | None:
+    """The sampling settings that give the distribution of these processors; None where ours cannot.
+
+    Args:
+        stop: ids that end the text. length: tokens of the prompt. limit: most tokens of prompt and text.
+    """
+    places = [list(_OURS).index(type(one)) if type(one) in _OURS else -1 for one in processors]
+    if -1 in places or places != sorted(set(places)):  # not ours, or in an order of the caller's
+        return None
+    found: dict[str, Any] = {"temperature": 1.0}
+    for one in processors:
+        ends = getattr(one, "eos_token_id", None)
+        if getattr(one, "min_tokens_to_keep", 1) != 1 or getattr(one, "filter_value", -torch.inf) != -torch.inf:
+            return None
+        if getattr(one, "prompt_ignore_length", None) is not None or (ends is not None and sorted(set(ends.flatten().tolist())) != stop):
+            return None
+        least = found.get("min_tokens", 0)
+        found |= _OURS[type(one)](one, length)
+        if "min_tokens" in found:
+            found["min_tokens"] = min(max(least, found["min_tokens"]), limit - length)
+    if not sample:
+        found["temperature"] = 0
+    try:
+        SamplingParams(**found).check_vocabulary(vocab_size)
+    except OptionError:  # out of our range, not of Transformers'
+        return None
+    return found
+
+
+def _counts_padding(processors: Any) -> bool:
+    """Whether a processor counts the tokens before, of which padding is a part for Transformers, and not for us."""
+    return any(isinstance(one, logits_process.RepetitionPenaltyLogitsProcessor) for one in processors)
 
 
 class _Drawing:

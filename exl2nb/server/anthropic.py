@@ -12,7 +12,7 @@ from pydantic import Field
 
 from exl2nb.generator.request import Completion
 from exl2nb.server.errors import ApiError, api_error, body_of
-from exl2nb.server.fields import Body, Text, refuse
+from exl2nb.server.fields import Body, Text, no_effect, refuse
 from exl2nb.server.openai import check_model, merged, new_id, reason, submit_chat
 from exl2nb.server.pictures import with_pictures
 from exl2nb.server.state import State, Ticket, aside, results
@@ -43,8 +43,8 @@ class MessagesBody(CountBody):
     temperature: float | None = Field(None, ge=0, le=1)
     top_k: int | None = Field(None, ge=0)
     top_p: float | None = Field(None, gt=0, le=1)
-    metadata: Any = Field(None, description="no effect")
-    service_tier: Any = Field(None, description="no effect")
+    metadata: Any = no_effect()
+    service_tier: Any = no_effect()
     container: Any = Field(None, description="refused")
     mcp_servers: Any = Field(None, description="refused")
 

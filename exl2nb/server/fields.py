@@ -17,11 +17,19 @@ MAX_TEXT = 1 << 20
 Text = Annotated[str, Field(max_length=MAX_TEXT)]
 Texts = Annotated[list[Text], Field(max_length=256)]
 Ids = Annotated[list[Annotated[int, Field(ge=0, le=MAX_ID)]], Field(max_length=1 << 16)]
+MAX_INPUTS = 256
+Inputs = Text | Annotated[list[Text], Field(max_length=MAX_INPUTS)] | Ids | Annotated[list[Ids], Field(max_length=MAX_INPUTS)]
+"""One or several texts, or their token ids."""
 
 
 def named(*names: str, default: Any = None, description: str = "") -> Any:
     """A field that may also be given by other names."""
     return Field(default, validation_alias=AliasChoices(*names), description=description or "Also: " + ", ".join(names[1:]))
+
+
+def no_effect(why: str = "") -> Any:
+    """A field that may be given and changes nothing."""
+    return Field(None, description=f"no effect: {why}" if why else "no effect")
 
 
 class Body(BaseModel):
@@ -50,7 +58,30 @@ class Body(BaseModel):
         return made
 
 
-class Sampling(Body):
+class _WithoutEffect(Body):
+    """Fields of other servers that may be given."""
+
+    adaptive_decay: Any = no_effect()
+    api_server: Any = no_effect()
+    api_type: Any = no_effect()
+    dynamic_temperature: Any = no_effect("give dynatemp_low and dynatemp_high")
+    include_reasoning: Any = no_effect("it is always told apart")
+    n_probs: Any = no_effect("give logprobs")
+    num_ctx: Any = no_effect("the context belongs to the model")
+    rep_pen_slope: Any = no_effect()
+    spaces_between_special_tokens: Any = no_effect()
+
+
+class _Off(Body):
+    """Samplers of other servers that may be given switched off."""
+
+    top_n_sigma: float | None = named("top_n_sigma", "nsigma", description="0 (off); more is refused")
+    adaptive_target: float | None = Field(None, description="negative (off); more is refused")
+    min_keep: int | None = Field(None, description="0 (off); more is refused")
+    max_tokens_second: int | None = Field(None, description="0 (off); more is refused")
+
+
+class Sampling(_Off, _WithoutEffect):
     """Every sampler; a field that is not given is neutral. Field for field as `SamplingParams` and `Request`."""
 
     max_tokens: int | None = named("max_tokens", "max_completion_tokens", "max_new_tokens", "max_length", "n_predict", "num_predict")
@@ -106,19 +137,6 @@ class Sampling(Body):
     preset: str | None = Field(None, description="a sampler preset by name, instead of the server's own")
     cache_mode: str | None = Field(None, description="refused: the cache belongs to the model, not to a request")
     skip_special_tokens: bool | None = Field(None, description="true; false is refused")
-    top_n_sigma: float | None = named("top_n_sigma", "nsigma", description="0 (off); more is refused")
-    adaptive_target: float | None = Field(None, description="negative (off); more is refused")
-    min_keep: int | None = Field(None, description="0 (off); more is refused")
-    max_tokens_second: int | None = Field(None, description="0 (off); more is refused")
-    adaptive_decay: Any = Field(None, description="no effect")
-    api_server: Any = Field(None, description="no effect")
-    api_type: Any = Field(None, description="no effect")
-    dynamic_temperature: Any = Field(None, description="no effect: give dynatemp_low and dynatemp_high")
-    include_reasoning: Any = Field(None, description="no effect: it is always told apart")
-    n_probs: Any = Field(None, description="no effect: give logprobs")
-    num_ctx: Any = Field(None, description="no effect: the context belongs to the model")
-    rep_pen_slope: Any = Field(None, description="no effect")
-    spaces_between_special_tokens: Any = Field(None, description="no effect")
 
     def generation_options(self) -> dict[str, Any]:
         """The options of `llm.generate` that these fields stand for; those that were not given are missing.
@@ -130,10 +148,10 @@ class Sampling(Body):
         refuse(given.pop("cache_mode", None), "cache_mode", "is chosen when the model is loaded, for all requests")
         if given.pop("skip_special_tokens", True) is False:
             refuse(False, "skip_special_tokens", "can only be true: special tokens have no text in an answer")
-        for name in ("top_n_sigma", "adaptive_target", "min_keep", "max_tokens_second"):
+        for name in _Off.model_fields:
             if (value := given.pop(name, 0)) > 0:
                 refuse(value, name, "is not offered; leave it out")
-        for name in _NO_EFFECT:
+        for name in (*_WithoutEffect.model_fields, "preset", "add_bos_token"):  # the last two count elsewhere
             given.pop(name, None)
         for name in ("penalty_range", "dry_range", "top_k", "seed"):
             if given.get(name) == -1:  # other servers: all of the text, all of the vocabulary, any seed
@@ -223,12 +241,6 @@ def own_names(body: type[BaseModel]) -> dict[str, str]:
         for alias in info.validation_alias.choices if isinstance(info.validation_alias, AliasChoices) else ():
             names[str(alias)] = own
     return names
-
-
-_NO_EFFECT = (
-    "preset", "add_bos_token", "adaptive_decay", "api_server", "api_type", "dynamic_temperature", "include_reasoning", "n_probs", "num_ctx",
-    "rep_pen_slope", "spaces_between_special_tokens",
-)  # fmt: skip
 
 
 def _dynamic_temperature(given: dict[str, Any]) -> None:

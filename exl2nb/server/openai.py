@@ -6,7 +6,7 @@ import base64
 import secrets
 import time
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 from anyio import to_thread
@@ -18,7 +18,7 @@ from exl2nb.generator.handle import Handle
 from exl2nb.generator.request import Completion, Token
 from exl2nb.llm.requests import sample_options
 from exl2nb.server.errors import ApiError, api_error, body_of
-from exl2nb.server.fields import Body, Ids, Sampling, Text, named, refuse, with_preset
+from exl2nb.server.fields import Body, Inputs, Sampling, Text, named, no_effect, refuse, with_preset
 from exl2nb.server.pictures import with_pictures
 from exl2nb.server.state import INLINE_CHARACTERS, State, Ticket, aside, results
 from exl2nb.server.stream import MARK, Events, EventStream, Frame, event
@@ -27,7 +27,6 @@ from exl2nb.tokenizer.reply import Delta, ReplyParser
 
 router = APIRouter()
 MAX_CHOICES = 128
-MAX_INPUTS = 256
 REASONS = {"eos": "stop", "stop": "stop", "length": "length", "context": "length", "timeout": "length"}
 
 
@@ -40,13 +39,13 @@ class Common(Sampling):
     stream_options: dict[str, Any] | None = None
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     response_format: dict[str, Any] | None = None
-    user: Any = Field(None, description="no effect")
-    metadata: Any = Field(None, description="no effect")
-    safety_identifier: Any = Field(None, description="no effect")
-    prompt_cache_key: Any = Field(None, description="no effect: equal beginnings are always shared")
-    service_tier: Any = Field(None, description="no effect")
-    cache_prompt: Any = Field(None, description="no effect: equal beginnings are always shared")
-    truncation_length: Any = Field(None, description="no effect: a prompt that is too long is refused")
+    user: Any = no_effect()
+    metadata: Any = no_effect()
+    safety_identifier: Any = no_effect()
+    prompt_cache_key: Any = no_effect("equal beginnings are always shared")
+    service_tier: Any = no_effect()
+    cache_prompt: Any = no_effect("equal beginnings are always shared")
+    truncation_length: Any = no_effect("a prompt that is too long is refused")
     store: bool | None = Field(None, description="false; true is refused")
 
     def options(self, state: State) -> dict[str, Any]:
@@ -87,7 +86,7 @@ class Common(Sampling):
 class CompletionBody(Common):
     """POST /v1/completions."""
 
-    prompt: Text | Annotated[list[Text], Field(max_length=MAX_INPUTS)] | Ids | Annotated[list[Ids], Field(max_length=MAX_INPUTS)]
+    prompt: Inputs
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=100)
     suffix: str | None = Field(None, description="refused: the models fill in no middle")
@@ -222,11 +221,11 @@ async def chat_completions(request: Request, body: ChatBody) -> Any:
 class EmbeddingsBody(Body):
     """POST /v1/embeddings."""
 
-    input: Text | Annotated[list[Text], Field(max_length=MAX_INPUTS)] | Ids | Annotated[list[Ids], Field(max_length=MAX_INPUTS)]
+    input: Inputs
     model: str | None = None
     encoding_format: str = Field("float", pattern="^(float|base64)$")
     dimensions: int | None = Field(None, description="refused unless it is the model's hidden size")
-    user: Any = Field(None, description="no effect")
+    user: Any = no_effect()
 
 
 @router.post("/v1/embeddings")

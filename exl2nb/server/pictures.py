@@ -83,7 +83,7 @@ def _bytes(given: Any, where: str, remote: bool) -> bytes:
             "the server with remote_images"
         )
     try:
-        with urllib.request.urlopen(given, timeout=FETCH_S) as answer:  # noqa: S310 - the scheme was checked, and redirects keep it
+        with urllib.request.urlopen(given, timeout=FETCH_S) as answer:
             data = answer.read(MAX_FETCHED + 1)
     except (OSError, ValueError, urllib.error.URLError) as error:
         raise PictureError(f"{where}: {given[:60]!r} cannot be fetched: {str(error)[:100]}") from None

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from exl2nb.llm.model import LLM
 
 RECENT = 200  # requests that are over and still listed
+MANY = 64  # requests
 INLINE_CHARACTERS = 4096  # a longer prompt is encoded on another thread, so that the event loop stays free
 CLIENT_GONE = 499  # for the log alone: the client has gone
 T = TypeVar("T")
@@ -202,6 +203,10 @@ class State:
         ticket.handles = []
         self.metrics.requests.labels(ticket.route, ticket.state).inc()
         self.recent.append(ticket)
+
+    def stream_interval_s(self) -> float:
+        """For how long a stream that begins now collects tokens: twice as long among many, whose events take the engine's processor."""
+        return self.options.stream_interval_ms / 1000 * (2 if len(self.active) > MANY else 1)
 
     def cancel_all(self) -> None:
         """End every request."""

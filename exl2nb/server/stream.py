@@ -21,7 +21,7 @@ from starlette.types import Message, Receive, Scope, Send
 from exl2nb.generator.request import Chunk
 from exl2nb.server.state import State, Ticket, chunks, gone
 
-HEAD_S = 0.5  # the head of an answer waits so long for its first token, so that both are one write
+HEAD_S = 2.0  # the head of an answer waits so long for its first token, so that both are one write
 PING_S = 10.0  # a comment after so long without an event: proxies and clients give up on silent connections
 MEDIA_TYPE = "text/event-stream"
 HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
@@ -89,7 +89,7 @@ class EventStream(Response):
         text = ""
         try:
             text = next(events)
-            async for item in chunks(self._ticket, self._state.options.stream_interval_ms / 1000):
+            async for item in chunks(self._ticket, self._state.stream_interval_s()):
                 text += events.send(item)
                 if text and not all([handle.over for handle in handles]):
                     yield text, True

@@ -54,7 +54,9 @@ def test_corrections_follow_the_truth_as_far_as_it_is_sure():
 def tried(weights, work, measurement, sink=None, check=lambda: None, judged=4):
     allocation = measurement.solve(4.5)
     with closing(work):
-        return allocation, polish(Context(weights, work, sink, check), rows(judged), measurement, allocation, {"bpw": 4.5})
+        return allocation, polish(
+            Context(weights=weights, work=work, sink=sink, check=check), rows(judged), measurement, allocation, {"bpw": 4.5}
+        )
 
 
 def test_the_best_plan_within_the_budget_wins_and_is_found_again(weights, measurement, tmp_path, monkeypatch):

@@ -269,7 +269,9 @@ def test_tokenizer(parts):
     assert tokenizer.decode(both) == ["It was", "She"]
     assert tokenizer.decode(tokenizer.encode("It was")[0]) == "It was"
     assert tokenizer.single_id("</s>") == 2 and tokenizer.single_token(7).tolist() == [[7]]
-    assert len(tokenizer.get_id_to_piece_list()) == tokenizer.get_vocab_size() == 4096
+    assert len(tokenizer.get_id_to_piece_list()) == tokenizer.get_vocab_size() == tokenizer.tokenizer.vocab_size() == 4096
+    assert tokenizer.extended_id_to_piece[tokenizer.bos_token_id] == tokenizer.bos_token
+    assert tokenizer.tokenizer.id_to_piece(300) == tokenizer.get_id_to_piece_list()[300]
 
 
 def test_settings_become_options():

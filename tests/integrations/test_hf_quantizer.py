@@ -1,6 +1,9 @@
 """Architectures that we do not have, converted linear by linear and read back by Transformers; EXL2 directories of our own table too."""
 
 import json
+import signal
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -10,11 +13,12 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import exl2nb as ex
 import exl2nb.integrations.transformers
+from exl2nb.converter import generic
 from exl2nb.converter.quantization import Rounding
 from exl2nb.core.errors import ConfigError, ConversionError, OptionError, UnknownArchitecture
 from exl2nb.integrations import hf_quantizer
 from exl2nb.integrations.hf_quantizer import Exl2Config, Exl2Linear, register
-from tests.converter.test_job import TEXT, write_model
+from tests.converter.test_job import TEXT, output, write_model
 from tests.model.zoo import write_tokenizer
 
 pytestmark = pytest.mark.cpu
@@ -96,9 +100,11 @@ def test_generate_and_gradients_of_the_input(pair):
 def test_on_an_architecture_of_our_table_it_does_what_our_own_path_does(tmp_path):
     """The same KL, within a tenth, where our own path leaves out what this one does not do."""
     source, found = write_model(tmp_path / "dense"), []
-    for generic in (False, True):
+    for linear_by_linear in (False, True):
         rounding = Rounding(refresh=False, folded=False)
-        done = ex.convert(source, tmp_path / f"{generic}", bpw=4.0, generic=generic, rounding=rounding, progress=None, **OPTIONS)
+        done = ex.convert(
+            source, tmp_path / f"{linear_by_linear}", bpw=4.0, generic=linear_by_linear, rounding=rounding, progress=None, **OPTIONS
+        )
         found.append(done.quality.kl)
     assert found[1] == pytest.approx(found[0], rel=0.1)
     with ex.load(tmp_path / "True", progress=None) as llm:
@@ -112,6 +118,49 @@ def test_a_measurement_serves_other_bitrates(tmp_path):
         done = ex.convert(source, tmp_path / f"{bpw}", bpw=bpw, measurement=tmp_path / "m.json", progress=None, **OPTIONS)
         assert bpw - 0.2 < done.bpw <= bpw
         assert done.predicted_kl == pytest.approx(measured.solve(bpw).predicted_kl)
+
+
+KILLED = """
+import os, signal, sys
+import exl2nb as ex
+src, dst, text, stage, steps = sys.argv[1:]
+def sink(event):
+    if event.stage == stage and event.done >= int(steps):
+        os.kill(os.getpid(), signal.SIGKILL)
+ex.convert(src, dst, bpw=4.0, progress=sink, rows=4, length=24, report_rows=1, calibration=[text])
+"""
+
+
+def test_killed_conversions_go_on_and_give_the_same_bytes(tmp_path, monkeypatch):
+    source = dense_model("gpt_neox", tmp_path / "dense")
+    monkeypatch.setattr(generic, "STATISTICS_BYTES", 1)  # every layer is a part of its own
+    whole = ex.convert(source, tmp_path / "whole", bpw=4.0, progress=None, rows=4, length=24, report_rows=1, calibration=TEXT[:1])
+    assert whole.resumed_layers == 0
+    child = f"from exl2nb.converter import generic\ngeneric.STATISTICS_BYTES = 1\n{KILLED}"
+    for stage, steps in (("measure", 9), ("quantize", 1)):  # behind the first layer each
+        done = subprocess.run([sys.executable, "-c", child, source, tmp_path / "out", TEXT[0], stage, str(steps)])
+        assert done.returncode == -signal.SIGKILL and not (tmp_path / "out").exists()
+    monkeypatch.setattr(generic, "statistics_of", lambda *_: pytest.fail("measured again"))
+    made = ex.convert(source, tmp_path / "out", bpw=4.0, progress=None, rows=4, length=24, report_rows=1, calibration=TEXT[:1])
+    assert made.resumed_layers == 1
+    assert output(made.path) == output(whole.path)
+    assert (made.path / "conversion.json").read_bytes() == (whole.path / "conversion.json").read_bytes()
+    assert not list(tmp_path.glob(".*")), "work in progress is removed"
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_model_and_its_quantised_twin_share_16_bits_of_memory(stored, tmp_path):
+    """The dense one computes as before to the bit, and matrices that are 16 bits in the files are so in memory."""
+    model = AutoModelForCausalLM.from_pretrained(dense_model("opt", tmp_path / "dense"), dtype=stored).float()
+    with torch.no_grad():
+        before, linears = model(IDS[:1]).logits, generic.find_linears(model, IDS[:1])
+        weights = [one.weight for one in linears]
+        twin = generic.Twin(model, linears, IDS[:1])
+        assert torch.equal(twin.logits(IDS[:1], quantised=False), before)
+        assert {one.module.weight.dtype for one in linears[:-1]} == {stored}  # the head's is the embedding's
+        assert linears[-1].module.weight.dtype == torch.float32
+        assert all(map(torch.equal, weights, (one.weight for one in linears)))
+        assert torch.equal(twin.logits(IDS[:1], quantised=True), before), "nothing is quantised yet"
 
 
 def test_directories_of_our_own_path_are_read_too(llm):

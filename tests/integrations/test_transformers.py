@@ -5,10 +5,21 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessorList, StoppingCriteriaList, TextStreamer, pipeline
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteriaList,
+    TextStreamer,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    pipeline,
+)
 
 import exl2nb as ex
 from exl2nb.core.errors import ContextOverflow, OptionError
+from exl2nb.integrations import transformers as transformers_door
 from exl2nb.integrations.transformers import CACHE, Exl2ForCausalLM
 
 pytestmark = pytest.mark.cpu
@@ -34,6 +45,12 @@ def tokenizer():
     tokenizer = AutoTokenizer.from_pretrained(DEMO, padding_side="left")
     tokenizer.pad_token = "<unk>"
     return tokenizer
+
+
+@pytest.fixture(scope="module")
+def same_random(ours):
+    """With the random numbers of Transformers."""
+    return Exl2ForCausalLM(ours.llm, torch_random=True)
 
 
 @pytest.fixture
@@ -99,8 +116,8 @@ def both(ours, theirs, inputs, **options):
     ],
     ids=lambda options: "-".join(options),
 )
-def test_generate_gives_the_tokens_of_transformers(ours, theirs, one, options):
-    both(ours, theirs, one, max_new_tokens=16, **options)
+def test_generate_gives_the_tokens_of_transformers(same_random, theirs, one, options):
+    both(same_random, theirs, one, max_new_tokens=16, **options)
 
 
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"num_beams": 3}], ids=["greedy", "beams"])
@@ -108,23 +125,109 @@ def test_batches_with_left_padding(ours, theirs, batch, options):
     both(ours, theirs, batch, max_new_tokens=16, **options)
 
 
-def test_whole_requests_run_in_the_engine(ours, theirs, one, batch, tokenizer, monkeypatch, capsys):
+def test_whole_requests_run_in_the_engine(ours, same_random, theirs, one, batch, tokenizer, monkeypatch, capsys):
     """The same tokens with no step of Transformers', where the engine can do it; with one step a token where it cannot."""
     steps = []
     forward = Exl2ForCausalLM.forward
     monkeypatch.setattr(Exl2ForCausalLM, "forward", lambda self, *args, **kwargs: steps.append(1) or forward(self, *args, **kwargs))
     both(ours, theirs, one, max_new_tokens=12, do_sample=False)
     both(ours, theirs, batch, max_new_tokens=12, do_sample=False)
-    both(ours, theirs, one, max_new_tokens=12, do_sample=True, temperature=0.9, top_k=30, min_p=0.02, repetition_penalty=1.2)
+    both(same_random, theirs, one, max_new_tokens=12, do_sample=True, temperature=0.9, top_k=30, min_p=0.02, repetition_penalty=1.2)
+    both(ours, theirs, one, max_new_tokens=12, do_sample=False, repetition_penalty=1.3, suppress_tokens=[13, 5])
     free = both(ours, theirs, one, max_new_tokens=12, do_sample=False)[0].tolist()
     end = free[one["input_ids"].shape[1] + 4]
     ended = both(ours, theirs, batch, max_new_tokens=12, do_sample=False, eos_token_id=[end, 2])
     assert end in ended[0].tolist() and ended[0, -1] == 0, "the sequence that ended is padded"
     ours.generate(**one, max_new_tokens=5, do_sample=False, streamer=TextStreamer(tokenizer, skip_prompt=True))
     assert capsys.readouterr().out.strip() == tokenizer.decode(free[one["input_ids"].shape[1] :][:5])
+    ours.generate(**batch, max_new_tokens=4, do_sample=True, temperature=0.7, top_p=0.9)
     assert not steps
-    both(ours, theirs, batch, max_new_tokens=4, do_sample=True)
+    both(same_random, theirs, batch, max_new_tokens=4, do_sample=True)
     assert len(steps) == 4
+    ours.generate(**batch, max_new_tokens=4, do_sample=True, repetition_penalty=1.2)  # Transformers' penalty counts padding
+    assert len(steps) == 8
+
+
+CUTS = {
+    "temperature": 1.3,
+    "top_k": 40,
+    "top_p": 0.97,
+    "min_p": 0.01,
+    "typical_p": 0.97,
+    "repetition_penalty": 1.3,
+    "suppress_tokens": [13],
+}
+
+
+def test_our_sampler_draws_from_the_distribution_of_transformers(ours, theirs, one, monkeypatch):
+    """Chi-square of first tokens against the probabilities that Transformers' processors leave; seeds are fixed."""
+    draws = 1500
+    monkeypatch.setattr(transformers_door, "_Drawing", lambda *_, **__: pytest.fail("drawn by Transformers' processors"))
+    torch.manual_seed(3)
+    made = ours.generate(**one, max_new_tokens=1, do_sample=True, num_return_sequences=draws, pad_token_id=0, **CUTS)[:, -1]
+    seen = torch.bincount(made, minlength=4096).double()
+
+    def statistic(**options):
+        """And its degrees of freedom."""
+        torch.manual_seed(3)
+        asked = {"max_new_tokens": 1, "do_sample": True, "output_scores": True, "return_dict_in_generate": True, "pad_token_id": 0}
+        probs = theirs.generate(**one, **asked, **options).scores[0][0].double().softmax(-1)
+        assert (seen[probs == 0] == 0).all()
+        wanted, found = probs * draws, seen
+        rare = wanted < 5
+        wanted, found = (torch.cat([part[~rare], part[rare].sum()[None]]) for part in (wanted, found))
+        return float(((found - wanted) ** 2 / wanted.clamp(min=1e-9)).sum()), len(wanted) - 1
+
+    value, degrees = statistic(**CUTS)
+    limit = degrees + 4 * (2 * degrees) ** 0.5
+    assert degrees >= 8
+    assert value < limit, (value, degrees)
+    assert statistic(**{**CUTS, "temperature": 1.5})[0] > limit, "the test would see another temperature"
+
+
+def test_a_seed_of_torch_repeats_what_our_sampler_draws(ours, batch):
+    made = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        made.append(ours.generate(**batch, max_new_tokens=12, do_sample=True, num_return_sequences=2, pad_token_id=0))
+    assert torch.equal(made[0], made[1])
+    assert not torch.equal(made[0], made[2])
+    assert len({tuple(row) for row in made[0][:2].tolist()}) == 2, "sequences of one prompt have seeds of their own"
+
+
+def test_the_least_length_holds_in_our_sampler(ours, one, monkeypatch):
+    monkeypatch.setattr(transformers_door, "_Drawing", lambda *_, **__: pytest.fail("drawn by Transformers' processors"))
+    length, ends = one["input_ids"].shape[1], list(range(2, 4096))  # of 4096 tokens: it would end at once
+    for least in ({"min_new_tokens": 7}, {"min_length": length + 7}):
+        made = ours.generate(**one, max_new_tokens=20, do_sample=True, eos_token_id=ends, pad_token_id=0, **least)
+        assert made.shape[1] == length + 8, least
+        assert set(made[0, length : length + 7].tolist()) <= {0, 1}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"no_repeat_ngram_size": 2},
+        {"top_p": 0.0},
+        {"logits_processor": LogitsProcessorList([TopPLogitsWarper(0.9)]), "temperature": 0.5},  # before the temperature
+        {"logits_processor": LogitsProcessorList([TopKLogitsWarper(20, min_tokens_to_keep=2)])},
+    ],
+    ids=["not-ours", "out-of-range", "another-order", "other-settings"],
+)
+def test_other_processors_are_run_by_transformers(ours, theirs, one, options):
+    both(ours, theirs, one, max_new_tokens=12, do_sample=True, **options)
+
+
+def test_processors_of_the_caller_see_every_step(ours, one):
+    seen = []
+
+    class Watch(LogitsProcessor):
+        def __call__(self, ids, scores):
+            seen.append(ids.shape[1])
+            return scores
+
+    ours.generate(**one, max_new_tokens=5, do_sample=True, logits_processor=LogitsProcessorList([Watch()]), eos_token_id=4095)
+    assert len(seen) == 5
 
 
 def test_code_of_a_repository_is_not_run(ours, one, monkeypatch):
@@ -218,6 +321,11 @@ def test_a_quantised_directory(tokenizer, one):
         (lambda m, x: m.save_pretrained("x"), OptionError, "the model's files are in"),
         (lambda m, x: Exl2ForCausalLM.from_pretrained(DEMO, torch_dtype=torch.bfloat16), OptionError, "torch_dtype is torch.bfloat16"),
         (lambda m, x: Exl2ForCausalLM.from_pretrained(DEMO, trust_remote_code=True), OptionError, "trust_remote_code is True"),
+        (
+            lambda m, x: Exl2ForCausalLM.from_pretrained(DEMO, torch_random="no"),
+            OptionError,
+            "torch_random is 'no'; expected True or False",
+        ),
         (lambda m, x: Exl2ForCausalLM.from_pretrained(DEMO, device_map={"": 0}), OptionError, "device_map is"),
         (lambda m, x: Exl2ForCausalLM.from_pretrained(DEMO, load_in_4bit=True), OptionError, "unknown keyword 'load_in_4bit'"),
     ],

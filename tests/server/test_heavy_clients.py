@@ -33,6 +33,15 @@ def test_langchain_litellm_smolagents(server):
     assert done.stdout.count("fine") == 3
 
 
+def test_inspect_ai(server, llm):
+    bin = environment("inspect", "inspect-ai", "openai")
+    body = {"messages": [{"role": "user", "content": "It was"}], "max_tokens": 30, "temperature": 0}
+    text = httpx.post(server.url + "/v1/chat/completions", json=body, timeout=60).json()["choices"][0]["message"]["content"]
+    done = subprocess.run([bin / "python", HERE / "inspect_client.py", server.url, text[:12]], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.endswith("fine\n")
+
+
 def test_schemathesis_finds_no_failure_of_the_server(server, llm, tmp_path):
     """Calls made from the OpenAPI document: none is answered with 5xx, and the model works on."""
     bin = environment("fuzz", "schemathesis")

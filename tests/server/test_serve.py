@@ -12,6 +12,8 @@ import httpx
 import pytest
 
 from exl2nb.core.errors import MissingDependency
+from exl2nb.server.options import ServerOptions
+from exl2nb.server.state import State, Ticket
 
 LONG = {"prompt": "It was", "max_tokens": 400, "ignore_eos": True}
 
@@ -31,6 +33,15 @@ def test_tokens_of_a_stream_join_within_the_interval(route, llm, events):
             made[interval] = [text for text in texts if text]
     assert len(made[10_000]) == 2 < len(made[0])
     assert "".join(made[0]) == "".join(made[10_000])
+
+
+def test_among_many_requests_tokens_join_for_longer(llm):
+    state = State(ServerOptions.of(stream_interval_ms=20), llm, owned=False)
+    found = []
+    for number in range(70):
+        found.append(state.stream_interval_s())
+        state.active[number] = Ticket(number, "completions", "", 0.0, [])
+    assert found == [0.02] * 65 + [0.04] * 5
 
 
 def test_beside_a_cell_and_after_the_end(llm):

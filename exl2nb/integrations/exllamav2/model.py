@@ -292,6 +292,21 @@ class ExLlamaV2Lora:
         """Nothing: it is dropped when another is set."""
 
 
+class _Vocabulary:
+    """What exllamav2 has as a tokenizer's `tokenizer`; lm-format-enforcer reads it."""
+
+    def __init__(self, inner: Tokenizer) -> None:
+        self._inner = inner
+
+    def vocab_size(self) -> int:
+        """Tokens it knows."""
+        return self._inner.vocab_size
+
+    def id_to_piece(self, idx: int) -> str:
+        """The text of a token."""
+        return self._inner.piece(idx)
+
+
 class ExLlamaV2Tokenizer:
     """Text to LongTensors `(1, n)` and back.
 
@@ -309,6 +324,8 @@ class ExLlamaV2Tokenizer:
         self.pad_token_id = pad if isinstance(pad, int) else (self.eos_token_id or 0)
         self.unk_token_id = self.inner.token_id(self.unk_token) if self.unk_token else None
         self.actual_vocab_size = self.inner.vocab_size
+        self.tokenizer = _Vocabulary(self.inner)
+        self.extended_id_to_piece = {i: self.inner.piece(i) for i in sorted(self.inner.skipped_ids)}
         self._pieces: list[str] | None = None
 
     def get_vocab_size(self) -> int:
