@@ -135,6 +135,7 @@ def run(tool: str, folder: Path, path: Path, logs: Path, limit_s: float, options
         "-q",
         "-p",
         "no:cacheprovider",
+        "--timeout=3000",  # of one test
         "-m",
         "not slow and not gpu",
         *tests_of(path),
