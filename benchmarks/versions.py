@@ -3,8 +3,10 @@
     python benchmarks/versions.py --before 59661c4 [--after HEAD] [--rounds 9] [--model DIR] [--device cpu] [--folder build/versions]
 
 Checks both commits out below --folder, compiles their libraries (once), then starts a fresh process of one and of the other in turns, so
-that a machine that slows down does so for both. Prints for each figure the smallest and the median of both and the ratio after / before of
-the smallest, and says which are more than 2 % worse. 59661c4 is the last commit before strangers' files were handled in helper processes.
+that a machine that slows down does so for both. Import and load are processor time; renders and tokens are timed one by one, and the tenth
+of them that was disturbed least counts: this holds on a machine that is busy, too. Prints for each figure the smallest and the median of
+both and the ratio after / before of the smallest, and says which are more than 2 % worse. 59661c4 is the last commit before strangers'
+files were handled in helper processes.
 """
 
 from __future__ import annotations
@@ -26,47 +28,55 @@ BOUND = 1.02
 
 def worker(checkout: str, model: str, device: str) -> None:
     """In a process of its own: one round of one version."""
-    figures, clock = {}, time.perf_counter
-    start = clock()
+    figures, clock, processor = {}, time.perf_counter, time.process_time
+    start = processor()
     import exl2nb
 
-    figures["import_s"] = clock() - start
+    figures["import_cpu_s"] = processor() - start
     assert Path(exl2nb.__file__).is_relative_to(checkout), exl2nb.__file__
     exl2nb.__path__.append(str(Path(checkout) / "build" / "library"))
     import torch  # not part of the load
 
     torch.set_num_threads(min(2, torch.get_num_threads()))
-    start = clock()
+    start = processor()
     llm = exl2nb.load(model, device=device, progress=None)
-    figures["load_s"] = clock() - start
+    figures["load_cpu_s"] = processor() - start
+    time.sleep(1)  # a helper process may be starting
     messages = [
         {"role": "user", "content": "What is a river?"},
         {"role": "assistant", "content": "Water."},
         {"role": "user", "content": "Why?"},
     ]
     start = clock()
-    llm.render(messages, template=TEMPLATE)
+    llm.render(messages)
     figures["first_render_s"] = clock() - start
-    start = clock()
-    for _ in range(100):
-        llm.render(messages, template=TEMPLATE)
-    figures["render_s"] = (clock() - start) / 100
+    renders = []
+    for _ in range(200):
+        start = clock()
+        llm.render(messages)
+        renders.append(clock() - start)
+    figures["render_s"] = _undisturbed(renders)
     ids = [5 + i * 7 % 180 for i in range(256)]
     llm.generate(ids[:32], max_tokens=8, temperature=0, ignore_eos=True)
-    decoded = []
-    for i in range(5):
-        start = clock()
-        times = []
-        for chunk in llm.stream([4 + i, *ids], max_tokens=129, temperature=0, ignore_eos=True):
+    firsts, tokens = [], []
+    for i in range(16):
+        times = [clock()]
+        for chunk in llm.stream([4 + i, *ids], max_tokens=65, temperature=0, ignore_eos=True):
             times += [clock()] * len(chunk.tokens)
-        decoded.append((times[0] - start, (times[-1] - times[0]) / (len(times) - 1)))
-    figures["first_token_s"], figures["token_s"] = (min(column) for column in zip(*decoded))
+        firsts.append(times[1] - times[0])
+        tokens.append((times[-1] - times[1]) / (len(times) - 2))
+    figures["first_token_s"], figures["token_s"] = min(firsts), min(tokens)
     assert "cpu" in __import__("exl2nb.ops._load", fromlist=["load"]).load().loaded, "the compiled library was not found"
     print(json.dumps(figures))
 
 
-def prepare(commit: str, folder: Path) -> Path:
-    """A checkout of a commit with its compiled library below build/library."""
+def _undisturbed(times: list[float]) -> float:
+    """The mean of the smallest tenth."""
+    return statistics.mean(sorted(times)[: max(1, len(times) // 10)])
+
+
+def prepare(commit: str, folder: Path, device: str) -> Path:
+    """A checkout of a commit with its compiled libraries below build/library."""
     commit = subprocess.run(["git", "rev-parse", "--short=10", commit], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
     place = folder / commit
     library = place / "build" / "library"
@@ -74,19 +84,33 @@ def prepare(commit: str, folder: Path) -> Path:
         place.mkdir(parents=True, exist_ok=True)
         archive = subprocess.Popen(["git", "archive", commit], cwd=ROOT, stdout=subprocess.PIPE)
         subprocess.run(["tar", "-x", "-C", str(place)], stdin=archive.stdout, check=True)
-        environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "CCACHE_BASEDIR": str(place)}
         configure = ["cmake", "-S", str(place), "-B", str(library), "-G", "Ninja", f"-DPython_EXECUTABLE={sys.executable}"]
-        for command in (configure, ["cmake", "--build", str(library)]):
+        targets = ["exl2nb_cpu", *(["exl2nb_cuda"] if device != "cpu" else [])]
+        for command in (configure, ["cmake", "--build", str(library), "--target", *targets]):
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment)
     return place
 
 
+def with_template(model: Path, folder: Path) -> Path:
+    """The model with a chat template of its own, as chat models have one."""
+    folder.mkdir(exist_ok=True)
+    for file in model.iterdir():
+        if not (folder / file.name).exists():
+            (folder / file.name).symlink_to(file)
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
 def once(checkout: Path, model: Path, device: str) -> dict[str, float]:
     """One round. -S: an installed exl2nb would come first."""
-    packages = next(entry for entry in sys.path if entry.endswith("site-packages"))
-    code = f"import sys; sys.path[:0] = [{str(checkout)!r}, {str(Path(__file__).parent)!r}, {packages!r}]; import versions; "
+    packages = [entry for entry in sys.path if entry.endswith("site-packages")]
+    code = f"import sys; sys.path[:0] = {[str(checkout), str(Path(__file__).parent), *packages]!r}; import versions; "
     code += f"versions.worker({str(checkout)!r}, {str(model)!r}, {device!r})"
-    done = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True)
+    # an installed package has bytecode
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    done = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, env=environment)
     if done.returncode:
         raise SystemExit(f"{checkout.name}: {done.stderr[-3000:]}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -102,13 +126,14 @@ def main() -> int:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "versions")
     args = parser.parse_args()
-    places = [prepare(commit, args.folder.absolute()) for commit in (args.before, args.after)]
+    places = [prepare(commit, args.folder.absolute(), args.device) for commit in (args.before, args.after)]
+    model = with_template(args.model.absolute(), args.folder.absolute() / "model")
     for place in places:
-        once(place, args.model.absolute(), args.device)  # files into the page cache, tokenizers tried, kernels compiled
+        once(place, model, args.device)  # files into the page cache, tokenizers tried, kernels compiled
     rounds: list[list[dict[str, float]]] = [[], []]
     for number in range(args.rounds):
         for which in (0, 1) if number % 2 == 0 else (1, 0):
-            rounds[which].append(once(places[which], args.model.absolute(), args.device))
+            rounds[which].append(once(places[which], model, args.device))
     worse = []
     for name in rounds[0][0]:
         before, after = ([one[name] for one in some] for some in rounds)

@@ -494,6 +494,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path, default=MODEL if MODEL.is_dir() else Path(ex.__file__).parent / "demo_model")
     args = parser.parse_args()
     _pin_allocator()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in background jobs
     soak = _Soak(args.model, args.device, args.callers, args.seed)
     found = soak.run(args.minutes, args.quiet, set(args.only or ()))
     print(json.dumps(found), flush=True)

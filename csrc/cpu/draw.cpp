@@ -66,9 +66,11 @@ int64_t pass(int64_t count, double target, At weight_at) {
   return last;
 }
 
-// The smallest weight of `some` at which the sum of all up to it, in rising order, passes `limit`; the largest where none does.
+// The smallest weight of `some` at which the sum of all up to it, in rising order, passes `limit`; the largest where none does. Two sums
+// that rounding made different can give a limit below zero, at which no bin would be hit.
 float crossing(std::vector<float>& some, double limit, std::vector<double>& bins) {
   double before = 0;
+  limit = std::max(0.0, limit);
   if (some.size() > kSorted) {
     bins.assign(kBins + 1, 0.0);
     const auto bin = [](float w) {

@@ -32,7 +32,8 @@ struct Codes {
   int16_t* codes(int64_t rows) const { return reinterpret_cast<int16_t*>(at + 2 * side(rows)); }
 };
 
-// Calls f(part, codes) once per stored order among the quantised parts of a blob; their codes are stored one after another.
+// Calls f(part, codes) once per stored order among the quantised parts of a blob; their codes are stored one after another in `memory`,
+// or nowhere where that is null: for their sizes alone.
 template <class F>
 void each_order(const uint8_t* blob, int64_t rows, uint8_t* memory, const F& f) {
   for (int i = 0; i < header(blob).num_parts; i++) {
@@ -42,7 +43,7 @@ void each_order(const uint8_t* blob, int64_t rows, uint8_t* memory, const F& f) 
     if (known) continue;
     const int64_t stored = stored_rows(blob, part);
     const Codes codes{stored + kQuantPad, stored / kKBlockRows, memory};
-    memory += codes.bytes(rows);
+    if (memory) memory += codes.bytes(rows);
     f(part, codes);
   }
 }

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from exl2nb.core.errors import ConfigError, ModelNotFound
+from exl2nb.core.files import read_regular
 
 LIMIT_BYTES = 16 << 20
 _KINDS: dict[str, type | tuple[type, ...]] = {
@@ -95,8 +96,7 @@ def read_json(path: Path, *, limit_bytes: int = LIMIT_BYTES, error: Callable[[st
         fail(f"the constant {text}", "strict JSON numbers")
 
     try:
-        with open(path, "rb") as file:
-            raw = file.read(limit_bytes + 1)
+        raw = read_regular(path, limit_bytes)
     except OSError as problem:
         fail(f"a file that cannot be read ({problem.strerror})", "a readable one")
     if len(raw) > limit_bytes:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from exl2nb.core.errors import ConfigError, OptionError
+from exl2nb.core.files import read_regular
 from exl2nb.core.options import check_path
 from exl2nb.generator.handle import Handle
 from exl2nb.generator.request import Chunk, Completion, Request
@@ -430,10 +431,10 @@ def _checked(options: Any) -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        size = path.stat().st_size
-        if size > MAX_BYTES:
-            raise ConfigError(f"{path}: {size} bytes; expected at most {MAX_BYTES}: this is no conversation")
-        value = json.loads(path.read_text(encoding="utf-8"))
+        raw = read_regular(path, MAX_BYTES)
+        if len(raw) > MAX_BYTES:
+            raise ConfigError(f"{path}: more than {MAX_BYTES} bytes; expected at most as many: this is no conversation")
+        value = json.loads(raw.decode("utf-8"))
     except (OSError, ValueError, RecursionError) as error:  # ValueError: no UTF-8, no JSON, numbers of thousands of digits
         raise ConfigError(f"{path}: cannot be read as a conversation ({error}); expected what Conversation.save wrote") from error
     names: Sequence[str] = ("format", "version", "head", "options", "turns")

@@ -34,7 +34,9 @@ from exl2nb.ops.lora import Adapter, LoraChange, LoraPart
 
 SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MAX_RANK = 4096
-MAX_PATTERNS, MAX_PATTERN = 4096, 200  # of alpha_pattern: entries, and characters of one
+MAX_NAME = 1024  # characters of a tensor's name
+# of alpha_pattern: entries, those of them with wildcards, and characters of one. Each wildcard is tried on each module.
+MAX_PATTERNS, MAX_WILDCARDS, MAX_PATTERN = 4096, 64, 200
 _STACKS = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "up"}  # the matrix that a role is a part of
 _ORDER = ("q", "k", "v", "o", "gate", "up", "down")
 # Fields of adapter_config.json that change what the weights mean, and that are not supported: refused where they are set.
@@ -43,7 +45,8 @@ REFUSED = (
     "velora_config", "arrow_config", "monteclora_config",
 )  # fmt: skip
 _LORA = re.compile(r"(.+)\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)(?:\.default)?(?:\.(weight|bias))?")
-_PATTERN = re.compile(r"\^?(?:[\w-]|\\?\.|\.\*|\\d\+|\\d)+\$?")
+_PATTERN = re.compile(r"\^?((?:[\w-]|\\?\.|\.\*|\\d\+|\\d)+)\$?")
+_PIECE = re.compile(r"(?:\.\*)+|\\d\+?|\\?\.|[\w-]+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,25 +190,41 @@ def _scales(settings: Fields) -> Callable[[str, int], float]:
     patterns = settings.raw.get("alpha_pattern") or {}
     if not isinstance(patterns, dict) or len(patterns) > MAX_PATTERNS:
         raise settings.refuse("alpha_pattern", type(patterns).__name__, f"an object of at most {MAX_PATTERNS} entries")
-    alphas = []
-    for pattern, value in patterns.items():
+    names: dict[str, tuple[int, float]] = {}  # the end of a module's name -> number of its entry, alpha: the first entry counts
+    wildcards: list[tuple[int, float, re.Pattern[str]]] = []
+    for number, (text, value) in enumerate(patterns.items()):
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not abs(value) <= 1e6:
             raise settings.refuse("alpha_pattern", value, "numbers")
-        alphas.append((_pattern(pattern, settings), float(value)))
+        found = _pattern(text, settings)
+        if isinstance(found, str):
+            names.setdefault(found, (number, float(value)))
+        elif len(wildcards) == MAX_WILDCARDS:
+            raise settings.refuse("alpha_pattern", "more", f"at most {MAX_WILDCARDS} entries with wildcards")
+        else:
+            wildcards.append((number, float(value), found))
     squared = settings.flag("use_rslora", default=False)
 
     def scale(module: str, rank: int) -> float:
-        mine = next((value for pattern, value in alphas if pattern.fullmatch(module)), alpha)
-        return mine / (rank**0.5 if squared else rank)
+        parts = module.split(".")
+        fitting = [names[end] for end in (".".join(parts[i:]) for i in range(len(parts))) if end in names]
+        fitting += [(number, value) for number, value, pattern in wildcards if pattern.fullmatch(module)]
+        return min(fitting, default=(0, alpha))[1] / (rank**0.5 if squared else rank)
 
     return scale
 
 
-def _pattern(text: str, settings: Fields) -> re.Pattern[str]:
-    """A key of alpha_pattern. Only what cannot take more than polynomial time is let through: names, wildcards and digits."""
-    if len(text) > MAX_PATTERN or not _PATTERN.fullmatch(text) or text.count(".*") + text.count("+") > 3:
+def _pattern(text: str, settings: Fields) -> str | re.Pattern[str]:
+    """A key of alpha_pattern: the end of a name, or a pattern for whole names, in which . without * means itself.
+
+    Only what cannot take more than a few hundred steps on the name of a module is let through: names, wildcards and digits.
+    """
+    found = _PATTERN.fullmatch(text) if len(text) <= MAX_PATTERN else None
+    if found is None or text.count(".*") + text.count("+") > 3:
         raise settings.refuse("alpha_pattern", text, "names of modules, in which .* and \\d+ may stand at most three times")
-    return re.compile(rf"(?:.*\.)?(?:{text.removeprefix('^').removesuffix('$')})")
+    pieces = [".*" if piece.startswith(".*") else piece for piece in _PIECE.findall(found[1])]
+    if not any(piece == ".*" or piece.startswith(r"\d") for piece in pieces):
+        return "".join(piece.removeprefix("\\") for piece in pieces)
+    return re.compile(r"(?:.*\.)?" + "".join(r"\." if piece == "." else piece for piece in pieces))
 
 
 class _Reader:
@@ -225,6 +244,8 @@ class _Reader:
 
     def take(self, name: str, shape: tuple[int, ...], read: Callable[[], Tensor]) -> None:
         """One tensor, read only where its name and shape are right."""
+        if len(name) > MAX_NAME:
+            raise FormatError(f"{self.path}: tensor {name[:80]!r}...: its name has {len(name)} characters; expected at most {MAX_NAME}")
         plain = name
         while plain.startswith("base_model.model."):
             plain = plain.removeprefix("base_model.model.")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import stat
 from pathlib import Path
 from typing import Any
 
 from exl2nb.core.errors import TokenizerError
+from exl2nb.core.files import read_regular
 
 LIMIT_BYTES = 256 << 20  # a tokenizer.json of 250 000 tokens has 30 MB
 
@@ -20,11 +19,7 @@ def read_text(path: Path, limit_bytes: int = LIMIT_BYTES) -> str:
         TokenizerError: not a regular file, not readable, not UTF-8 or too large.
     """
     try:
-        # non-blocking: opening a pipe by this name must not wait for its writer
-        with open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)), "rb") as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise TokenizerError(f"{path}: found a directory, pipe or device; expected a regular file")
-            raw = file.read(limit_bytes + 1)
+        raw = read_regular(path, limit_bytes)
         if len(raw) > limit_bytes:
             raise TokenizerError(f"{path}: more than {limit_bytes} bytes; expected at most as many: this is no tokenizer file")
         return raw.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")  # as text mode reads it

@@ -6,6 +6,7 @@ import html
 import inspect
 import uuid
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,6 +21,23 @@ from exl2nb.widgets import static
 from exl2nb.widgets.protocol import PROTOCOL_VERSION
 
 VIEW_MIME = "application/vnd.jupyter.widget-view+json"
+
+
+class _Bundle:
+    """The text of a file, read when a widget first needs it.
+
+    anywidget would watch a `Path` for changes, and connects each widget that is made to it: the class then keeps all of them for ever.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __str__(self) -> str:
+        return self._text
+
+    @cached_property
+    def _text(self) -> str:
+        return self._path.read_text(encoding="utf-8")
 
 
 class ExlWidget(anywidget.AnyWidget):
@@ -48,6 +66,9 @@ class ExlWidget(anywidget.AnyWidget):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Spell out the traits that are keywords in the signature, for completion and `help`."""
+        for key in {"_esm", "_css"} & vars(cls).keys():
+            if isinstance(path := vars(cls)[key], Path):
+                setattr(cls, key, _Bundle(path))
         super().__init_subclass__(**kwargs)
         found: dict[str, t.TraitType[Any, Any]] = {}
         for base in reversed(cls.__mro__):

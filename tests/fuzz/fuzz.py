@@ -2,13 +2,12 @@
 
     python tests/fuzz/fuzz.py --seconds 60                     all targets, 60 s together
     python tests/fuzz/fuzz.py --seconds 3600 template groups   these two
-    python tests/fuzz/fuzz.py --runs 1000000 --hang 2 groups   so many executions, however long they take
+    python tests/fuzz/fuzz.py --runs 1000000 --hang 2 groups   so many executions, however long they take; with --seconds, at most so long
     python tests/fuzz/fuzz.py template --minimize crash-1f2e   the smallest input that still fails, written beside it
 
 The corpus that grows is kept in build/fuzz/TARGET; inputs that crash, hang or take 512 MiB are in build/fuzz/finds. A find, minimised and
-mended, becomes a file in tests/fuzz/finds/TARGET, which test_fuzz.py replays, and each run of a
-native target. Without clang and its fuzzer library (Debian: clang
-libclang-rt-14-dev) the native targets are skipped, which a line says.
+mended, becomes a file in tests/fuzz/finds/TARGET, which test_fuzz.py replays, and each run of a native target. Without clang and its
+fuzzer library (Debian: clang libclang-rt-14-dev) the native targets are skipped, which a line says.
 """
 
 from __future__ import annotations
@@ -113,8 +112,8 @@ def main() -> int:
     """Run what the command line asks for; 1 where something was found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("targets", nargs="*")
-    parser.add_argument("--seconds", type=int, default=60)
-    parser.add_argument("--runs", type=int, help="executions of each target, instead of seconds")
+    parser.add_argument("--seconds", type=int, help="of all targets together; 60 without --runs")
+    parser.add_argument("--runs", type=int, help="executions of each target")
     parser.add_argument("--hang", type=int, default=HANG_S, help="seconds after which an input counts as hanging")
     parser.add_argument("--seed", type=int, default=0, help="of the mutations; 0 = another one each time")
     parser.add_argument("--minimize", type=Path)
@@ -132,11 +131,13 @@ def main() -> int:
         print(f"C++ targets are skipped: {skipped}", flush=True)
     finds = CORPUS / "finds"
     finds.mkdir(parents=True, exist_ok=True)
-    failed, seconds = [], max(1, args.seconds // max(1, len(names)))
+    together = args.seconds or (0 if args.runs else 60)
+    failed, seconds = [], max(1, together // max(1, len(names))) if together else 0
     for name in names:
         own = [f"-artifact_prefix={finds}/{name}-"]
         own += [f"-timeout={args.hang}", "-print_final_stats=1", f"-seed={args.seed}"]
-        own += [f"-runs={args.runs}"] if args.runs else [f"-max_total_time={seconds}"]
+        own += [f"-runs={args.runs}"] if args.runs else []
+        own += [f"-max_total_time={seconds}"] if seconds else []
         if args.minimize:
             own += ["-minimize_crash=1", f"-exact_artifact_path={args.minimize}.minimized", str(args.minimize)]
         start = time.monotonic()

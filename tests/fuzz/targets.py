@@ -8,15 +8,19 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import os
 import struct
 import tempfile
+import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from jinja2 import TemplateSyntaxError
 
 import exl2nb as ex
 from exl2nb import ops
@@ -28,10 +32,12 @@ from exl2nb.generator.request import Request
 from exl2nb.io import safetensors
 from exl2nb.io.shards import TensorStore
 from exl2nb.llm.conversation import Conversation
-from exl2nb.model.loader import read_model_config
+from exl2nb.model.loader import load_model, read_model_config
+from exl2nb.model.lora import SETTINGS, WEIGHTS, changes, read_lora, save_lora
 from exl2nb.quant.exl2 import Exl2Tensors
 from exl2nb.sampling.params import SamplingParams
 from exl2nb.tokenizer import chat
+from exl2nb.tokenizer.sandbox import Sandbox
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -50,9 +56,22 @@ KEYWORDS = (
     *("anyOf", "oneOf", "allOf", "not", "$ref", "$defs", "#/$defs/x", "#", "x", "pattern", "format", "date-time", "minimum", "maximum"),
     *("minLength", "maxLength", "minItems", "maxItems", "additionalProperties", "patternProperties", "uniqueItems", "multipleOf"),
 )
+PEFT = (
+    "peft_type",
+    "lora_alpha",
+    "use_rslora",
+    "alpha_pattern",
+    "rank_pattern",
+    ".lora_A.weight",
+    ".lora_magnitude_vector",
+    ".base_layer.",
+)
 # what a mutation may insert whole
 WORDS = (
-    *(f'"{name}":' for name in (*OPTIONS, *KEYWORDS, "dtype", "shape", "data_offsets", "normalizer", "decoder", "Regex", "chat_template")),
+    *(
+        f'"{name}":'
+        for name in (*OPTIONS, *KEYWORDS, "dtype", "shape", "data_offsets", "normalizer", "decoder", "Regex", "chat_template", *PEFT)
+    ),
     *('{"', '":', "[]", "{}", "null", "true", "1e999", "-1", "NaN", "\\ud800", "18446744073709551616", '"Replace"', '"Strip"', '"F32"'),
     *("{% for a in ", "{% endfor %}", "{% if ", "{% endif %}", "{% set a = ", "{% macro f() %}", "{{ ", " }}", " | tojson", "range(9)"),
 )
@@ -66,15 +85,18 @@ class Target:
     seeds: Callable[[], list[bytes]]
 
 
-def target(seeds: Callable[[], list[bytes]]) -> Callable[[Callable[[bytes], Any]], Callable[[bytes], None]]:
-    """Register a function under its name; its named errors are fine."""
+def target(*seeds: bytes | Callable[[], list[bytes]]) -> Callable[[Callable[[bytes], Any]], Callable[[bytes], None]]:
+    """Register a function under its name; its named errors are fine. seeds: some, and functions that make some."""
+
+    def made() -> list[bytes]:
+        return [seed for some in seeds for seed in ([some] if isinstance(some, bytes) else some())]
 
     def register(function: Callable[[bytes], Any]) -> Callable[[bytes], None]:
         def run(data: bytes) -> None:
             with suppress(Exl2Error):
                 function(data)
 
-        TARGETS[function.__name__] = Target(run, seeds)
+        TARGETS[function.__name__] = Target(run, made)
         return run
 
     return register
@@ -138,7 +160,7 @@ def safetensors_file(data: bytes) -> None:
             file.read(name)
 
 
-@target(lambda: [b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"__metadata__":{"x":"y"}}'])
+@target(b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"__metadata__":{"x":"y"}}')
 def safetensors_header(data: bytes) -> None:
     safetensors_file(len(data).to_bytes(8, "little") + data + bytes(64))
 
@@ -148,12 +170,39 @@ def config(data: bytes) -> None:
     read_model_config(written("config/config.json", data).parent)
 
 
-@target(lambda: [b'{"metadata":{"total_size":8},"weight_map":{"a":"one.safetensors"}}'])
+@cache
+def shard() -> Path:
+    return written("index/one.safetensors", saved(a=torch.ones(2)))
+
+
+@target(b'{"metadata":{"total_size":8},"weight_map":{"a":"one.safetensors"}}')
 def index(data: bytes) -> None:
-    written("index/one.safetensors", saved(a=torch.ones(2)))
+    shard()
     with TensorStore(written("index/model.safetensors.index.json", data).parent) as store:
         for name in store.names():
             store.read(name)
+
+
+@cache
+def adapters() -> tuple[dict[str, Any], Path, bytes, bytes]:
+    """What `changes` wants of a model; the folder of an adapter; its two files."""
+    model = load_model(DEMO)
+    network, program = model.network_and_program
+    layer, hidden, kv = "model.layers.0", model.config.hidden_size, model.config.num_kv_heads * model.config.head_dim
+    pairs = {f"{layer}.self_attn.q_proj": hidden, f"{layer}.self_attn.v_proj": kv}
+    save_lora(folder() / "adapter", {name: (torch.ones(1, hidden), torch.ones(n, 1)) for name, n in pairs.items()}, alpha=2)
+    settings, weights = ((folder() / "adapter" / name).read_bytes() for name in (SETTINGS, WEIGHTS))
+    return {"config": model.config, "network": network, "program": program}, folder() / "adapter", settings, weights
+
+
+@target(lambda: [b"\0" + adapters()[2], b"\1" + adapters()[3]], b'\0{"peft_type":"LORA","lora_alpha":1,"alpha_pattern":{".*.0.v_proj":3}}')
+def adapter(data: bytes) -> None:
+    """adapter_config.json or adapter_model.safetensors of a LoRA, by the first byte; the other one is good."""
+    wants, place, settings, weights = adapters()
+    files = {SETTINGS: settings, WEIGHTS: weights} | ({(SETTINGS, WEIGHTS)[data[0] % 2]: data[1:]} if data else {})
+    for name, content in files.items():
+        written(f"adapter/{name}", content)
+    changes(read_lora(place, wants["config"]), **wants)
 
 
 @cache
@@ -199,6 +248,14 @@ def tokenizer_seeds() -> list[bytes]:
     return [make().to_str().encode() for make in MAKERS.values()]
 
 
+def worth_asking(data: bytes, read: Callable[[str], Any], text: str) -> bool:
+    """Whether a helper process should see a text: what `read` refuses here is refused there, so that every 16th of them is enough."""
+    with suppress(ValueError, RecursionError, TemplateSyntaxError):
+        read(text)
+        return True
+    return zlib.crc32(data) % 16 == 0
+
+
 @cache
 def trial() -> Helper:
     return Helper("exl2nb.tokenizer.backend", Limits(cpu_s=5, wall_s=60, memory_bytes=512 << 20))
@@ -210,6 +267,8 @@ def tokenizer_file(data: bytes) -> None:
     import tokenizers
 
     text = data.decode("utf-8", "replace")
+    if not worth_asking(data, json.loads, text):
+        return
     try:
         trial().ask({"text": text})
     except HelperError:
@@ -221,42 +280,48 @@ def tokenizer_file(data: bytes) -> None:
         assert tokenizer.at_least(words) <= len(ids)
 
 
-@target(
-    lambda: [
-        (DEMO / "tokenizer_config.json").read_bytes(),
-        b'{"bos_token":{"content":"<s>"},"chat_template":[{"name":"default","template":"x"}]}',
-    ]
-)
-def tokenizer_config(data: bytes) -> None:
+@cache
+def backend() -> Any:
     import tokenizers
 
-    backend = tokenizers.Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    return tokenizers.Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+
+
+@target(
+    lambda: [(DEMO / "tokenizer_config.json").read_bytes()],
+    b'{"bos_token":{"content":"<s>"},"chat_template":[{"name":"default","template":"x"}]}',
+)
+def tokenizer_config(data: bytes) -> None:
     for name in ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json"):
         written("tokenizer/" + name, data)
-        Tokenizer(backend, directory=folder() / "tokenizer")
+        Tokenizer(backend(), directory=folder() / "tokenizer")
         (folder() / "tokenizer" / name).unlink()
 
 
+@cache
+def renderer() -> tuple[Sandbox, Helper]:
+    return Sandbox(), Helper("exl2nb.tokenizer.sandbox", dataclasses.replace(chat.LIMITS, cpu_s=0.3))
+
+
 @target(
-    lambda: [
-        TEMPLATE.encode(),
-        b"{% set n = namespace(x=1) %}{% macro f(a) %}{{ a }}{% endmacro %}{{ f('%s' % n.x) }}{{ strftime_now('%Y') }}",
-    ]
+    TEMPLATE.encode(),
+    b"{% set n = namespace(x=1) %}{% macro f(a) %}{{ a }}{% endmacro %}{{ f('%s' % n.x) }}{{ strftime_now('%Y') }}",
 )
 def template(data: bytes) -> None:
-    chat.render(
-        [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}], data.decode("utf-8", "replace"), tools=[{"a": 1}]
-    )
+    """Parsed here, where the fuzzer sees which lines run; compiled and rendered in the helper process, with less time than usual."""
+    sandbox, helper = renderer()
+    text = data.decode("utf-8", "replace")
+    if worth_asking(data, sandbox.parse, text):
+        with patch.object(chat, "_HELPER", helper):
+            chat.render([{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}], text, tools=[{"a": 1}])
 
 
 # ---- requests
 
 
 @target(
-    lambda: [
-        b'{"temperature":0.8,"top_k":40,"stop":["a"],"logit_bias":{"3":1.5},"max_tokens":2,"seed":1}',
-        b'{"beams":2,"dry_multiplier":0.8}',
-    ]
+    b'{"temperature":0.8,"top_k":40,"stop":["a"],"logit_bias":{"3":1.5},"max_tokens":2,"seed":1}',
+    b'{"beams":2,"dry_multiplier":0.8}',
 )
 def options(data: bytes) -> None:
     given = value_of(data, OPTIONS)
@@ -264,10 +329,8 @@ def options(data: bytes) -> None:
 
 
 @target(
-    lambda: [
-        b'{"temperature":1,"top_k":4,"min_p":0.1,"max_tokens":2,"seed":1}',
-        b'{"typical_p":0.5,"xtc_probability":0.5,"mirostat":2,"max_tokens":3}',
-    ]
+    b'{"temperature":1,"top_k":4,"min_p":0.1,"max_tokens":2,"seed":1}',
+    b'{"typical_p":0.5,"xtc_probability":0.5,"mirostat":2,"max_tokens":3}',
 )
 def generation(data: bytes) -> None:
     """Options that pass their checks, through the engine and the compiled samplers."""
@@ -277,17 +340,15 @@ def generation(data: bytes) -> None:
 
 
 @target(
-    lambda: [
-        b'{"type":"object","properties":{"a":{"type":"integer"},"b":{"enum":["x",null]}},"required":["a"]}',
-        b'{"anyOf":[{"$ref":"#/$defs/x"}],"$defs":{"x":{"type":"string"}}}',
-    ]
+    b'{"type":"object","properties":{"a":{"type":"integer"},"b":{"enum":["x",null]}},"required":["a"]}',
+    b'{"anyOf":[{"$ref":"#/$defs/x"}],"$defs":{"x":{"type":"string"}}}',
 )
 def schema(data: bytes) -> None:
     given = value_of(data, KEYWORDS)
     Structure("schema", given, llm().tokenizer, llm().config.vocab_size).start().allowed()
 
 
-@target(lambda: [b"[a-z]+(x|y){2}", b"\\d{3}-[^ab]*"])
+@target(b"[a-z]+(x|y){2}", b"\\d{3}-[^ab]*")
 def regex(data: bytes) -> None:
     Structure("regex", data.decode("utf-8", "replace"), llm().tokenizer, llm().config.vocab_size).start().allowed()
 
@@ -307,20 +368,27 @@ def conversation(data: bytes) -> None:
     Conversation.load(llm(), written("talk.json", data))
 
 
-@target(lambda: [(DEMO / "measurement.json").read_bytes()[:4000], b'{"exl2nb":{"format":1,"linears":{}}}'])
+@target(lambda: [(DEMO / "measurement.json").read_bytes()[:4000]], b'{"exl2nb":{"format":1,"linears":{}}}')
 def measurement(data: bytes) -> None:
     Measurement.load(written("measurement.json", data))
 
 
-def cache_seeds() -> list[bytes]:
+@cache
+def cache_file() -> tuple[bytes, int]:
+    """A saved prompt cache up to its keys and values, and how many bytes those have."""
     llm().generate("It was a dark and stormy night; the rain fell in torrents.", max_tokens=40, temperature=0, ignore_eos=True)
     llm().cache.save(folder() / "pages.safetensors")
-    return [(folder() / "pages.safetensors").read_bytes()[: 1 << 16]]
+    whole = (folder() / "pages.safetensors").read_bytes()
+    header = int.from_bytes(whole[:8], "little")
+    cut = 8 + header + min(tensor["data_offsets"][0] for name, tensor in json.loads(whole[8 : 8 + header]).items() if name[:2] == "k.")
+    return whole[:cut], len(whole) - cut
 
 
-@target(cache_seeds)
+@target(lambda: [cache_file()[0]])
 def prompt_cache(data: bytes) -> None:
-    llm().cache.load(written("pages.safetensors", data))
+    """Header, tokens and parents of pages; keys and values are zeros, which the file system does not store."""
+    os.truncate(path := written("pages.safetensors", data), len(data) + cache_file()[1])
+    llm().cache.load(path)
 
 
 # ---- the server
@@ -335,6 +403,7 @@ ROUTES = (
     "token/decode",
     "embeddings",
     "model/load",
+    "lora/load",
 )
 FIELDS = (
     *("model", "prompt", "messages", "role", "content", "text", "type", "input", "system", "max_tokens", "stream", "n", "best_of", "stop"),
@@ -358,10 +427,8 @@ FIELDS = (
 
 @cache
 def served() -> Callable[[str, bytes], tuple[int, bytes]]:
-    """Answers of a server's application to POST requests, without a socket."""
+    """Answers of a server's application to POST requests, without a socket and without a client."""
     import asyncio
-
-    import httpx
 
     from exl2nb.server.app import application
     from exl2nb.server.options import ServerOptions
@@ -369,25 +436,37 @@ def served() -> Callable[[str, bytes], tuple[int, bytes]]:
 
     loop = asyncio.new_event_loop()
     app = application(State(ServerOptions(template=TEMPLATE), llm(), owned=False))
-    client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1", timeout=60)
+    plain = {"type": "http", "method": "POST", "scheme": "http", "http_version": "1.1", "query_string": b"", "client": ("127.0.0.1", 1)}
+    names = [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")]
+
+    async def answer(route: str, body: bytes) -> tuple[int, bytes]:
+        status, parts, messages = 0, [], [{"type": "http.request", "body": body}]
+
+        async def receive() -> Any:
+            return messages.pop() if messages else await asyncio.Event().wait()  # then the client waits
+
+        async def send(message: Any) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            parts.append(message.get("body", b""))
+
+        path, headers = f"/v1/{route}", [*names, (b"content-length", str(len(body)).encode())]
+        await app({**plain, "path": path, "raw_path": path.encode(), "headers": headers}, receive, send)
+        return status, b"".join(parts)
 
     def ask(route: str, body: bytes) -> tuple[int, bytes]:
-        answer = loop.run_until_complete(client.post(f"/v1/{route}", content=body, headers={"content-type": "application/json"}))
-        return answer.status_code, answer.content
+        return loop.run_until_complete(answer(route, body))
 
     return ask
 
 
 @target(
-    lambda: [
-        b'\0{"prompt":"It was","max_tokens":2,"temperature":0,"stop":["x"],"logprobs":2}',
-        b'\1{"messages":[{"role":"user","content":"hi"}],"max_tokens":2,"stream":true}',
-        b'\2{"input":[{"type":"message","role":"user","content":[{"type":"input_text","text":"hi"}]}],"max_output_tokens":2}',
-        b'\3{"messages":[{"role":"user","content":[{"type":"text","text":"hi"}]}],"max_tokens":2,"system":"be short"}',
-        b'\5{"text":"It was a dark night"}',
-        b'\6{"tokens":[5,6,7]}',
-        b'\1{"messages":[{"role":"user","content":"x"}],"max_tokens":1,"tools":[{"type":"function","function":{"name":"f","parameters":{"type":"object"}}}]}',
-    ]
+    b'\0{"prompt":"It was","max_tokens":2,"temperature":0,"stop":["x"],"logprobs":2}',
+    b'\1{"messages":[{"role":"user","content":"hi"}],"max_tokens":2,"stream":true}',
+    b'\2{"input":[{"type":"message","role":"user","content":[{"type":"input_text","text":"hi"}]}],"max_output_tokens":2}',
+    b'\3{"messages":[{"role":"user","content":[{"type":"text","text":"hi"}]}],"max_tokens":2,"system":"be short"}',
+    b'\5{"text":"It was a dark night"}',
+    b'\6{"tokens":[5,6,7]}',
 )
 def http_body(data: bytes) -> None:
     """Bodies for every route that takes one: never a server error, and an error has a message."""

@@ -1,9 +1,11 @@
 import json
+import os
+from pathlib import Path
 
 import pytest
 
 from exl2nb.core.errors import ConfigError, ModelNotFound
-from exl2nb.io.hf_config import LIMIT_BYTES, READ, foreign_format, read_config, refuse, with_quantization
+from exl2nb.io.hf_config import LIMIT_BYTES, READ, foreign_format, read_config, read_json, refuse, with_quantization
 
 
 def put(directory, value):
@@ -60,6 +62,13 @@ def test_many_keys_are_checked_in_one_pass(tmp_path):
     put(tmp_path, "{" + ", ".join([*keys, '"k199999": 1']) + "}")
     with pytest.raises(ConfigError, match="the key 'k199999' twice"):
         read_config(tmp_path)
+
+
+def test_pipes_and_devices_are_not_read(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(ConfigError, match="cannot be read"):
+            read_json(path)
 
 
 def test_size_limit(tmp_path):

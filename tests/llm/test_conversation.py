@@ -1,6 +1,7 @@
 """Conversations: the tree, its JSON, what the cache keeps of branches, and the prompt to look at."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import exl2nb as ex
 from exl2nb.core.errors import ConfigError, ContextOverflow, OptionError, TokenizerError
 from exl2nb.generator.handle import Channel, Handle
 from exl2nb.generator.request import Completion, Timings
+from exl2nb.llm import conversation
 from exl2nb.llm.chat import rendered
 from exl2nb.llm.conversation import Conversation, Tree
 
@@ -156,6 +158,22 @@ def test_files_that_hold_no_conversation(text, llm, tmp_path):
         llm.load_conversation(path)
     with pytest.raises(ConfigError, match="cannot be read"):
         llm.load_conversation(tmp_path / "missing.json")
+
+
+def test_files_that_are_too_large_or_no_files(llm, tmp_path, monkeypatch):
+    path = tmp_path / "talk.json"
+    value = saved(tmp_path, llm)
+    value["turns"] = value["turns"] * 50_001
+    path.write_text(json.dumps(value))
+    with pytest.raises(ConfigError, match="a list of at most 100000 turns"):
+        llm.load_conversation(path)
+    monkeypatch.setattr(conversation, "MAX_BYTES", 100)
+    with pytest.raises(ConfigError, match="more than 100 bytes"):
+        llm.load_conversation(path)
+    os.mkfifo(tmp_path / "pipe")
+    for other in (tmp_path, tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(ConfigError, match="expected a regular file|directory"):
+            llm.load_conversation(other)
 
 
 def test_refusals(llm):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from exl2nb.core.errors import ConfigError, Exl2Error, FormatError, ModelNotFoun
 from exl2nb.io.safetensors import SafetensorsFile
 from exl2nb.io.safetensors import save as save_tensors
 from exl2nb.model.batch import Batch, Span
+from exl2nb.model.fields import Fields
 from exl2nb.model.loader import load_model
+from exl2nb.model.lora import _scales as scales
 from exl2nb.model.lora import adapter_bytes, change_sizes, changes, read_lora
 from exl2nb.model.lora_merge import merge
 
@@ -186,6 +189,7 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
         ({"lora_alpha": 1e300}, None, ConfigError, "lora_alpha"),
         ({"alpha_pattern": {"(a+)+$": 4}}, None, ConfigError, "alpha_pattern"),
         ({"alpha_pattern": {".*.*.*.*x": 4}}, None, ConfigError, "alpha_pattern"),
+        ({"alpha_pattern": {f".*.q_proj{i}": 4 for i in range(65)}}, None, ConfigError, "64 entries with wildcards"),
         ({"alpha_pattern": {"q_proj": True}}, None, ConfigError, "alpha_pattern"),
         ({"layer_replication": [[0, 1]]}, None, FormatError, "layer_replication"),
         ({"trainable_token_indices": [1]}, None, FormatError, "trainable_token_indices"),
@@ -201,6 +205,7 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
         (None, {Q.format("A").replace("layers.0", "layers.7"): torch.zeros(5, 64)}, FormatError, "layers.7"),
         (None, {"base_model.model.model.layers.0.self_attn.q_proj.weight": torch.zeros(64, 64)}, FormatError, "only"),
         (None, {"base_model.model.lm_head.weight": torch.zeros(131, 64)}, FormatError, "only"),
+        (None, {"base_model.model." * 100_000: torch.zeros(1)}, FormatError, "1700000 characters"),
         (None, lambda found: dict.fromkeys(found) | {}, FormatError, "no tensors"),
     ],
 )
@@ -209,6 +214,34 @@ def test_hostile_files_are_named_errors(files, settings, tensors, error_type, wo
     edited(folder, settings, tensors)
     with pytest.raises(error_type, match=words):
         read_lora(folder / "lora", config)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "module", "fits"),
+    [
+        ("v_proj", "model.layers.0.self_attn.v_proj", True),
+        (r"self_attn\.v_proj", "model.layers.0.self_attn.v_proj", True),
+        ("v_proj", "model.layers.0.self_attn.uv_proj", False),
+        ("layers.1.mlp.up_proj", "model.layers.11.mlp.up_proj", False),
+        (r"layers.\d+.mlp.up_proj", "model.layers.11.mlp.up_proj", True),
+        (r"^.*\.0\..*\.v_proj$", "model.layers.0.self_attn.v_proj", True),
+        (r"layers.\d.mlp.up_proj", "model.layers.11.mlp.up_proj", False),
+        (".*.*.*attn", "model.layers.0.self_attn.v_proj", False),
+    ],
+)
+def test_patterns_of_alpha_choose_modules(pattern, module, fits):
+    fields = Fields({"peft_type": "LORA", "lora_alpha": 1, "alpha_pattern": {pattern: 2, ".*_proj": 1}}, "test")
+    assert scales(fields)(module, 1) == (2 if fits else 1)
+    assert bool(re.fullmatch(rf"(.*\.)?({pattern})", module)) == fits, "as PEFT matches them"
+
+
+def test_many_names_in_alpha_pattern_are_looked_up(files):
+    folder, config = files
+    many = {f"model.layers.{i}.mlp.up_proj": 3 for i in range(4096)}
+    edited(folder, {"alpha_pattern": many, "lora_alpha": 1})
+    found = read_lora(folder / "lora", config).targets
+    assert {roles: target.scale * target.rank for (layer, roles), target in found.items() if layer == 1 and "up" in roles} == {("up",): 3}
+    assert all(target.scale * target.rank == 1 for (_, roles), target in found.items() if "up" not in roles)
 
 
 def test_missing_and_pickled_files(files):

@@ -88,6 +88,17 @@ def test_frequencies():
     assert (((got - wanted) ** 2)[weights > 0] / wanted[weights > 0]).sum() < 24.3
 
 
+@pytest.mark.parametrize("top_k", [0.0, 900.0])
+def test_a_top_p_next_to_one_cuts_nothing(top_k):
+    """What it would cut is the difference of two sums, which rounding makes negative now and then."""
+    x = rows(64, 4096, seed=3)
+    settings = torch.tensor([[1.0, top_k, 1.0, 0.0, i / 64] for i in range(64)], dtype=torch.float64)
+    wanted = draw_rows(x, settings, None)
+    for less in (1e-16, 1e-14, 1e-12, 1e-10):
+        settings[:, 2] = 1 - less
+        assert torch.equal(draw_rows(x, settings, None)[:, 0], wanted[:, 0])
+
+
 def test_ties_and_signs_of_zero():
     x = torch.tensor([[1.0, 2.0, 2.0, -0.0], [-0.0, 0.0, -1.0, -torch.inf]])
     greedy = torch.tensor([[0.0, 0.0, 1.0, 0.0, 0.0]] * 2, dtype=torch.float64)

@@ -1,5 +1,7 @@
 """The types on both sides of the wire are the same ones."""
 
+import gc
+import weakref
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,33 +39,62 @@ def test_committed_typescript_is_what_python_generates():
     assert (WIDGETS / "src" / "protocol.gen.ts").read_text() == protocol.typescript(), "run `npm run protocol` in widgets/ and commit"
 
 
-@pytest.mark.parametrize(
-    ("widget", "state"),
-    [
-        (Playground, protocol.PlaygroundState),
-        (ProgressView, protocol.ProgressState),
-        (partial(BitMap, [{"key": "a", "bpw": 4.0}]), protocol.BitMapState),
-        (BitrateExplorer, protocol.ExplorerState),
-        (CacheExplorer, protocol.CachesState),
-        (Compare, protocol.CompareState),
-        (partial(PageTable, {"pages": [], "requests": [], "page_size": 256, "evictions": 0, "preemptions": 0}), protocol.PageTableState),
-        (partial(SamplerMicroscope, np.zeros(4, np.float32)), protocol.MicroscopeState),
-        (partial(ServerMonitor, {}), protocol.ServerMonitorState),
-        (partial(Speculation, ANSWER), protocol.SpeculationState),
-        (partial(ErrorFlow, result={}), protocol.ErrorFlowState),
-        (partial(LayerLens, result={}), protocol.LayerLensState),
-        (partial(LoraExplorer, result={}), protocol.LoraExplorerState),
-        (partial(AttentionView, result={"patterns": []}), protocol.AttentionViewState),
-        (partial(OutlierMap, result={}), protocol.OutlierMapState),
-        (partial(WeightHistogram, DATA / "demo-exl2-4.0bpw"), protocol.WeightHistogramState),
-        (partial(WeightBrowser, DATA / "demo-exl2-4.0bpw"), protocol.WeightsState),
-    ],
-)
+STATES = [
+    (Playground, protocol.PlaygroundState),
+    (ProgressView, protocol.ProgressState),
+    (partial(BitMap, [{"key": "a", "bpw": 4.0}]), protocol.BitMapState),
+    (BitrateExplorer, protocol.ExplorerState),
+    (CacheExplorer, protocol.CachesState),
+    (Compare, protocol.CompareState),
+    (partial(PageTable, {"pages": [], "requests": [], "page_size": 256, "evictions": 0, "preemptions": 0}), protocol.PageTableState),
+    (partial(SamplerMicroscope, np.zeros(4, np.float32)), protocol.MicroscopeState),
+    (partial(ServerMonitor, {}), protocol.ServerMonitorState),
+    (partial(Speculation, ANSWER), protocol.SpeculationState),
+    (partial(ErrorFlow, result={}), protocol.ErrorFlowState),
+    (partial(LayerLens, result={}), protocol.LayerLensState),
+    (partial(LoraExplorer, result={}), protocol.LoraExplorerState),
+    (partial(AttentionView, result={"patterns": []}), protocol.AttentionViewState),
+    (partial(OutlierMap, result={}), protocol.OutlierMapState),
+    (partial(WeightHistogram, DATA / "demo-exl2-4.0bpw"), protocol.WeightHistogramState),
+    (partial(WeightBrowser, DATA / "demo-exl2-4.0bpw"), protocol.WeightsState),
+]
+
+
+@pytest.mark.parametrize(("widget", "state"), STATES)
 def test_state_types_name_the_synced_traits(widget, state):
     import anywidget
 
     ours = set(widget().keys) - set(anywidget.AnyWidget().keys) - {"_esm", "_css"}
     assert set(state.__annotations__) == ours
+
+
+@pytest.mark.parametrize("widget", [widget for widget, _ in STATES])
+def test_a_closed_widget_is_freed(widget):
+    made = widget()
+    made.close()
+    left = weakref.ref(made)
+    del made
+    gc.collect()
+    assert left() is None
+
+
+def test_a_closed_widget_of_a_model_is_freed(llm):
+    def used():
+        made = Playground(llm)
+        made.max_tokens = 3
+        made._dispatch(None, {"type": "generate", "run": 1, "prompt": "It was", "settings": {}}, [])
+        made.wait(60)
+        made.close()
+        table = PageTable(llm, period_s=0.05)
+        table.start()
+        table.stop()
+        table.wait(60)
+        table.close()
+        return weakref.ref(made), weakref.ref(table)
+
+    left = used()
+    gc.collect()
+    assert [one() for one in left] == [None, None]
 
 
 def test_declarations():
