@@ -257,7 +257,7 @@ class TestCache:
         refuse(FormatError, "expected JSON", spec="{")
         refuse(FormatError, "expected a list of texts", salts="3")
         refuse(FormatError, "expected 1 to 256", lambda t: t["lengths"].fill_(257))
-        refuse(FormatError, "outside 0 to", lambda t: t["tokens"].fill_(1 << 20))
+        refuse(FormatError, "holds ids of 4096 and more", lambda t: t["tokens"].fill_(1 << 20))
         refuse(FormatError, "expected a full page before it", lambda t: t["parents"].fill_(99))
         refuse(FormatError, "found none of that name", lambda t: t.pop("v.0"))
         refuse(FormatError, "not finite", lambda t: t["k.1"].fill_(float("nan")))

@@ -230,7 +230,9 @@ def test_batch_of_one_sequence():
     assert batch.context_lens.tolist() == [258]
     assert batch.logit_rows.tolist() == [0, 1, 2]
     assert Batch.single([5, 6], start=0, pages=[0], logit_rows="last").logit_rows.tolist() == [1]
-    assert {getattr(batch, f.name).dtype for f in dataclasses.fields(batch) if f.name not in ("long", "adapters")} == {torch.int32}
+    assert {getattr(batch, f.name).dtype for f in dataclasses.fields(batch) if f.name not in ("long", "adapters", "pictures")} == {
+        torch.int32
+    }
     assert batch.long is None and Batch.single([5], start=0, pages=[0], long=False).long.tolist() == [0]
 
 

@@ -1,18 +1,22 @@
 """The real bundle of LoraExplorer: map, slider and answers, by pointer and keyboard, in both themes, without a kernel."""
 
+import sys
+from pathlib import Path
+
 import pytest
-from everything import ASK, random_adapter
 from mock_host import MockHost, low_controls, state_of, violations
 
 import exl2nb as ex
 from exl2nb import widgets as w
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+from site_widgets import ASK, adapted
+
 
 @pytest.fixture(scope="module")
-def shown(tmp_path_factory):
+def shown():
     with ex.demo(device="cpu", progress=None) as llm:
-        llm.loras.load(random_adapter(tmp_path_factory.mktemp("a"), llm.config), name="pirate", progress=None)
-        yield state_of(w.LoraExplorer(llm, "pirate", ASK, max_tokens=16))
+        yield state_of(w.LoraExplorer(llm, adapted(llm), ASK, max_tokens=16))
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
