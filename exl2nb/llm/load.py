@@ -127,7 +127,7 @@ def load(
         held = max(tokens, CACHE_TOKENS) if cache_tokens is None else max(tokens, cache_tokens)
         with _fitting(folder, f"{_gib(model.cache_spec(held, mode=cache).total_bytes)} for the cache of {held} tokens"):
             sizes = {"context": tokens, "cache_tokens": held, "max_sequences": max_sequences}
-            encoder = load_encoder(folder, model.config, device=place) if vision else None
+            encoder = load_encoder(folder, model.config, device=model.device) if vision else None
             llm = LLM(model, tokenizer, path=folder, cache=cache, name=hub.display_name(folder, revision), vision=encoder, **sizes)
     except BaseException:
         model.close()

@@ -63,5 +63,5 @@ def test_map_slider_and_answers(page, shown):
 def test_without_a_kernel(page, shown):
     MockHost(page, "lora", {**shown, "_static": True, "_has_model": False})
     assert page.get_by_role("slider", name="Scale").is_disabled()
-    assert not page.get_by_role("button", name="Read").is_visible()
+    assert not page.get_by_role("button", name="Generate").is_visible()
     assert page.get_by_role("gridcell").count() == 84

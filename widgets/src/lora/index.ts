@@ -35,7 +35,7 @@ class LoraView extends InsideView<LoraExplorerState> {
   private asked = Number.NaN;
 
   constructor(widget: State<LoraExplorerState>) {
-    super(widget, "lora", "LoRA adapter");
+    super(widget, "lora", "LoRA adapter", "Generate");
     const legend = h("div", { class: "exl2nb-inside-right" }, h("span", { class: "exl2nb-muted" }, "0"), this.ramp, this.most);
     const map = this.part(h("h4", {}, "Change of each matrix, % of its norm"), this.scroll, legend, this.line);
     const label = h("label", { for: this.slider.id }, "Scale");

@@ -16,9 +16,10 @@ export abstract class InsideView<S extends InsideState> extends View<S> {
     widget: State<S>,
     private readonly kind: string,
     label: string,
+    verb = "Trace",
   ) {
     super(widget, kind, label);
-    this.bar = new PromptBar(widget as unknown as State<InsideState>);
+    this.bar = new PromptBar(widget as unknown as State<InsideState>, verb);
   }
 
   protected build(choice: Choice, taken: Tools, ...parts: HTMLElement[]): void {
@@ -48,15 +49,19 @@ export abstract class InsideView<S extends InsideState> extends View<S> {
   }
 }
 
-/** The prompt and "Trace"; in a page without a kernel only the prompt. */
+/** The prompt and its button; in a page without a kernel only the prompt. */
 class PromptBar {
   readonly element: HTMLElement;
   private readonly text = h("textarea", { id: uniqueId("prompt"), rows: 2, spellcheck: "false" });
-  private readonly read = h("button", { type: "button", class: "exl2nb-button exl2nb-primary" }, "Trace");
+  private readonly read: HTMLButtonElement;
   private readonly stop = h("button", { type: "button", class: "exl2nb-button" }, "Stop");
   private readonly status = h("span", { class: "exl2nb-muted", role: "status" });
 
-  constructor(private readonly widget: State<InsideState>) {
+  constructor(
+    private readonly widget: State<InsideState>,
+    verb: string,
+  ) {
+    this.read = h("button", { type: "button", class: "exl2nb-button exl2nb-primary" }, verb);
     const fixed = widget.get("_static") || !widget.get("_has_model");
     this.text.readOnly = fixed;
     const actions = h("div", { class: "exl2nb-inside-actions", hidden: fixed }, this.read, this.stop, this.status);
