@@ -23,7 +23,7 @@ from exl2nb.model.rope import both_tables, rope_switch, rope_tables
 from exl2nb.model.trace import Borrowed, Seen, Walk, forward_adapted, layers_of
 from exl2nb.ops import gpu_prefill
 from exl2nb.ops.ahead import draw_ahead, join_ahead, step_draw
-from exl2nb.ops.gpu import LoraSlots, unpack_half
+from exl2nb.ops.gpu import LoraBuffers, unpack_half
 from exl2nb.ops.lora import Adapter, LoraTable
 
 SMALL_MODEL_BYTES = 64 << 20  # of weights: what may still stay in a processor's cache
@@ -199,10 +199,10 @@ class Model:
         table, _ = self._lora(batch)
         return self.capped(self.gpu.run(self._with_rope_rows(batch), cache, ids=ids, lora=table))
 
-    def adapter_slots(self) -> LoraSlots:
+    def adapter_buffers(self) -> LoraBuffers:
         """Where captured steps of a model on the GPU find its adapters, as they are now."""
         assert self.adapters is not None, "a batch names adapters"
-        return self.gpu.slots(self.adapters)
+        return self.gpu.lora_buffers(self.adapters)
 
     @property
     def gpu(self) -> GpuForward:
