@@ -119,8 +119,8 @@ def shape_of(head: Tensor) -> tuple[int, int]:
 class LoraBuffers:
     """Where the kernels of a program look for its adapters: a table of fixed place and size, and room for sums.
 
-    So captured steps stay valid while adapters come and go. More adapters or higher ranks than there is room for need new buffers, for which
-    steps are captured anew.
+    So captured steps stay valid while adapters come and go. More adapters or higher ranks than there is room for need new buffers, for
+    which steps are captured anew.
 
     Args:
         code: of the program. ops: their number. adapters: room for so many, at least. width: of the widest change, at least.
