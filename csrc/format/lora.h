@@ -15,7 +15,8 @@ struct LoraPart {
   int64_t width() const { return (rank + 15) / 16 * 16; }
 };
 
-// What an adapter does to one op, null for nothing: its parts, then y += gain * y, then y += bias. norm, norm_bias: instead of the op's own.
+// What an adapter does to one op, null for nothing: its parts, then y += gain * y, then y += bias. norm, norm_bias: instead of the op's
+// own.
 struct LoraChange {
   const LoraPart* parts;
   int64_t num_parts, width;  // width: of all parts together

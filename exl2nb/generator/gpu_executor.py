@@ -19,7 +19,7 @@ from exl2nb.generator.executor import Draw, PendingStep, Step
 from exl2nb.model.gpu import formats_of, mixes_adapters
 from exl2nb.ops import kernel_code, out_of_memory
 from exl2nb.ops.cuda_sample import TOP, Row, pack_rows, sample_rows
-from exl2nb.ops.gpu import LoraSlots, launch_lock
+from exl2nb.ops.gpu import LoraBuffers, launch_lock
 from exl2nb.sampling.draw import Sampled
 from exl2nb.sampling.state import SamplerState
 
@@ -134,7 +134,7 @@ class GpuExecutor:
         self._model, self._cache = model, cache
         self._device = torch.device(cache.device)
         self._graphed = env.get("EXL2NB_CUDA_GRAPHS", "1") == "1"
-        self._graphs: dict[tuple[int, int, bool, bool, LoraSlots | None], _Graph | None] = {}  # None: could not be captured
+        self._graphs: dict[tuple[int, int, bool, bool, LoraBuffers | None], _Graph | None] = {}  # None: could not be captured
         self._drawn: Tensor | None = None  # ids drawn by the last launch, by logit row
         self._last: _Graph | None = None
 
@@ -212,25 +212,25 @@ class GpuExecutor:
             return self._last
         width = step.batch.block_table.shape[1]
         counted, moved = (any(of(draw.state.params) for draw in draws) for of in (penalised, biased))
-        slots = None
+        lora = None
         if step.batch.adapters is not None:
             if self._model.deterministic and mixes_adapters(step.batch):
                 return None  # two steps
-            slots = self._model.adapter_slots()
-        key = (_bucket(len(draws)), 1 << (width - 1).bit_length(), counted, moved, slots)
+            lora = self._model.adapter_buffers()
+        key = (_bucket(len(draws)), 1 << (width - 1).bit_length(), counted, moved, lora)
         if key not in self._graphs:
-            if slots is not None:  # none goes on with slots that are no longer used
-                self._graphs = {known: graph for known, graph in self._graphs.items() if known[-1] in (None, slots)}
+            if lora is not None:  # those that know buffers which are no longer used
+                self._graphs = {known: graph for known, graph in self._graphs.items() if known[-1] in (None, lora)}
             self._graphs[key] = self._capture(*key) if self._graphed else None
         graph = self._graphs[key]
         if graph is not None:
             graph.set(step, draws, self._drawn)
         return graph
 
-    def _capture(self, rows: int, width: int, counted: bool, moved: bool, slots: LoraSlots | None) -> _Graph | None:
+    def _capture(self, rows: int, width: int, counted: bool, moved: bool, lora: LoraBuffers | None) -> _Graph | None:
         before = torch.cuda.current_stream(self._device)
         try:
-            return _Graph(self._model, self._cache, rows, width, counted, moved, slots).capture()
+            return _Graph(self._model, self._cache, rows, width, counted, moved, lora).capture()
         except RuntimeError as error:
             torch.cuda.set_stream(before)  # a failed capture leaves its own stream current
             reason = str(error).splitlines()[0]
@@ -272,7 +272,7 @@ class GpuExecutor:
 class _Graph:
     """A decode step of up to `rows` sequences of up to `width` pages, captured once: model, draw, and the next step's inputs."""
 
-    def __init__(self, model: Model, cache: KVCache, rows: int, width: int, counted: bool, moved: bool, slots: LoraSlots | None) -> None:
+    def __init__(self, model: Model, cache: KVCache, rows: int, width: int, counted: bool, moved: bool, lora: LoraBuffers | None) -> None:
         self.rows, self.width = rows, width
         device = torch.device(cache.device)
         self._model = model
@@ -280,7 +280,7 @@ class _Graph:
         parts = self._state.split([rows, rows, rows, rows, rows, rows * width])
         self.ids, self._positions, self._lens, self._steps, adapters, table = parts
         adapters.fill_(-1)
-        lora = None if slots is None else (slots, adapters)
+        adapted = None if lora is None else (lora, adapters)
         self._table = table.view(rows, width)
         self._params = torch.zeros(rows, 48, dtype=torch.uint8, device=device)
         self._results = torch.zeros(RING, rows, 4, dtype=torch.int32).pin_memory()
@@ -295,13 +295,13 @@ class _Graph:
         def step() -> tuple[Tensor, Tensor]:
             kernels.run(
                 self.ids, self._positions, self._table, bounds, self._lens, None, cache.k, cache.v, formats, heads, logits,
-                lora=lora,
+                lora=adapted,
             )  # fmt: skip
             drawn = model.capped(logits), self._params, self._counts, self._steps, self.ids, self._positions, self._lens
             _, top_ids, top_logprobs = sample_rows(*drawn, None, None, RING, True, self._bias, self._results)
             return top_ids, top_logprobs
 
-        self._kept = kernels, logits, bounds, slots  # the graph knows their addresses only
+        self._kept = kernels, logits, bounds, lora  # the graph knows their addresses only
         self.step = step
 
     def capture(self) -> _Graph:

@@ -39,7 +39,7 @@ class GpuForward:
         self.vocab = program.outputs  # the hidden size where the program is a part of a model
         self.most = MOST_ROUTED if any(name == "routed_mlp" for name, _ in program.steps) else MOST
         self._kernels: dict[int, gpu.StepKernels] = {}
-        self._slots: gpu.LoraSlots | None = None
+        self._lora_buffers: gpu.LoraBuffers | None = None
 
     def step_kernels(self, tokens: int) -> gpu.StepKernels:
         """The step kernels with memory for at least `tokens` tokens."""
@@ -48,14 +48,14 @@ class GpuForward:
             self._kernels[capacity] = gpu.StepKernels(self.program.code, capacity, self.device, stream_k_from=self.stream_k_from)
         return self._kernels[capacity]
 
-    def slots(self, table: LoraTable) -> gpu.LoraSlots:
+    def lora_buffers(self, table: LoraTable) -> gpu.LoraBuffers:
         """Where steps find these adapters from now on."""
-        if self._slots is None or not self._slots.fit(table):
-            least = (1, 1) if self._slots is None else (self._slots.adapters, self._slots.width)  # it never shrinks
+        if self._lora_buffers is None or not self._lora_buffers.fit(table):
+            least = (1, 1) if self._lora_buffers is None else (self._lora_buffers.adapters, self._lora_buffers.width)  # it never shrinks
             adapters, width = max(len(table.adapters), least[0]), max(table.widest, least[1])
-            self._slots = gpu.LoraSlots(self.program.code, len(self.program.steps), adapters, width, self.device)
-        self._slots.write(table)
-        return self._slots
+            self._lora_buffers = gpu.LoraBuffers(self.program.code, len(self.program.steps), adapters, width, self.device)
+        self._lora_buffers.write(table)
+        return self._lora_buffers
 
     def kernels(self, cache: KVCache | CachePart, most: int = SHORT) -> list[kernel_code.KernelId]:
         """The kernels of steps of 1 to `most` tokens of one sequence, and of the products of prompts; none is launched."""
@@ -104,7 +104,7 @@ class GpuForward:
     def _step(self, batch: Batch, cache: KVCache | CachePart, ids: Tensor | None, lora: LoraTable | None) -> Tensor:
         i, adapted = self.inputs(batch, ids), None
         if lora is not None and batch.adapters is not None and bool((batch.adapters >= 0).any()):
-            adapted = self.slots(lora), batch.adapters.to(self.device)
+            adapted = self.lora_buffers(lora), batch.adapters.to(self.device)
         every = torch.equal(batch.logit_rows.cpu(), torch.arange(len(batch.input_ids), dtype=torch.int32))
         rows = None if every else i.logit_rows  # as captured steps have it, for the same bits
         logits = torch.empty(len(batch.logit_rows), self.vocab, device=self.device)

@@ -23,7 +23,7 @@ from exl2nb.model.rope import both_tables, rope_switch, rope_tables
 from exl2nb.model.trace import Borrowed, Seen, Walk, forward_adapted, layers_of
 from exl2nb.ops import gpu_prefill
 from exl2nb.ops.ahead import draw_ahead, join_ahead, step_draw
-from exl2nb.ops.gpu import LoraSlots, unpack_half
+from exl2nb.ops.gpu import LoraBuffers, unpack_half
 from exl2nb.ops.lora import Adapter, LoraTable
 
 SCRATCH = 4096  # rows behind the RoPE tables of a model with three positions per token: written anew for the pictures of each step
@@ -218,10 +218,10 @@ class Model:
         table, _ = self._lora(batch)
         return self.capped(self.gpu.run(self._with_rope_rows(batch), cache, ids=ids, lora=table))
 
-    def adapter_slots(self) -> LoraSlots:
+    def adapter_buffers(self) -> LoraBuffers:
         """Where captured steps of a model on the GPU find its adapters, as they are now."""
         assert self.adapters is not None, "a batch names adapters"
-        return self.gpu.slots(self.adapters)
+        return self.gpu.lora_buffers(self.adapters)
 
     def _forward_seeing(self, batch: Batch, cache: KVCache, ids: Tensor | None) -> Tensor:
         """A step in which some sequences have pictures: those run op by op, the others as always."""

@@ -116,11 +116,11 @@ def shape_of(head: Tensor) -> tuple[int, int]:
     return K, N
 
 
-class LoraSlots:
+class LoraBuffers:
     """Where the kernels of a program look for its adapters: a table of fixed place and size, and room for sums.
 
-    So captured steps stay valid while adapters come and go. More adapters or higher ranks than there is room for need new slots, for which
-    steps are captured anew.
+    So captured steps stay valid while adapters come and go. More adapters or higher ranks than there is room for need new buffers, for
+    which steps are captured anew.
 
     Args:
         code: of the program. ops: their number. adapters: room for so many, at least. width: of the widest change, at least.
@@ -173,7 +173,7 @@ class StepKernels:
         logits: Tensor,
         *,
         pdl: bool = True,
-        lora: tuple[LoraSlots, Tensor] | None = None,
+        lora: tuple[LoraBuffers, Tensor] | None = None,
     ) -> None:
         """One step: K and V go to their pages, `logits` f32 `(R, V)` is filled. All tensors on the GPU; at most 8 tokens a sequence.
 

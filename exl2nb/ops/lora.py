@@ -100,8 +100,8 @@ Adapter = Mapping[int, LoraChange]
 class LoraTable:
     """Adapters 0, 1, ... for one program, on its device. `words` is what the ops take; the table keeps the tensors at its addresses alive.
 
-    On the GPU `gpu.LoraSlots` copies the words behind the header to where the kernels look. widest: numbers between the two products of an
-    op, of all parts together.
+    On the GPU `gpu.LoraBuffers` copies the words behind the header to where the kernels look. widest: numbers between the two products of
+    an op, of all parts together.
     """
 
     program: Program

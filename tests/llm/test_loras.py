@@ -212,14 +212,15 @@ def test_a_closed_model_says_so(folders):
 def test_captured_steps_outlive_loading(folders):
     """On the GPU: an adapter that is loaded later runs in the steps that were captured for the first; and it is the CPU's answer."""
     with ex.demo(progress=None, device="cuda", deterministic=True) as llm, ex.demo(progress=None, device="cpu") as other:
-        graphs = vars(llm.engine.loop.executor)["_graphs"]
+        executor = llm.engine.loop.executor
         for i, folder in enumerate(folders[:3]):
             for one in (llm, other):
                 one.loras.load(folder)
             found, want = (one.generate(PROMPT, lora=f"l{i}", **GREEDY) for one in (llm, other))
             first = want.tokens[0]
             assert found.tokens[0].id == first.id and abs(found.tokens[0].logprob - first.logprob) < 0.05
-            assert [key[-1] is not None for key in graphs].count(True) == 1 and all(graphs.values())
+            adapted = [graph for key, graph in vars(executor)["_graphs"].items() if key[-1] is not None]
+            assert len(adapted) == 1 and adapted[0] is not None, "one captured step for all adapters"
         with llm.batch([{"prompt": PROMPT, "lora": lora} for lora in ("l0", None, "l2")], **GREEDY) as job:
             together = job.run()
         for i, lora in enumerate(("l0", None, "l2")):

@@ -126,10 +126,10 @@ def test_no_adapter_is_no_change():
 
 def test_room_grows_and_stays():
     pair = Pair(NETS["dense"])
-    slots = pair.forward.slots(pair.on_gpu)
-    assert pair.forward.slots(pair.moved([adapter(pair.plain.program, 3)] * 16)) is slots, "there is room for sixteen"
-    larger = pair.forward.slots(pair.moved([adapter(pair.plain.program, 3)] * 17))
-    assert larger is not slots and larger.adapters == 32
-    assert pair.forward.slots(pair.on_gpu) is larger, "it does not shrink"
-    wide = pair.forward.slots(pair.moved([adapter(pair.plain.program, 3, rank=40)]))
+    buffers = pair.forward.lora_buffers(pair.on_gpu)
+    assert pair.forward.lora_buffers(pair.moved([adapter(pair.plain.program, 3)] * 16)) is buffers, "there is room for sixteen"
+    larger = pair.forward.lora_buffers(pair.moved([adapter(pair.plain.program, 3)] * 17))
+    assert larger is not buffers and larger.adapters == 32
+    assert pair.forward.lora_buffers(pair.on_gpu) is larger, "it does not shrink"
+    wide = pair.forward.lora_buffers(pair.moved([adapter(pair.plain.program, 3, rank=40)]))
     assert wide.width >= 96 and wide.adapters == 32
