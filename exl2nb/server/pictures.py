@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ from exl2nb.model.vision.pictures import Picture, from_data_url
 from exl2nb.server.errors import ApiError
 
 MAX_FETCHED = 20 << 20  # bytes of a picture from an address
-FETCH_S = 10.0
+FETCH_S = 10.0  # of one picture, in all
 MAX_FRAMES = 64
 
 
@@ -83,10 +84,20 @@ def _bytes(given: Any, where: str, remote: bool) -> bytes:
             "the server with remote_images"
         )
     try:
-        with urllib.request.urlopen(given, timeout=FETCH_S) as answer:
-            data = answer.read(MAX_FETCHED + 1)
+        data = _fetched(given, where)
     except (OSError, ValueError, urllib.error.URLError) as error:
         raise PictureError(f"{where}: {given[:60]!r} cannot be fetched: {str(error)[:100]}") from None
     if len(data) > MAX_FETCHED:
         raise PictureError(f"{where}: {given[:60]!r} has more than {MAX_FETCHED >> 20} MiB")
     return data
+
+
+def _fetched(address: str, where: str) -> bytes:
+    """At most one byte more than `MAX_FETCHED`, within `FETCH_S` in all, however slowly they come."""
+    deadline, data = time.monotonic() + FETCH_S, bytearray()
+    with urllib.request.urlopen(address, timeout=FETCH_S) as answer:
+        while len(data) <= MAX_FETCHED and (piece := answer.read1(1 << 16)):
+            data += piece
+            if time.monotonic() > deadline:
+                raise PictureError(f"{where}: {address[:60]!r} takes longer than {FETCH_S:g} s")
+    return bytes(data)

@@ -4,6 +4,7 @@ import base64
 import http.server
 import io
 import threading
+import time
 
 import numpy as np
 import PIL.Image
@@ -99,11 +100,14 @@ def test_too_many_pictures_are_refused(client):
     assert "more than 256" in answer.json()["error"]["message"]
 
 
-def test_addresses_are_fetched_where_that_is_allowed(llm):
+def test_addresses_are_fetched_where_that_is_allowed(llm, monkeypatch):
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
-            self.send_response(200 if self.path == "/a.png" else 404)
+            self.send_response(404 if self.path == "/b.png" else 200)
             self.end_headers()
+            while self.path == "/slow.png" and not self.wfile.closed:
+                self.wfile.write(b"x")
+                time.sleep(0.02)
             self.wfile.write(data() if self.path == "/a.png" else b"")
 
         def log_message(self, *_):
@@ -120,6 +124,10 @@ def test_addresses_are_fetched_where_that_is_allowed(llm):
             missing = ask(client, {"type": "image_url", "image_url": {"url": f"{address}/b.png"}})
             assert missing.status_code == 400
             assert "cannot be fetched" in missing.json()["error"]["message"]
+            monkeypatch.setattr("exl2nb.server.pictures.FETCH_S", 0.2)
+            slow = ask(client, {"type": "image_url", "image_url": {"url": f"{address}/slow.png"}})
+            assert slow.status_code == 400
+            assert "takes longer than 0.2 s" in slow.json()["error"]["message"]
     finally:
         pages.shutdown()
         pages.server_close()
