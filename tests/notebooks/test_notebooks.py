@@ -83,7 +83,7 @@ def check_quickstart(book, page: str) -> None:
 
 def check_sampling(book, page: str) -> None:
     text = "\n".join(str(output) for cell in book.cells if cell.cell_type == "code" for output in cell.outputs)
-    assert "the same token at 24 of 24 places" in text
+    assert "the same token at 24 of 24 positions" in text
     assert re.search(r"SamplerMicroscope\(token 6 of 24", text)
     assert "Error displaying widget" not in page
 
