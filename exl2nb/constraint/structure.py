@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping
+from fractions import Fraction
 from typing import Any
 
 from exl2nb.constraint.engine import compile_grammar
@@ -122,7 +123,7 @@ def _texts(source: Any) -> list[str]:
 
 
 MAX_DEPTH = 100
-MAX_DIGITS = 5  # of multipleOf, zeros at its ends apart: the mask engine has a state for each remainder, and takes minutes for nine
+MAX_REMAINDERS = 100_000  # of multipleOf: the mask engine has a state for each, and ten million take 5 s and 600 MB
 
 
 def json_schema(source: Any) -> tuple[dict[str, Any], Callable[[str], Any]]:
@@ -141,7 +142,7 @@ def json_schema(source: Any) -> tuple[dict[str, Any], Callable[[str], Any]]:
         except (ValueError, RecursionError) as error:
             raise StructureError(f"schema is a text, but no JSON ({error}); give a JSON schema, a dict or a type") from error
     if isinstance(source, Mapping):
-        return _rewritten(dict(source), 0, close=False), json.loads
+        return _with_few_remainders(_rewritten(dict(source), 0, close=False)), json.loads
     if not isinstance(source, type) and not hasattr(source, "__origin__") and not hasattr(source, "__args__"):
         raise StructureError(
             f"schema is {str(source)[:80]!r}; expected a JSON schema (a dict), a pydantic model, a dataclass or another type"
@@ -158,7 +159,51 @@ def json_schema(source: Any) -> tuple[dict[str, Any], Callable[[str], Any]]:
         schema = adapter.json_schema()
     except Exception as error:
         raise StructureError(f"schema: pydantic cannot make a JSON schema of {source!r}: {str(error)[:300]}") from error
-    return _rewritten(schema, 0, close=True), adapter.validate_json
+    return _with_few_remainders(_rewritten(schema, 0, close=True)), adapter.validate_json
+
+
+def _with_few_remainders(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema itself, unless its `multipleOf`s have too many remainders; those that `allOf` or `$ref` may join count together."""
+    steps: dict[Fraction, Any] = {}
+    joined, waiting = False, [schema]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, list):
+            waiting += value
+        elif isinstance(value, dict):
+            waiting += value.values()
+            joined = joined or "allOf" in value or "$ref" in value
+            step = value.get("multipleOf")
+            if isinstance(step, (int, float)) and not isinstance(step, bool) and step:
+                if abs(step) > 1e15:
+                    raise _too_many_remainders(step)
+                steps[abs(Fraction(str(step)))] = step
+    whole = {step: step.numerator if step.denominator == 1 else int(step * 10 ** _decimals(step)) for step in steps}
+    for step, count in whole.items():
+        if count > MAX_REMAINDERS:
+            raise _too_many_remainders(steps[step])
+    if joined:
+        scale = 10 ** max(map(_decimals, steps), default=0)
+        if math.lcm(*(int(step * scale) for step in steps)) > MAX_REMAINDERS:
+            raise _too_many_remainders([*steps.values()])
+    return schema
+
+
+def _decimals(step: Fraction) -> int:
+    """Digits behind the point; of a number that was written in decimals."""
+    twos = fives = 0
+    rest = step.denominator
+    while rest % 2 == 0:
+        rest, twos = rest // 2, twos + 1
+    while rest % 5 == 0:
+        rest, fives = rest // 5, fives + 1
+    return max(twos, fives)
+
+
+def _too_many_remainders(step: Any) -> StructureError:
+    return StructureError(
+        f"schema holds multipleOf {shown(step)}, with more than {MAX_REMAINDERS} remainders; leave it out, and check the value"
+    )
 
 
 def _rewritten(value: Any, depth: int, *, close: bool) -> Any:
@@ -178,11 +223,6 @@ def _rewritten(value: Any, depth: int, *, close: bool) -> Any:
             value = {key: one for key, one in value.items() if key != "uniqueItems"}
         if close and value.get("type") == "object" and isinstance(value.get("properties"), Mapping):
             value = {"additionalProperties": False, **value}
-        step = value.get("multipleOf")
-        if isinstance(step, (int, float)) and (abs(step) > 1e15 or len(f"{step:f}".replace(".", "").strip("-0")) > MAX_DIGITS):
-            raise StructureError(
-                f"schema holds multipleOf {shown(step)}; expected at most {MAX_DIGITS} digits: leave it out, and check the value"
-            )
         if not all(isinstance(key, str) for key in value):
             raise StructureError("schema holds a key that is no text; expected a JSON schema")
         return {key: _rewritten(one, depth + 1, close=close) for key, one in value.items()}
