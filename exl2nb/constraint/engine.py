@@ -73,11 +73,13 @@ def compile_grammar(kind: str, source: Any, tokenizer: Tokenizer, vocab_size: in
     try:
         grammar = _grammar(engine, kind, source)
         wrong, messages = engine.LLMatcher.validate_grammar_with_warnings(grammar, words)
-    except Exception as error:  # the converters raise bare Exception for whatever they cannot read
+        matcher = None if wrong else engine.LLMatcher(words, grammar, log_level=0)
+    except BaseException as error:  # the converters raise bare Exception for whatever they cannot read, and now and then panic
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         raise StructureError(f"{kind} cannot be used: {_first_lines(str(error))}") from error
-    if wrong:
+    if matcher is None:
         raise StructureError(f"{kind} cannot be used: {_first_lines('; '.join(messages))}")
-    matcher = engine.LLMatcher(words, grammar, log_level=0)
     if matcher.is_error():
         raise StructureError(f"{kind} cannot be used: {_first_lines(matcher.get_error())}")
     if not any(matcher.compute_bitmask()):

@@ -279,6 +279,11 @@ def test_answers_that_are_not_read():
         ("schema", {"multipleOf": 10**400}, "more than 100000 remainders"),
         ("schema", {"multipleOf": 975332900}, "multipleOf 975332900, with more than 100000 remainders"),
         ("schema", {"multipleOf": 8192000}, "multipleOf 8192000, with more than"),
+        (
+            "schema",
+            {"multipleOf": ["x" * 97 + "\ufffd" * 9]},
+            "cannot be used",
+        ),  # a panic of the library: it cuts its message in a character
         ("schema", {"multipleOf": 1.000003}, "multipleOf 1.000003, with more than"),
         ("schema", {"allOf": [{"multipleOf": 997}, {"multipleOf": 991}]}, "with more than 100000 remainders"),
         ("regex", "a(", "unclosed group"),
