@@ -63,11 +63,11 @@ def load(
         revision: branch, tag or commit on the hub; EXL2 models often have one branch per bitrate.
         device: "cpu", "cuda", "cuda:1" (the GPU of that number) or "auto" (the best there is); None = the variable EXL2NB_DEVICE, or
             "auto".
-        devices: several devices that hold some of the layers each, in place of `device`: "auto" (GPUs as far as they have memory, the rest
-            on the CPU), names (["cuda:0", "cuda:1"]: in proportion to their free memory), or names with what each may hold, bytes of
-            everything: {"cuda:0": "6GiB", "cpu": "rest"}, {"cuda": "20 layers", "cpu": "rest"}. Layers on the CPU run first.
-            `exl2nb.plan(devices=...)` shows what lies where.
-        gpu_layers: that many layers on the GPU, the rest on the CPU: short for devices={"cuda": "N layers", "cpu": "rest"}.
+        devices: split the layers over several devices, in place of `device`: "auto" (fill the GPUs, then the CPU), a list of names
+            (["cuda:0", "cuda:1"]: in proportion to free memory), or a budget for each, which covers weights, cache and activations:
+            {"cuda:0": "6GiB", "cpu": "rest"}, {"cuda": "20 layers", "cpu": "rest"}. Layers on the CPU run first.
+            `exl2nb.plan(devices=...)` shows the split before loading.
+        gpu_layers: number of layers on the GPU, the rest on the CPU; the same as devices={"cuda": "N layers", "cpu": "rest"}.
         parallel: "layers": each device has whole layers. "tensor": a process for each device, all of which run every layer together, each
             with some of its heads and channels; on the CPU so far.
         cache: how keys and values are kept: "fp16" or "fp32"; "q8", "q6" (keys in 8 bits, values in 4) or "q4", which hold 1.9, 2.5 and 3.6
