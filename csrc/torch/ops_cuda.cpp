@@ -35,18 +35,19 @@ Tensor reconstruct_cuda(const Tensor& q_weight, const Tensor& q_scale, const Ten
   check("q_groups", q_groups, q_weight, ScalarType::Short, 1, 2 * G);
   check("q_invperm", q_invperm, q_weight, ScalarType::Int, 1, K);
   const torch::stable::accelerator::DeviceGuard guard(q_weight.get_device_index());
+  const std::vector<int64_t> shape{K, N};
+  Tensor out = torch::stable::new_empty(q_weight, shape, ScalarType::Half);
+  const auto require_done = [&](const char* wrong) {
+    STD_TORCH_CHECK(!wrong, "reconstruct of q_weight ", text_of(q_weight), " to ", text_of(out), " in ", G, " groups: ", wrong);
+  };
   std::vector<uint16_t> table(size_t(2 * G));
-  const char* failed = copy_out(table.data(), q_groups.const_data_ptr(), 4 * G, stream_of(q_weight));
-  STD_TORCH_CHECK(!failed, "reconstruct: ", failed);
+  require_done(copy_out(table.data(), q_groups.const_data_ptr(), 4 * G, stream_of(q_weight)));
   std::vector<Group> groups;
   const std::string damage = read_groups(table, R, K, groups);
   STD_TORCH_CHECK(damage.empty(), "reconstruct: ", damage);
-  const std::vector<int64_t> shape{K, N};
-  Tensor out = torch::stable::new_empty(q_weight, shape, ScalarType::Half);
-  const char* wrong = reconstruct_launch(q_weight.const_data_ptr<int32_t>(), R, q_scale.const_data_ptr<int32_t>(),
-                                         q_scale_max.const_data_ptr(), q_groups.const_data_ptr<int16_t>(), G,
-                                         q_invperm.const_data_ptr<int32_t>(), K, N, out.mutable_data_ptr(), stream_of(q_weight));
-  STD_TORCH_CHECK(!wrong, "reconstruct of q_weight ", text_of(q_weight), " to ", text_of(out), " in ", G, " groups: ", wrong);
+  require_done(reconstruct_launch(q_weight.const_data_ptr<int32_t>(), R, q_scale.const_data_ptr<int32_t>(), q_scale_max.const_data_ptr(),
+                                  q_groups.const_data_ptr<int16_t>(), G, q_invperm.const_data_ptr<int32_t>(), K, N, out.mutable_data_ptr(),
+                                  stream_of(q_weight)));
   return out;
 }
 

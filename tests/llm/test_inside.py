@@ -18,14 +18,15 @@ def low():
         yield model
 
 
-def test_a_trace_reads_as_a_mapping_and_as_plain_text(llm):
+def test_a_trace_reads_as_a_mapping_and_as_plain_text(llm, device, near):
     found = llm.trace(TEXT, ["blocks.*.hook_resid_post", "blocks.0.attn.hook_pattern"])
     assert "".join(found.texts) == TEXT and len(found) == 13 and found.logits.shape == (1, 4096)
     assert repr(found).startswith(f"Trace({len(found.ids)} tokens of demo_model, 13 tensors, ")
     assert "blocks.0.attn.hook_pattern" in found._repr_html_() and "<script" not in found._repr_html_()
     frame = found.to_frame()
     assert list(frame.name) == list(found) and frame["max"].gt(0).all()
-    assert torch.equal(found.lens(11)[-1:], found.logits)
+    lens = found.lens(11)[-1:]
+    assert torch.equal(lens, found.logits) if device == "cpu" else torch.allclose(lens, found.logits, atol=near)
     with pytest.raises(KeyError, match=r"hook_embed' was not captured; this trace has blocks.0.attn"):
         found["hook_embed"]
     with pytest.raises(OptionError, match="capture=\\['blocks.3.hook_resid_mid'\\]"):
@@ -35,11 +36,11 @@ def test_a_trace_reads_as_a_mapping_and_as_plain_text(llm):
     assert llm.trace_points[0] == "hook_embed" and llm.trace_points[-1] == "logits"
 
 
-def test_the_logits_are_those_of_score(llm):
+def test_the_logits_are_those_of_score(llm, device, near):
     found, scored = llm.trace(TEXT, "logits"), llm.score(TEXT)
     logprobs = found.logits.log_softmax(-1)
     for at, token in enumerate(scored.tokens[1:]):
-        assert float(logprobs[at, token.id]) == pytest.approx(token.logprob, abs=1e-5)
+        assert float(logprobs[at, token.id]) == pytest.approx(token.logprob, abs=1e-5 if device == "cpu" else near)
 
 
 def test_layers_of_another_bitrate(llm, low):

@@ -98,7 +98,7 @@ for context, batch, cache in choices:
 def measured(folder):
     """What the GPU gave for every choice, in a process of its own: CUDA's code is loaded once a process."""
     command = [sys.executable, "-c", SCRIPT, str(folder), json.dumps(CHOICES)]
-    path = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH", "")) if part)
+    path = os.pathsep.join(part for part in (os.environ.get("PYTHONPATH", ""), str(ROOT)) if part)
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": path})
     assert done.returncode == 0, done.stderr[-2000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

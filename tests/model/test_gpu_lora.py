@@ -104,9 +104,7 @@ def test_same_bits_alone_and_together(name):
     pair = Pair(NETS[name], deterministic=True, gain=True, norms=True)
     counts, adapters = [5, 1, 4, 1, 3, 1, 12], [0, 1, -1, 1, 0, -1, 1]
     together = pair.found(counts, adapters).split(counts)
-    more = pair.moved(
-        [adapter(pair.plain.program, 1, gain=True, norms=True), adapter(pair.plain.program, 2, rank=8, gain=True, norms=True)] * 20
-    )
+    more = pair.moved(pair.made * 20)
     for i, (n, of) in enumerate(zip(counts, adapters)):
         alone = pair.batch(counts, adapters).select([i])[0]
         for table in (pair.on_gpu, more):

@@ -151,7 +151,7 @@ def test_memory_of_larger_steps():
 def arguments(steps, cache, count):
     """Of a step of so many sequences at their first token, and its logits."""
     spans = [Span(ids=steps.ids[page : page + 1], start=0, pages=[page], logit_rows="all") for page in range(count)]
-    i, out = steps.forward._inputs(Batch.build(spans), None), torch.zeros(count, steps.forward.vocab, device="cuda")
+    i, out = steps.forward.inputs(Batch.build(spans), None), torch.zeros(count, steps.forward.vocab, device="cuda")
     inputs = i.ids, i.positions, i.block_table, i.cu_seqlens, i.context_lens, i.logit_rows, cache.k, cache.v, formats_of(cache)
     return (*inputs, (cache.spec.num_kv_heads, cache.spec.head_dim), out), out
 
