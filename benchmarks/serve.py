@@ -16,6 +16,8 @@ Its server is built from the sources in llama-cpp-python's source distribution:
     pip download --no-binary llama-cpp-python --no-deps llama-cpp-python && tar xf llama_cpp_python-*.tar.gz
     cd llama_cpp_python-*/vendor/llama.cpp
     cmake -B build -DCMAKE_BUILD_TYPE=Release -DLLAMA_BUILD_UI=OFF && cmake --build build --target llama-server
+
+with -DGGML_CUDA=ON -DCMAKE_CUDA_ARCHITECTURES=90 for a GPU.
 """
 
 from __future__ import annotations
@@ -198,6 +200,8 @@ def llama_server(args) -> Server:
         subprocess.run([args.llama_python, str(HERE / "peer_llamacpp.py"), "convert", str(locate(args.model)), str(gguf)], check=True)
     command = [args.llama_server, "--model", str(gguf), "--host", "127.0.0.1", "--port", str(port), "--threads", threads]
     command += ["--threads-batch", threads, "--parallel", str(args.max_sequences), "--ctx-size", str(args.cache_tokens)]
+    if args.device == "cuda":
+        command += ["--n-gpu-layers", "999"]
     return Server([*command, "--samplers", "temperature", "--log-disable"], port)
 
 
