@@ -148,6 +148,8 @@ class GpuExecutor:
         with torch.cuda.device(self._device):
             step = _Graph(self._model, self._cache, 1, 1, False, False, None).step
             kernels = [*kernel_code.noted(step), *self._model.gpu.kernels(self._cache), *PROMPT_KERNELS]
+            del step
+            torch.cuda.empty_cache()  # the memory of those steps
             units = kernel_code.missing(kernels, *torch.cuda.get_device_capability(self._device))
             if not units:
                 return
