@@ -5,9 +5,9 @@ A decode step reads every weight that the token uses, and takes each out of its 
     step = (memory**4 + unpacking**4)**(1/4) + layers * LAYER_US + STEP_US + what attention reads of the cache
 
 memory: bytes over READ_SHARE of the card's bandwidth. unpacking: weights over multiprocessors * clock * WEIGHTS_PER_CLOCK. The constants
-give the nine rows of `MEASURED`, from two cards with the same multiprocessors and different memory, within 8 % (a test holds that). Prefill is
-fitted to prompts of 100 to 2048 tokens of Llama-2-7B on an H200. Below compute capability 9.0 other kernels run, of which there is no
-measurement: take those lines as upper bounds.
+give the nine rows of `MEASURED`, from two cards with the same multiprocessors and different memory, within 8 % (a test holds that).
+Prefill is fitted to prompts of 100 to 2048 tokens of Llama-2-7B on an H200. Below compute capability 9.0 other kernels run, which
+nobody has timed: take those lines as upper bounds.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ MEASURED = (
     ("h200", "llama2-70b", 2.55, 132.9), ("h100", "tinyllama", 4.0, 2134.5), ("h100", "tinyllama", 3.0, 2148.6),
     ("h100", "llama2-7b", 4.0, 676.9), ("h100", "llama3-8b", 4.0, 565.5),
 )  # fmt: skip
-"""Card, shape of benchmarks/make_random_model.py, bits per weight, tokens a second: batch 1, context 128 (RESULTS.md, log/2026-11-25.md)."""
+"""Card, shape of benchmarks/make_random_model.py, bits per weight, tokens/s: batch 1, context 128 (RESULTS.md, log/2026-11-25.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What a decoded token costs on any card: layers, weights it uses, their bytes, bytes of the cache per token of context."""
+    """What a decoded token costs on any card: layers, weights it uses, their bytes, cache bytes per token of context."""
 
     layers: int
     weights: float
@@ -204,6 +204,6 @@ def table(predictions: list[Prediction]) -> str:
     return "\n".join([
         *lines,
         "",
-        f"tok/s of one sequence: decode after {predictions[0].context} tokens, prefill of {PROMPT}. Predicted from bytes, weights and clocks,",
-        f"not measured; the constants are fitted to H100 and H200 ({checked}).",
+        f"tok/s of one sequence: decode after {predictions[0].context} tokens, prefill of {PROMPT}. Predicted from bytes, weights,",
+        f"clocks, not measured; the constants are fitted to H100 and H200 ({checked}).",
     ])  # fmt: skip
