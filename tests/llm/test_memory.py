@@ -133,7 +133,8 @@ def test_plan_is_what_load_takes_on_a_gpu(shape, script, tmp_path_factory):
         print(shape, words)
         after = parts["weights"] + parts["cache"] + parts["rounding"]
         good = parts["cache"] == found["cache"] and 0 <= parts["weights"] - found["weights"] < 0.005 * found["weights"]
-        good = good and after == found["reserved"] and after == pytest.approx(found["loaded"], rel=0.02)
+        kept = found["reserved"] - after  # the workspace of a step of one token
+        good = good and 0 <= kept <= 0.1 * parts["work"] and found["reserved"] == pytest.approx(found["loaded"], rel=0.02)
         if not good or found["total"] != pytest.approx(found["peak"], rel=0.02, abs=64 * 2**20):
             wrong.append(words)
     assert not wrong, "\n".join(wrong)
