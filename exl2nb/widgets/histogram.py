@@ -53,6 +53,7 @@ class WeightHistogram(ExlWidget):
     _esm = static.STATIC / "histogram.js"
     _css = static.STATIC / "histogram.css"
     _state_keys: ClassVar[tuple[str, ...]] = tuple(WeightHistogramState.__annotations__)
+    _picture_key = "How often each code is used, one histogram per model."
 
     layer = t.Int(0).tag(sync=True, option=True)
     matrix = t.Unicode("").tag(sync=True, option=True)
@@ -183,7 +184,7 @@ class WeightHistogram(ExlWidget):
         caption = html.escape(f"layer {self.layer} {self.matrix}, row {self.row}")
         return f'<table style="font-size:12px"><caption>{caption}</caption><tr>{head}</tr>{rows}</table>'
 
-    def _picture(self) -> bytes | None:
+    def _picture(self) -> static.Pixels | None:
         if not self._groups:
             return None
         pixels: list[list[static.RGB]] = []
@@ -194,7 +195,7 @@ class WeightHistogram(ExlWidget):
                 line = [colour(float(one["bits"])) if height >= y else (255, 255, 255) for height in heights]
                 pixels.append([dot for dot in line for _ in range(4)])
             pixels += [[(200, 200, 200)] * (4 * BINS)] + [[(255, 255, 255)] * (4 * BINS)] * 5
-        return static.png(pixels)
+        return pixels
 
 
 def _opened(sources: Any, original: Any) -> tuple[dict[str, Weights], str]:

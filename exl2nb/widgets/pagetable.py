@@ -146,8 +146,8 @@ def _square(page: int, cell: Sequence[Any]) -> str:
     return f'<span title="{html.escape(title)}" style="{style}">{"+".join(map(str, owners[:2]))}</span>'
 
 
-def frame_picture(frame: PageFrame, *, columns: int = 32) -> bytes:
-    """PNG: a square per page, filled as far as the page is."""
+def frame_picture(frame: PageFrame, *, columns: int = 32) -> static.Pixels:
+    """A square per page, filled as far as the page is."""
     side = 12
     cells = frame["pages"]
     rows: list[list[static.RGB]] = []
@@ -160,7 +160,7 @@ def frame_picture(frame: PageFrame, *, columns: int = 32) -> bytes:
                 dots += [colour(cell) if full else FREE] * (side - 1) + [(255, 255, 255)]
             rows.append(dots + [(255, 255, 255)] * (side * (columns - len(line))))
         rows.append([(255, 255, 255)] * (side * columns))
-    return static.png(rows)
+    return rows
 
 
 MOST_FRAMES = 1000
@@ -198,6 +198,7 @@ class PageTable(ExlWidget):
     _esm = static.STATIC / "pagetable.js"
     _css = static.STATIC / "pagetable.css"
     _state_keys: ClassVar[tuple[str, ...]] = tuple(PageTableState.__annotations__)
+    _picture_key = "A square per page, filled as far as it is used, in the colour of its request."
 
     _background = Background("PageTable")  # never begun: what `close` finds where the arguments did not fit the constructor
     title = t.Unicode("").tag(sync=True, option=True)
@@ -372,7 +373,7 @@ class PageTable(ExlWidget):
     def _static_body(self) -> str:
         return frame_table(self.shown, self.title)
 
-    def _picture(self) -> bytes | None:
+    def _picture(self) -> static.Pixels | None:
         return frame_picture(self.shown)
 
 

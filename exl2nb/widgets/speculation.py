@@ -57,6 +57,7 @@ class Speculation(ExlWidget):
     _esm = static.STATIC / "speculation.js"
     _css = static.STATIC / "speculation.css"
     _state_keys: ClassVar[tuple[str, ...]] = tuple(SpeculationState.__annotations__)
+    _picture_key = "Green: accepted draft tokens; blue: forced by a grammar; red: drawn again."
 
     title = t.Unicode("").tag(sync=True, option=True)
     _prompt = t.Unicode("").tag(sync=True)
@@ -111,20 +112,8 @@ class Speculation(ExlWidget):
         body = f'<div style="white-space:pre-wrap;line-height:1.7">{"".join(parts)}</div>'
         return f'<b>{html.escape(self.title)}</b>{body}<div style="font-size:12px">{key}</div>'
 
-    def _picture(self) -> bytes | None:
-        columns = 96
-        rows: list[list[static.RGB]] = [[]]
-        for token in self._tokens:
-            for character in str(token[0]):
-                if character == "\n" or len(rows[-1]) == columns:
-                    rows.append([])
-                if character != "\n":
-                    rows[-1].append((255, 255, 255) if character == " " else _TINTS[str(token[2])][1])
-        pixels: list[list[static.RGB]] = []
-        for row in rows[:80]:
-            line = [dot for dot in [*row, *[(255, 255, 255)] * (columns - len(row))] for _ in range(4)]
-            pixels += [line] * 6 + [[(255, 255, 255)] * len(line)] * 2
-        return static.png(pixels)
+    def _picture(self) -> static.Pixels | None:
+        return static.text_pixels((character, _TINTS[str(token[2])][1]) for token in self._tokens for character in str(token[0]))
 
 
 def spec_tokens(done: Any, tokenizer: Any = None) -> list[SpecToken]:
