@@ -498,4 +498,4 @@ def images_html(images: Sequence[str] | None) -> str:
 
 def calls_html(calls: Sequence[str]) -> str:
     """Calls of functions, one under the other."""
-    return "".join([f"<div>Calls <code>{html.escape(call)}</code></div>" for call in calls])
+    return "".join([f"<div>Tool calls <code>{html.escape(call)}</code></div>" for call in calls])

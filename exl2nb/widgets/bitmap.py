@@ -61,7 +61,7 @@ class BitMap(ExlWidget):
         grid, against = self.grid, {(c.matrix, c.layer): c.bpw for c in self.other.cells} if self.other else {}
         metrics = [*grid.metrics, *(["difference"] if self.other else [])]
         if self.metric not in metrics:
-            raise OptionError(f"BitMap: metric is {self.metric!r}, which this source does not tell; expected one of {', '.join(metrics)}")
+            raise OptionError(f"BitMap: metric is {self.metric!r}, which this source does not have; expected one of {', '.join(metrics)}")
         with self.hold_sync():
             self.title = self.title or grid.title
             self._metrics, self._matrices, self._layers = metrics, list(grid.matrices), list(grid.layers)

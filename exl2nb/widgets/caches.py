@@ -432,7 +432,7 @@ class CacheExplorer(BackgroundWidget):
         for mode in self._run_modes or self.modes:
             tokens, kind = found.get(mode, []), kinds.get(mode)
             mean = columns.mean_kl(tokens)
-            note = "" if kind is None else f"{kind.note}, {kind.token_bytes:,} bytes a token"
+            note = "" if kind is None else f"{kind.note}, {kind.token_bytes:,} bytes per token"
             note += "" if mean is None else f", mean KL {mean:.3g}"
             shown.append(columns.column_html(mode.upper(), note, tokens, columns.first_difference(base, tokens)))
         prompt = html.escape(self._run_prompt or self.prompt)

@@ -146,7 +146,7 @@ class Run:
             llm.close()
 
     def _answer(self, cell: int, entrant: Entrant, llm: Any, reference: Any, prompt: str, stop: threading.Event) -> None:
-        self._listener.stage(f"{entrant.label}: writing")
+        self._listener.stage(f"{entrant.label}: generating")
         ids: list[int] = []
         stream = llm.stream(prompt, **{**self._settings, **entrant.settings})
         watch = _Watch()
@@ -321,7 +321,7 @@ class Compare(BackgroundWidget):
             prompts: replace those there are; None keeps them.
 
         Raises:
-            OptionError: there is no model, or no prompt. GenerationError: a run is going on.
+            OptionError: there is no model, or no prompt. GenerationError: a run is in progress.
         """
         if not self.entrants:
             raise OptionError("Compare: no model is attached; make it with Compare({'one': llm, 'other': small})")

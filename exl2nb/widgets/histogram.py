@@ -128,7 +128,7 @@ class WeightHistogram(ExlWidget):
         """The page asks for a place; a row past the end of another matrix means its last one."""
         layer, matrix, row = message.get("layer"), message.get("matrix"), message.get("row")
         if not (isinstance(layer, int) and isinstance(matrix, str) and isinstance(row, int)):
-            raise OptionError("WeightHistogram: the page sent a place that is none; reload it")
+            raise OptionError("WeightHistogram: the page sent an invalid place; reload it")
         names = self._keys.get(layer, {})
         matrix = matrix if matrix in names else next(iter(names), "")
         rows = next(iter(self.weights.values())).slices(names[matrix]).in_features if names else 1

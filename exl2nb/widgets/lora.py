@@ -152,7 +152,7 @@ class LoraExplorer(InsideWidget):
     def _receive_scale(self, message: Mapping[str, Any]) -> None:
         scale = message.get("scale")
         if isinstance(scale, bool) or not isinstance(scale, (int, float)):
-            raise OptionError("LoraExplorer: the page sent a scale that is none; reload it")
+            raise OptionError("LoraExplorer: the page sent an invalid scale; reload it")
         self.scale = float(scale)
         if not self._background.alive:
             self.start()
@@ -205,7 +205,7 @@ class LoraExplorer(InsideWidget):
         head = "".join(f"<th>{'outside' if layer < 0 else layer}</th>" for layer in layers)
         lines = [(matrix, "".join(_cell(cells.get((layer, matrix))) for layer in layers)) for matrix in shown["matrices"]]
         rows = "".join(f"<tr><th style='text-align:left'>{html.escape(matrix)}</th>{line}</tr>" for matrix, line in lines)
-        title = f"{html.escape(shown['name'])}: norm of the change against the matrix's, per cent, at scale 1"
+        title = f"{html.escape(shown['name'])}: norm of the change relative to the matrix, %, at scale 1"
         table = f"<caption>{title}</caption><thead><tr><th>layer</th>{head}</tr></thead><tbody>{rows}</tbody>"
         answers = {"model alone": shown["base"], f"with the adapter at {shown['scale']:g}": shown["adapted"]}
         texts = "".join(_text(name, tokens) for name, tokens in answers.items())

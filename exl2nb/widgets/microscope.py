@@ -177,7 +177,7 @@ class SamplerMicroscope(ExlWidget):
     def _receive_sample(self, message: Mapping[str, Any]) -> None:
         at, changes = message.get("at"), message.get("settings")
         if not isinstance(at, int) or not isinstance(changes, dict) or not all(name in (*SLIDERS, "seed") for name in changes):
-            raise OptionError("SamplerMicroscope: the page sent settings that are none; reload it")
+            raise OptionError("SamplerMicroscope: the page sent invalid settings; reload it")
         whole = {name: int(value) if name in (*INTEGERS, "seed") and _is_whole(value) else value for name, value in changes.items()}
         self._show(min(max(at, 0), len(self.replay) - 1), replace(self.params, **whole))
 

@@ -91,7 +91,7 @@ def _plain(source: Mapping[str, Any], label: str) -> PageFrame:
     except (KeyError, TypeError, ValueError) as error:
         raise OptionError(f"PageTable: a frame of plain data is not one ({error}); expected what `PageTable.frames` holds") from error
     if any(cell.state not in ("free", "cached", "used") for cell in cells):
-        raise OptionError("PageTable: a page has a state that is none; expected 'free', 'cached' or 'used'")
+        raise OptionError("PageTable: a page has an unknown state; expected 'free', 'cached' or 'used'")
     return frame
 
 
@@ -333,7 +333,7 @@ class PageTable(ExlWidget):
     def _receive_frame(self, message: Mapping[str, Any]) -> None:
         frame, live = message.get("frame"), message.get("live")
         if not isinstance(frame, int) or not isinstance(live, bool):
-            raise OptionError("PageTable: the page sent a frame that is none; reload it")
+            raise OptionError("PageTable: the page sent an invalid frame; reload it")
         if live and not self.live:
             self.start()
         elif not live and self.live:

@@ -203,7 +203,7 @@ class Playground(ExlWidget, ChatMode, SamplerTraits):
 
         Raises:
             OptionError: there is no model, or a setting is out of range.
-            GenerationError: a run is going on.
+            GenerationError: a run is in progress.
         """
         if self.chat:
             return self.say(self.prompt if prompt is None else prompt)

@@ -77,7 +77,7 @@ class ProgressView(ExlWidget):
             if over or event.stage != self.stage or self.status != "running" or time.monotonic() - self._last >= UPDATE_S:
                 self._show(event, over)
         if self._cancelled.is_set() and not over:
-            raise Interrupted(f"{self.title or event.stage}: cancelled; run it again to go on from what was saved, if anything was")
+            raise Interrupted(f"{self.title or event.stage}: cancelled; run it again to resume from what was saved")
 
     def cancel(self) -> None:
         """Make the work stop at its next event. Returns at once."""

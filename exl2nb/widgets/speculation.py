@@ -57,7 +57,7 @@ class Speculation(ExlWidget):
     _esm = static.STATIC / "speculation.js"
     _css = static.STATIC / "speculation.css"
     _state_keys: ClassVar[tuple[str, ...]] = tuple(SpeculationState.__annotations__)
-    _picture_key = "Green: accepted draft tokens; blue: forced by a grammar; red: drawn again."
+    _picture_key = "Green: accepted draft tokens; blue: forced by a grammar; red: resampled after a banned text."
 
     title = t.Unicode("").tag(sync=True, option=True)
     _prompt = t.Unicode("").tag(sync=True)
@@ -72,7 +72,7 @@ class Speculation(ExlWidget):
             tokenizer = source.tokenizer
             done, plain = _answers(source, prompt, plain, options)
         elif options:
-            raise OptionError(f"Speculation: got {', '.join(options)} for an answer that is there; they are options of an LLM's answer")
+            raise OptionError(f"Speculation: got {', '.join(options)} with a finished answer; they apply when an LLM generates one")
         else:
             done = source
         if not hasattr(done, "tokens") or not hasattr(done, "speculation"):
@@ -144,7 +144,7 @@ def words(stats: SpecStats) -> str:
     rate = stats["accepted"] / stats["proposed"] if stats["proposed"] else 0.0
     per_pass = (passes + stats["accepted"]) / passes if passes else 1.0
     plain = stats["plain_tps"]
-    gain = f"; {stats['tps']:.0f} tokens a second, {plain:.0f} without" if plain else ""
+    gain = f"; {stats['tps']:.0f} tok/s, {plain:.0f} tok/s without speculation" if plain else ""
     return f"{stats['accepted']} of {stats['proposed']} draft tokens accepted ({rate:.0%}), {per_pass:.2f} tokens per pass{gain}"
 
 

@@ -44,7 +44,7 @@ def token_html(items: Sequence[Sequence[Any]], prompt: str = "") -> str:
         style = f"background:{_TINTS[surprise(prob)]};border-radius:2px"
         if rank is not None and rank > 1:
             style += ";text-decoration:underline dotted"
-        title = "" if prob is None else f"{percent(prob)}, choice no. {rank}" if rank is not None else percent(prob)
+        title = "" if prob is None else f"{percent(prob)}, rank {rank}" if rank is not None else percent(prob)
         others = ", ".join(f"{other!r} {percent(p)}" for other, p in top[:3])
         title += f"; top choices: {others}" if others else ""
         parts.append(f'<span style="{style}" title="{html.escape(title, quote=True)}">{html.escape(text)}</span>')

@@ -229,7 +229,7 @@ class WeightBrowser(ExlWidget):
         layer, matrix = message.get("layer"), message.get("matrix")
         group, unit, column = (message.get(name) for name in ("group", "unit", "column"))
         if not (isinstance(layer, int) and isinstance(matrix, str) and all(isinstance(n, int) for n in (group, unit, column))):
-            raise OptionError("WeightBrowser: the page sent a place that is none; reload it")
+            raise OptionError("WeightBrowser: the page sent an invalid place; reload it")
         key = self._key_of(layer, matrix if matrix in self._keys.get(layer, {}) else "")
         slices = self.weights.slices(key)
         group = _inside(group, len(slices.groups))

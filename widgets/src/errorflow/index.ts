@@ -146,7 +146,7 @@ class ErrorFlowView extends InsideView<ErrorFlowState> {
     const { result, at } = this;
     const [row, layer] = [Math.floor(index / Math.max(1, result.layers)), index % Math.max(1, result.layers)];
     const value = result.errors[at]?.[row]?.[layer] ?? null;
-    const label = `layer ${layer}, ${result.rows[row]}: ${value === null ? "not there" : share(value)}`;
+    const label = `layer ${layer}, ${result.rows[row]}: ${value === null ? "not in this layer" : share(value)}`;
     if (value === null) return { text: "", colour: null, label };
     return { text: (100 * value).toFixed(value < 0.0995 ? 1 : 0), colour: shade(value / this.most), label };
   }

@@ -106,9 +106,9 @@ class LoraView extends InsideView<LoraExplorerState> {
     this.number.textContent = scale.toFixed(2);
     setAttributes(this.slider, { "aria-valuetext": `scale ${scale.toFixed(2)}` });
     const { mean, same } = summary(result.adapted);
-    const measured = mean === null ? "" : `mean KL ${klText(mean)}, ${Math.round(100 * (same ?? 0))} % the model's own choice`;
+    const measured = mean === null ? "" : `mean KL ${klText(mean)}, top-1 agreement ${Math.round(100 * (same ?? 0))} %`;
     const waits = this.able && (this.bar.running || this.wish !== null);
-    const said = waits ? "writing…" : measured;
+    const said = waits ? "generating…" : measured;
     if (this.figures.textContent !== said) this.figures.textContent = said;
     this.most.textContent = `${(100 * this.largest * Math.abs(scale)).toFixed(1)} % at this scale`;
   }
@@ -163,7 +163,7 @@ class LoraView extends InsideView<LoraExplorerState> {
   private picture(): string {
     const { name, matrices, layers, cells } = this.result;
     const places = cells.map(([layer, matrix]) => ({ layer, matrix }));
-    return mapSvg(`${name}: change of every matrix, per cent of its norm`, matrices, layers, places, (index) => this.paint(index));
+    return mapSvg(`${name}: change of each matrix, % of its norm`, matrices, layers, places, (index) => this.paint(index));
   }
 }
 
