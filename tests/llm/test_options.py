@@ -48,7 +48,7 @@ def test_nothing_takes_nameless_options():
     for function in (ex.demo, ex.convert, ex.measure, ex.sweep, LLM.load, LLM.render, LLM.conversation, Conversation):
         assert all(one.kind is not inspect.Parameter.VAR_KEYWORD for one in inspect.signature(function).parameters.values()), function
     with pytest.raises(OptionError, match="continue_final_message"):
-        Conversation(SimpleNamespace(), **{"continue_final_message": True})
+        Conversation(SimpleNamespace(), continue_final_message=True)  # pyright: ignore[reportCallIssue]
     assert "continue_final_message" not in inspect.signature(LLM.conversation).parameters
 
 

@@ -22,7 +22,7 @@ class LoraView extends InsideView<LoraExplorerState> {
     "Norm of the change relative to the matrix: matrices down, layers across",
   );
   private readonly scroll = h("div", { class: "exl2nb-grid-scroll" }, this.grid.element);
-  private readonly ramp = h("span", { class: "exl2nb-scale", "aria-hidden": "true" });
+  private readonly ramp = h("span", { class: "exl2nb-inside-ramp", "aria-hidden": "true" });
   private readonly most = h("span", { class: "exl2nb-muted" });
   private readonly slider = h("input", { type: "range", class: "exl2nb-range", min: LOW, max: HIGH, step: STEP, id: uniqueId("scale") });
   private readonly number = h("span", { class: "exl2nb-lora-number", "aria-hidden": "true" });
@@ -36,7 +36,7 @@ class LoraView extends InsideView<LoraExplorerState> {
 
   constructor(widget: State<LoraExplorerState>) {
     super(widget, "lora", "LoRA adapter", "Generate");
-    const legend = h("div", { class: "exl2nb-inside-right" }, h("span", { class: "exl2nb-muted" }, "0"), this.ramp, this.most);
+    const legend = h("div", { class: "exl2nb-inside-legend" }, h("span", { class: "exl2nb-muted" }, "0"), this.ramp, this.most);
     const map = this.part(h("h4", {}, "Change of each matrix, % of its norm"), this.scroll, legend, this.line);
     const label = h("label", { for: this.slider.id }, "Scale");
     const scale = h("div", { class: "exl2nb-lora-slider" }, label, this.slider, this.number, this.figures);
@@ -124,7 +124,7 @@ class LoraView extends InsideView<LoraExplorerState> {
     });
     group.views.forEach((view, i) => {
       view.head.append(h("b", {}, view.name));
-      view.foot.textContent = i ? "tinted by the KL of the model alone against it" : "";
+      view.foot.textContent = i ? "coloured by its KL to the model alone" : "";
     });
     this.answers.replaceChildren(group.element);
     group.draw(tokens, [-1, firstDifference(result.base, result.adapted, true)]);
