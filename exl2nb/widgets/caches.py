@@ -129,10 +129,10 @@ _PLAIN = ("modes", "prompt", "max_tokens", "free", "kinds", "tokens", "needle", 
 
 
 class CacheExplorer(BackgroundWidget):
-    """Read and continue one prompt under several cache modes, and see token by token what the fewer bits change.
+    """Read and continue one prompt under several cache modes, and see token by token what fewer bits change.
 
-    Every mode writes its own most likely continuation. Beside it runs an FP16 cache that reads the same tokens, so each token has a KL:
-    how far the mode's probabilities are from what FP16 would have said at that place, in nats. "Run needle test" puts a fact into filler
+    Every mode decodes greedily. Beside it an FP16 cache reads the same tokens, so each token has a KL:
+    how far the mode's probabilities are from those of FP16 at that position, in nats. "Run needle test" puts a fact into filler
     text at several depths and asks for it; what counts is the probability of the right answer, with each cache and without the fact.
 
     Args:
@@ -215,7 +215,7 @@ class CacheExplorer(BackgroundWidget):
     # ---- running ----
 
     def start(self, prompt: str | None = None) -> CacheExplorer:
-        """Begin to write under each mode, one after the other, and return at once.
+        """Begin to generate under each mode, one after the other, and return at once.
 
         Raises:
             OptionError: no model, or a number out of range. GenerationError: something runs already.

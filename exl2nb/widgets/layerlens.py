@@ -25,7 +25,7 @@ _PICTURE_PX = 8
 
 
 class LayerLens(InsideWidget):
-    """The logit lens: the model's head on the residual stream after every layer, so one sees the answer form, at each bitrate.
+    """The logit lens: the model's head on the residual stream after every layer, to see the answer form, at each bitrate.
 
     The map has layers up and tokens across; its colour is the KL between the reference and another model at the same depth. For the chosen
     token the curves show the probability of the token that the reference finds most likely in the end, and the table the best three

@@ -34,7 +34,7 @@ _PICTURE_PX = 10
 class LoraExplorer(InsideWidget):
     """A map of the matrices with the norm of the change against the matrix's own, and one answer without and with the adapter.
 
-    The slider sets the adapter's scale; the answer is written again, greedily, beside the model's own, and every token is tinted by the KL
+    The slider sets the adapter's scale; the answer is regenerated greedily beside the model's own, and every token is coloured by the KL
     between the two, KL(model || with the adapter), given the text so far.
 
     Args:
@@ -158,7 +158,7 @@ class LoraExplorer(InsideWidget):
             self.start()
 
     def at(self, scale: float) -> LoraExplorer:
-        """Move the slider and write the answer again; returns when it is there.
+        """Set the scale and regenerate the answer; returns when it is done.
 
         Raises:
             OptionError: a scale out of range, or no model is attached.

@@ -24,7 +24,7 @@ BAR_PX = 480
 class MemoryPlan(ExlWidget):
     """A stacked bar of weights, cache, activations, graphs and logits against the memory that is free.
 
-    Context, number of texts, cache mode and free memory can be changed in the page, which answers without the kernel; from Python the same
+    Context, number of sequences, cache mode and free memory can be changed in the page, which answers without the kernel; from Python the same
     are traits, and `plan` is the `exl2nb.MemoryPlan` of what is shown.
 
     Args:

@@ -292,11 +292,11 @@ class PageTable(ExlWidget):
         return self
 
     def stop(self) -> None:
-        """End watching."""
+        """Stop watching."""
         self._background.stop()
 
     def wait(self, timeout: float | None = None) -> PageTable:
-        """Wait until it watches no more. An interrupt ends it."""
+        """Wait until it stops watching. An interrupt ends it."""
         self._background.wait(timeout)
         self._refresh_static()
         return self

@@ -123,7 +123,7 @@ class Playground(ExlWidget, ChatMode, SamplerTraits):
 
     Traits, also keywords (synced with the page both ways):
         prompt: text to continue. Default "".
-        max_tokens: most tokens of one run. Default 128.
+        max_tokens: largest number of tokens in one run. Default 128.
         temperature, top_k, top_p, min_p, repetition_penalty, seed: as in `SamplingParams`. Default 0.8, 0, 0.95, 0, 1, None.
         typical_p, xtc_probability, dry_multiplier, mirostat and every other number or switch of `SamplingParams`, neutral by default.
         view: "probability" or "rank", which tints the tokens, or "plain". Default "probability".

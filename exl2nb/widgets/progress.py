@@ -25,7 +25,7 @@ _STATUS = {"done": "done", "cancelled": "stopped", "error": "error"}
 class ProgressView(ExlWidget):
     """Shows `Progress` events; give it as `progress=` to anything long.
 
-    It stays on one line, whatever number of stages passes through it, and leaves one finished line behind. Stop makes the next event
+    It stays on one line, however many stages pass through it, and leaves one finished line behind. Stop makes the next event
     raise `Interrupted` in the work itself, which ends there in an orderly way. As a context manager it covers several stages as one work.
 
     Args:

@@ -32,8 +32,8 @@ _TINTS: dict[str, tuple[str, static.RGB]] = {
 class Speculation(ExlWidget):
     """An answer with its draft tokens: the accepted ones marked, the rejected ones struck through.
 
-    Each pass of the model decides a run of guesses at once, and then one token of its own; runs are what speculation gains. Guesses come
-    from a draft model or from the text itself (`speculation="ngram"`); they change the speed, never the text.
+    Each pass of the model verifies a run of draft tokens and then draws one token of its own: the longer the runs, the faster. Draft tokens
+    come from a draft model or from the text itself (`speculation="ngram"`); they change the speed, never the text.
 
     Args:
         source: an `LLM`, which continues `prompt` twice, with and without speculation; or a completion made with speculation.
