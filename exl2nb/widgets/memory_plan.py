@@ -24,8 +24,8 @@ BAR_PX = 480
 class MemoryPlan(ExlWidget):
     """A stacked bar of weights, cache, activations, graphs and logits against the memory that is free.
 
-    Context, number of sequences, cache mode and free memory can be changed in the page, which answers without the kernel; from Python the same
-    are traits, and `plan` is the `exl2nb.MemoryPlan` of what is shown.
+    Context, number of sequences, cache mode and free memory can be changed in the page, which answers without the kernel; from Python the
+    same are traits, and `plan` is the `exl2nb.MemoryPlan` of what is shown.
 
     Args:
         source: a model directory or hub id (headers are read, weights are not), a loaded model, the result of `exl2nb.plan`, or plain data

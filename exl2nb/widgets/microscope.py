@@ -35,7 +35,7 @@ MOST_TEXT = 4000  # characters of the prompt that travel
 
 
 class SamplerMicroscope(ExlWidget):
-    """What the samplers do to the model's choice, step by step: how many tokens survive each, their probability mass, and which one is drawn.
+    """What the samplers do to the model's choice, step by step: how many tokens survive each, their probability, and which one is drawn.
 
     Runs the chain of `exl2nb.sampling.explain`, the same that generation runs: with the settings and the seed of an answer it draws the
     tokens of the answer. Sliders change the settings of this one choice; the text before it stays.
