@@ -119,7 +119,6 @@ def test_no_representation_waits_for_the_gpu():
         torch.cuda.set_sync_debug_mode("error")
         try:
             for thing in held.values():
-                thing._repr_html_()
-                repr(thing)
+                assert thing._repr_html_() and repr(thing)
         finally:
             torch.cuda.set_sync_debug_mode("default")

@@ -30,12 +30,14 @@ BUILD = ROOT / "build" / "sanitize"
 FLAGS = {"address": "address,undefined", "thread": "thread"}
 RUNTIME = {"address": "libasan.so", "thread": "libtsan.so"}
 SUITES = ("ops", "model", "generator")
-FOREIGN = (
+FOREIGN = (  # a pattern that two loaded libraries match ends the process
     "libtorch_cpu.so",
     "libtorch_python.so",
     "libtorch.so",
     "libc10.so",
-    "libgomp*.so",
+    "torch/lib/libgomp*.so",
+    "sentencepiece.libs/libgomp*.so",
+    "scikit_learn.libs/libgomp*.so",
     "libopenblas*.so",
     "libmkl*.so",
     "_multiarray_umath*.so",

@@ -5,6 +5,8 @@
 racecheck follows persistent chains and stream-K only where EXL2NB_KERNEL_OPTIONS has -DEXL2NB_EVERY_LANE_ARRIVES, as in `make sanitize`;
 else it reports handovers there that are ordered (benchmarks/cuda/racecheck_patterns.cu).
 
+With four jobs on an H100, 16 cores: memcheck two minutes, racecheck some more; --jobs 9 runs all families at once.
+
 Prints one line a family: the sanitizer's own summary, how many tests ran, seconds. Ends with 1 where it found anything, where a test failed
 or where a family did not come to its end. In memcheck torch's memory cache is off wherever nothing is captured, so that every tensor has
 borders of its own.
@@ -38,8 +40,9 @@ class Family:
 
 FAMILIES = {
     "products": Family(
-        ("ops/test_cuda_weights.py",),
-        "(any_number_of_rows and (all or short)) or stream_k or parts_side or dense_weights or odd_number or (decoded and all)",
+        ("ops/test_cuda_weights.py", "ops/test_cuda_blob.py"),
+        "(any_number_of_rows and (all or short)) or stream_k or parts_side or dense_weights or odd_number or (decoded and all) "
+        "or cuda_blob",
         "(any_number_of_rows and short) or stream_k or parts_side or dense_weights or (decoded and all and 224)",
     ),
     "chains": Family(
@@ -58,11 +61,18 @@ FAMILIES = {
         "mathematics and (order or all or tied or post or dense or shared) and not 60",
         "mathematics and shared and not (60 or alike)",
     ),
+    "adapters": Family(
+        ("model/test_gpu_lora.py",),
+        "(equals and gain and (wide or dense) and (several or slice or prompt)) or (ranks and (17 or 300)) or no_adapter or room",
+        "(equals and gain and wide and several) or (ranks and 300)",
+    ),
     "attention": Family(
         ("ops/test_cuda_attention.py",),
         "(pairs_apart and (80 or 128)) or (head_dims and (q4 or fp16 or q8) and (24 or 64 or 256)) or (holds_the_formats and 80) "
-        "or (gather and k4v8) or (any_length and k16v4) or (several_queries and 8-1-128) or (several_chunks and queries2)",
-        "(pairs_apart and 80 and k4v16) or (head_dims and (q4 or fp16) and 64) or (several_chunks and queries2 and q4)",
+        "or (gather and k4v8) or (any_length and k16v4) or (several_queries and 8-1-128) or (several_chunks and queries2) "
+        "or (norms_and_clip and whole and 48)",
+        "(pairs_apart and 80 and k4v16) or (head_dims and (q4 or fp16) and 64) or (several_chunks and queries2 and q4) "
+        "or (norms_and_clip and whole and 48 and True)",
     ),
     "sampling": Family(("ops/test_cuda_sample.py",), "next_step or (tokens and 4099) or ties", "next_step or (tokens and 4099 and min_p)"),
     "prompts and GPTQ": Family(

@@ -1,17 +1,19 @@
-"""Drive one engine for hours: random requests, interrupts, cancels, cache pressure, speculation and widgets, with invariants at every step.
+"""Drive one engine for hours: random requests, interrupts, cancels, cache pressure, speculation, LoRA, widgets; invariants at every step.
 
     python tools/soak.py [--minutes 60] [--device cpu] [--callers 6] [--seed 0] [--model FOLDER] [--only ACTION ...]
+    setsid python tools/soak.py --minutes 20 --device cuda >soak.out 2>&1 &    # on a GPU, however long a command may take there
 
 Callers on threads of their own each do one thing after another, chosen at random: whole answers with any options, streams that are cut off,
 dropped or cancelled, event loops whose tasks are cancelled, beams, guidance, structures, chats, jobs, scores, wrong options, hooks that
-raise, cache files. The main thread does the same and is interrupted (SIGINT) at random moments. Widgets are started, stopped and asked
-what the page asks. The cache holds a third of what the callers want, so pages are evicted and requests preempted all the time.
+raise, cache files. Requests name one of two adapters or a blend of them; others are loaded, and unloaded while an answer runs. The main
+thread does the same and is interrupted (SIGINT) at random moments. Widgets are started, stopped and asked what the page asks. The cache
+holds a third of what the callers want, so pages are evicted and requests preempted all the time.
 
 After every step: each page's reference count equals its references, free, cached and used pages are disjoint and complete, a published
 page's key is the hash of its tokens. From time to time a text that is known is asked for again and must be the same to the letter. Every
-`--quiet` seconds the callers pause until nothing runs; then no page is held, and threads, file descriptors and resident memory (on a GPU
-its memory, too) are those after the warm-up: memory within 2 %. Prints a JSON line at each pause and one at the end; ends with 1 where
-anything failed.
+`--quiet` seconds the callers pause until nothing runs; then no page is held, and threads, file descriptors and resident memory are those
+after the warm-up, memory within 2 %; on a GPU also what torch has allocated there, and what is used of it as the driver says. Prints a JSON
+line at each pause and one at the end; ends with 1 where anything failed.
 """
 
 from __future__ import annotations
@@ -39,6 +41,8 @@ import exl2nb as ex
 from exl2nb.cache.pages import chain_key
 from exl2nb.core.errors import Exl2Error, OptionError
 from exl2nb.generator.scheduler import Scheduler
+from exl2nb.model.layout import layer_linears
+from exl2nb.model.lora import save_lora
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "tests" / "data" / "demo-exl2-4.0bpw"
@@ -69,6 +73,7 @@ WORDS = (
 )
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 MOST_PROBLEMS = 10
+LORAS: tuple[Any, ...] = (None, "first", "second", {"first": 0.7, "second": 0.3}, {"second": -0.5})
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 8}, "n": {"type": "integer"}}, "required": ["name", "n"]}
 
 
@@ -92,24 +97,16 @@ class _Soak:
         self.paused = [threading.Event() for _ in range(callers + 2)]
         self.folder = tempfile.TemporaryDirectory(prefix="exl2nb-soak-")
         self.beginnings = [" ".join(random.Random(i).choices(WORDS, k=60 + 100 * i)) for i in range(5)]
+        for seed, name in enumerate(("first", "second")):
+            self.llm.loras.load(self.write_lora(name, seed), progress=None)
         self.known = self.known_texts()
+        self.chat(random.Random(0))  # the helper process of templates, and its pipes, are there from the start
         self.step, self.engine.loop.step = self.engine.loop.step, self.checked_step
         self.actions: list[Callable[[random.Random], None]] = [
-            *[self.answer] * 4,
-            *[self.cut_off] * 4,
-            *(
-                self.several,
-                self.known_again,
-                self.known_again,
-                self.beams,
-                self.guided,
-                self.structured,
-                self.chat,
-                self.tasks,
-                self.tasks,
-            ),
-            *(self.job, self.read, self.wrong, self.hook, self.cache_file, self.cache_ask, self.speculate, self.speculate, self.late),
-        ]
+            *[self.answer, self.cut_off] * 4, *[self.known_again, self.tasks, self.speculate] * 2, self.several, self.beams,
+            self.guided, self.structured, self.chat, self.job, self.read, self.wrong, self.hook, self.cache_file, self.cache_ask,
+            self.late, self.adapters,
+        ]  # fmt: skip
 
     # ---- invariants
 
@@ -140,6 +137,8 @@ class _Soak:
         """With nothing running: all pages free; figures of the process."""
         if not self.engine.wait_idle(LEAVE_S):
             raise AssertionError(f"the engine is not idle after {LEAVE_S:.0f} s without callers")
+        self.llm.loras.load(Path(self.folder.name) / "first", name="pause", progress=None)
+        self.llm.loras.unload("pause")  # drops the blends of requests that are through
         self.engine.call(lambda: self.check_pages(self.engine.loop.scheduler, 0))
         table = self.engine.pager.table
         assert table.num_free == table.num_pages, f"{table.num_pages - table.num_free} pages are held by nobody"
@@ -155,8 +154,9 @@ class _Soak:
         if self.engine.cache.device != "cpu":
             import torch
 
+            self.engine.call(torch.cuda.empty_cache)  # what torch keeps for later says nothing about leaks
             free, total = torch.cuda.mem_get_info()
-            figures["gpu_bytes"] = total - free
+            figures |= {"gpu_allocated_bytes": torch.cuda.memory_allocated(), "gpu_used_bytes": total - free}
         return figures
 
     def fail(self, where: str) -> None:
@@ -196,6 +196,7 @@ class _Soak:
             "ignore_eos": lambda: True,
             "priority": lambda: rng.randrange(-3, 4),
             "speculation": lambda: rng.choice(("ngram", "draft", "off")),
+            "lora": lambda: rng.choice(LORAS),
         }
         for name in rng.sample(sorted(every), rng.randrange(6)):
             found[name] = every[name]()
@@ -276,7 +277,7 @@ class _Soak:
     def speculate(self, rng: random.Random) -> None:
         """The same text with and without draft tokens."""
         prompt, seed = self.prompt(rng), rng.randrange(1000)
-        options = {"max_tokens": 40, "seed": seed, "temperature": 0.7}
+        options = {"max_tokens": 40, "seed": seed, "temperature": 0.7, "lora": rng.choice(LORAS)}
         texts = {kind: self.llm.generate(prompt, speculation=kind, **options).text for kind in ("off", rng.choice(("ngram", "draft")))}
         assert len(set(texts.values())) == 1, f"speculation changed a text: {texts}"
         self.counts["compared"] += 1
@@ -284,7 +285,8 @@ class _Soak:
     def known_texts(self) -> list[tuple[str, dict[str, Any], str]]:
         rng, found = random.Random(99), []
         for seed in range(8):
-            prompt, options = self.prompt(rng), {"max_tokens": 40, "temperature": 0.8 * (seed % 2), "seed": seed}
+            prompt = self.prompt(rng)
+            options = {"max_tokens": 40, "temperature": 0.8 * (seed % 2), "seed": seed, "lora": LORAS[seed % len(LORAS)]}
             found.append((prompt, options, self.llm.generate(prompt, **options).text))
         return found
 
@@ -292,6 +294,31 @@ class _Soak:
         prompt, options, text = rng.choice(self.known)
         again = self.llm.generate(prompt, **options).text
         assert again == text, f"a text has changed: {again!r}, before {text!r}"
+        self.counts["compared"] += 1
+
+    def write_lora(self, name: str, seed: int) -> Path:
+        """A random adapter of every matrix."""
+        import torch
+
+        rng, config, rank, pairs = torch.Generator().manual_seed(seed), self.llm.config, 4, {}
+        for layer in range(config.num_layers):
+            for linear in layer_linears(config, layer).values():
+                n, k = linear.shape
+                pairs[linear.key] = (torch.randn(rank, k, generator=rng) * k**-0.5, 0.2 * torch.randn(n, rank, generator=rng))
+        return save_lora(Path(self.folder.name) / name, pairs, alpha=rank)
+
+    def adapters(self, rng: random.Random) -> None:
+        """An adapter is loaded, and unloaded while an answer runs that names it: the text is that of the same adapter of another name."""
+        name, of = f"own-{threading.get_ident()}", rng.choice(("first", "second"))
+        prompt, options = self.prompt(rng), {"max_tokens": 30, "temperature": 0.7, "seed": rng.randrange(1000)}
+        self.llm.loras.load(Path(self.folder.name) / of, name=name, progress=None)
+        try:
+            handle = self.llm.stream(prompt, lora=name, **options)
+            next(iter(handle))
+        finally:
+            self.llm.loras.unload(name)
+        text, other = handle.result().text, self.llm.generate(prompt, lora=of, **options).text
+        assert text == other, f"an adapter that was loaded again: {text!r}, before {other!r}"
         self.counts["compared"] += 1
 
     def read(self, rng: random.Random) -> None:
@@ -346,6 +373,7 @@ class _Soak:
     # ---- threads
 
     def caller(self, number: int) -> None:
+        _own_team()
         rng = random.Random(f"{self.seed} {number}")
         while not self.over.is_set():
             if self.pause.is_set():
@@ -372,6 +400,7 @@ class _Soak:
         from exl2nb.widgets.pagetable import PageTable
         from exl2nb.widgets.playground import Playground
 
+        _own_team()
         rng = random.Random(f"{self.seed} widgets")
         while not self.over.is_set():
             if self.pause.is_set():
@@ -435,6 +464,7 @@ class _Soak:
         threads = [threading.Thread(target=self.caller, args=(i,), name=f"soak-{i}", daemon=True) for i in range(self.callers)]
         second = self.widgets if not only or "widgets" in only else self.caller
         threads.append(threading.Thread(target=second, args=(self.callers,), name="soak-widgets", daemon=True))
+        _own_team()
         for thread in threads:
             thread.start()
         rng, start, pauses, warm, last = random.Random(self.seed), time.monotonic(), 0, {}, {}
@@ -470,6 +500,13 @@ class _Soak:
         self.folder.cleanup()
         minutes = round((time.monotonic() - start) / 60, 1)
         return {"minutes": minutes, "pauses": pauses, "after_warm_up": warm, "at_the_end": last, **self.counts, "problems": self.problems}
+
+
+def _own_team() -> None:
+    """Let OpenMP make the threads that it keeps for every thread whose tensors are large, and not whenever the first large one comes."""
+    import torch
+
+    torch.ones(1 << 20).add_(1)
 
 
 def _pin_allocator() -> None:

@@ -11,7 +11,7 @@ namespace exl2nb::draw {
 namespace {
 
 constexpr double kSlack = 1e-4;  // by which floors stay on the safe side of rounding
-constexpr double kCold = 1e-30;  // temperatures that a float cannot divide by are greedy
+constexpr double kCold = 1e-30;  // temperatures that a float cannot divide by are greedy, and those by which the largest logit overflows
 constexpr int kSorted = 256;     // weights that are sorted as they are; more are told apart by their leading bits first
 constexpr int kShift = 18;       // of a weight's bits: 32 bins an octave
 constexpr int kBins = 127 << (23 - kShift);
@@ -164,7 +164,7 @@ Drawn draw_row(const float* x, const uint32_t* bits, int64_t n, const Settings& 
   if (!(seen.allowed > -INFINITY)) return {-2, NAN, 0, free};
   int64_t token;
   double all = 0;
-  if (s.temperature < kCold) {
+  if (s.temperature < kCold || !std::isfinite(seen.allowed / float(s.temperature))) {
     token = first_of(x, bits, n, seen.allowed, t.most);
   } else {
     t.w.resize((n + kMaxBlock - 1) / kMaxBlock * kMaxBlock);

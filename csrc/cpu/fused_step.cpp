@@ -204,9 +204,11 @@ class FusedStep::Worker {
     const BlobPart &gate = parts(blob)[0], &up = parts(blob)[1];
     const int I = N / 2;
     const int64_t count = shares(gate.tiles);
-    const float* x = prepare(blob, s_.x, M, norm_of(op), count);
+    OwnRows rows{s_.x, norm_of(op)};
+    prepare(blob, rows, M);
     const Output out{s_.columns, N, op.bias, false};
     member_.each(count, [&](int64_t i) {
+      const float* x = own_rows(blob, rows, M);
       const int first = int(gate.tiles * i / count), end = int(gate.tiles * (i + 1) / count);
       const uint8_t* next = after(i, count);
       tiles(blob, gate, x, M, first, end, blob + up.data + first * up.tile_bytes, out);
@@ -236,10 +238,16 @@ class FusedStep::Worker {
   }
 
  private:
-  // Inputs of a product of M rows: normalised on every thread where a part is dense, as codes divided among the threads otherwise, as are
-  // the first halves of the adapters' products.
-  const float* prepare(const uint8_t* blob, const float* x, int M, Norm norm, int64_t tasks) {
+  struct OwnRows {  // of a product; ready: this thread has normalised them
+    const float* x;
+    Norm norm;
+    bool ready = false;
+  };
+  // Inputs of a product of M rows: as codes divided among the threads, as are the first halves of the adapters' products.
+  void prepare(const uint8_t* blob, const OwnRows& rows, int M) {
     const int K = header(blob).K;
+    const float* x = rows.x;
+    const Norm norm = rows.norm;
     if (s_.sizes.codes || changes_)
       member_.each(prepares_rows(blob) ? M : 0, [&](int64_t m) {
         normalize_or_copy(x + m * K, K, norm, padded_, change(m));
@@ -251,8 +259,14 @@ class FusedStep::Worker {
                              c.sum(M) + m * c.k_blocks);
         });
       });
-    if (!norm.weight || !has_dense_part(blob) || member_.over(tasks)) return x;
-    for (int64_t m = 0; m < M; m++) normalize(x + m * K, 1, K, norm, normed_ + m * K, change(m));
+  }
+  // Inputs of the dense parts: each thread normalises them for itself, in its first task, as a task that is not done keeps later ops
+  // from writing to x.
+  const float* own_rows(const uint8_t* blob, OwnRows& rows, int M) {
+    if (!rows.norm.weight || !has_dense_part(blob)) return rows.x;
+    const int K = header(blob).K;
+    for (int64_t m = 0; m < M && !rows.ready; m++) normalize(rows.x + m * K, 1, K, rows.norm, normed_ + m * K, change(m));
+    rows.ready = true;
     return normed_;
   }
   bool prepares_rows(const uint8_t* blob) const { return has_codes(blob) || changes_; }
@@ -295,15 +309,17 @@ class FusedStep::Worker {
   // out (M, N) = or += norm(x) @ matrix + bias, columns divided among the threads.
   void product(const uint8_t* blob, const float* x, int M, Norm norm, const float* bias, float* out, bool add) {
     const int64_t all = tiles_of(blob), count = shares(all);
-    x = prepare(blob, x, M, norm, count);
+    OwnRows rows{x, norm};
+    prepare(blob, rows, M);
     member_.each(count, [&](int64_t i) {
+      const float* in = own_rows(blob, rows, M);
       int64_t first = all * i / count, end = all * (i + 1) / count;
       for (int p = 0; p < header(blob).num_parts; p++) {
         const BlobPart& part = parts(blob)[p];
         if (first < part.tiles && first < end) {
           const Output to{out, header(blob).N, bias, add};
           const int last = int(std::min<int64_t>(end, part.tiles));
-          tiles(blob, part, x, M, int(first), last, end <= part.tiles ? after(i, count) : nullptr, to);
+          tiles(blob, part, in, M, int(first), last, end <= part.tiles ? after(i, count) : nullptr, to);
           change_columns(M, part.first_output + first * kTile, std::min<int64_t>(last * kTile, part.outputs) - first * kTile, to);
         }
         first = std::max<int64_t>(0, first - part.tiles), end -= part.tiles;

@@ -35,7 +35,7 @@ def shown(value: object) -> str:
     """A value in a message: its repr, cut where it is long; whole numbers of thousands of digits have none."""
     try:
         text = repr(value)
-    except Exception:
+    except Exception:  # the caller's object, whose repr may raise anything
         text = f"a {type(value).__name__}"
     return text if len(text) <= 80 else text[:77] + "..."
 

@@ -80,7 +80,7 @@ class Channel:
                 self.waker()
             except RuntimeError:  # the caller's event loop is closed, so nothing reads this any more
                 self.waker, self.cancelled = None, True
-            except Exception:
+            except Exception:  # whatever the caller's function raises must not end the engine's thread
                 self.waker = None
                 logger.exception("on_event of a request failed; it is not called any more")
 

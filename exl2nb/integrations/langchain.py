@@ -80,7 +80,7 @@ class _Loaded(BaseModel):
             if self._own is None:
                 import exl2nb
 
-                load = exl2nb.demo if self.model == "demo" else lambda **options: exl2nb.load(self.model, **options)
+                load: Callable[..., Any] = exl2nb.demo if self.model == "demo" else lambda **options: exl2nb.load(self.model, **options)
                 self._own = load(**{"progress": None, **self.load_options})
             return self._own
 

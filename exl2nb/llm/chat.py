@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from exl2nb.core.errors import ContextOverflow, OptionError
-from exl2nb.core.options import check_flag, shown
+from exl2nb.core.options import check_flag, shown, spelled_out
 from exl2nb.eval.score import token_texts
 from exl2nb.generator.engine import Engine
+from exl2nb.llm.options import DEFAULTS, ConversationOptions
 from exl2nb.llm.pictures import picture_prompt, placed, take_pictures, with_parts
 from exl2nb.llm.requests import STRUCTURES, check_length
 from exl2nb.model.model import Model
@@ -26,6 +27,8 @@ from exl2nb.tokenizer.tokenizer import Tokenizer
 from exl2nb.tokenizer.tools import Tool, tool_format, tools_of
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from exl2nb.llm.conversation import Conversation
     from exl2nb.sampling.replay import Draw
 
@@ -194,14 +197,23 @@ class ChatMixin:
 
             options["structure"] = behind_reasoning(kinds[0], options.pop(kinds[0]), reply, self.tokenizer, vocab_size)
 
-    def render(self, messages: Sequence[Mapping[str, Any]] | str, **options: Any) -> Rendered:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]] | str,
+        *,
+        template: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_options: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> Rendered:
         """The prompt a conversation becomes, token by token, with special tokens marked and warnings.
 
         Warnings: BOS doubled or missing, special tokens inside messages.
 
         Args:
             messages: dicts with "role" and "content", or one text from the user.
-            options: template, tools, template_options, add_generation_prompt, continue_final_message: as for `render_chat`.
+            template, tools, template_options, add_generation_prompt, continue_final_message: as for `render_chat`.
 
         Raises:
             TokenizerError: the model has no chat template, or the template refuses the messages.
@@ -214,9 +226,14 @@ class ChatMixin:
             ([1, 1], 'BOS is doubled:')
         """
         talk = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-        return rendered(self.render_chat(talk, **options), self.tokenizer, talk)
+        text = self.render_chat(
+            talk, template=template, tools=tools, template_options=template_options, add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )  # fmt: skip
+        return rendered(text, self.tokenizer, talk)
 
-    def conversation(self, *, system: str | None = None, **options: Any) -> Conversation:
+    @spelled_out(ConversationOptions, DEFAULTS)
+    def conversation(self, *, system: str | None = None, **options: Unpack[ConversationOptions]) -> Conversation:
         """A conversation with this model: a tree of turns with `say`, `edit`, `regenerate`, `goto`, `save`.
 
         Args:

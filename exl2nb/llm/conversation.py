@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from exl2nb.core.errors import ConfigError, OptionError
 from exl2nb.core.files import read_regular
-from exl2nb.core.options import check_path
+from exl2nb.core.options import check_path, spelled_out
 from exl2nb.generator.handle import Handle
 from exl2nb.generator.request import Chunk, Completion, Request
 from exl2nb.io.atomic import atomic_write
+from exl2nb.llm.options import DEFAULTS, ConversationOptions
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from exl2nb.llm.chat import Rendered
     from exl2nb.llm.model import LLM
 
@@ -199,7 +202,8 @@ class Conversation:
         (4, 2, 'It was a dark night.')
     """
 
-    def __init__(self, llm: LLM, *, system: str | None = None, **options: Any) -> None:
+    @spelled_out(ConversationOptions, DEFAULTS)
+    def __init__(self, llm: LLM, *, system: str | None = None, **options: Unpack[ConversationOptions]) -> None:
         self._llm = llm
         self.options = _checked(options)
         self.tree = Tree()
@@ -498,4 +502,4 @@ def images_html(images: Sequence[str] | None) -> str:
 
 def calls_html(calls: Sequence[str]) -> str:
     """Calls of functions, one under the other."""
-    return "".join([f"<div>Calls <code>{html.escape(call)}</code></div>" for call in calls])
+    return "".join([f"<div>Tool calls <code>{html.escape(call)}</code></div>" for call in calls])

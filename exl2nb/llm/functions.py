@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from exl2nb.cache.modes import parse_mode
 from exl2nb.converter.keywords import DEFAULTS, ConvertOptions
@@ -14,6 +14,7 @@ from exl2nb.core.errors import Exl2Error
 from exl2nb.core.options import check_keywords, check_range, spelled_out
 from exl2nb.core.progress import Sink, showing
 from exl2nb.io.metadata import metadata_folder
+from exl2nb.llm.keywords import LOAD_DEFAULTS, LoadOptions
 from exl2nb.model.inspect import Inspection
 from exl2nb.model.inspect import inspect as inspect_directory
 
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
     from exl2nb.llm.model import LLM
 
 
-def demo(bpw: float | None = None, **options: Any) -> LLM:
+@spelled_out(LoadOptions, LOAD_DEFAULTS)
+def demo(bpw: float | None = None, **options: Unpack[LoadOptions]) -> LLM:
     """Load the small model that comes with the package.
 
     Args:

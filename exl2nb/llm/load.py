@@ -220,7 +220,7 @@ def _fitting(folder: Path, needed: str) -> AbstractContextManager[None]:
     """Too little memory by name."""
     from exl2nb.ops import out_of_memory
 
-    todo = "close other models, take fewer bits per weight, a smaller context= or cache='q4'"
+    todo = "close other models, use fewer bits per weight, a smaller context= or cache='q4'"
     return out_of_memory.naming(f"{folder.name} does not fit", todo, needed=needed)
 
 

@@ -358,7 +358,7 @@ class MemoryPlan:
         if self.fits:
             return f"{sizes}: fits, with memory for {self.longest} tokens of context"
         over = size_text(self.total - self.free)
-        advice = f"try context={self.longest}" if self.longest else "take fewer bits per weight"
+        advice = f"try context={self.longest}" if self.longest else "use fewer bits per weight"
         smaller = "" if self.cache_mode == "q4" else " or cache='q4'"
         return f"{sizes}: {over} too much; {advice}{smaller}"
 

@@ -22,6 +22,7 @@ from exl2nb.generator.scheduler import MAX_CHUNK
 from exl2nb.io.hub import display_name
 from exl2nb.llm.chat import ChatMixin
 from exl2nb.llm.inside import InsideMixin
+from exl2nb.llm.keywords import LOAD_DEFAULTS, LoadOptions
 from exl2nb.llm.loras import Loras
 from exl2nb.llm.options import DEFAULTS, ChatOptions, GenerateOptions, RequestOptions
 from exl2nb.llm.requests import compile_structure, request_of, sample_options
@@ -112,7 +113,8 @@ class LLM(ScoringMixin, InsideMixin, ChatMixin):
         self._finalizer.atexit = False
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], **options: Any) -> LLM:
+    @spelled_out(LoadOptions, LOAD_DEFAULTS)
+    def load(cls, path: str | os.PathLike[str], **options: Unpack[LoadOptions]) -> LLM:
         """The same as `exl2nb.load`."""
         from exl2nb.llm.load import load
 

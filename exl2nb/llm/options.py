@@ -95,16 +95,21 @@ class GenerateOptions(RequestOptions, total=False):
     on_chunk: Callable[[Chunk], object]
 
 
-class ChatOptions(RequestOptions, total=False):
-    """Options of `chat`."""
+class ConversationOptions(RequestOptions, total=False):
+    """Options of `conversation`."""
 
     template: str | None
     tools: Sequence[Mapping[str, Any]]
     template_options: Mapping[str, Any]
     tool_choice: str
     parallel_tool_calls: bool
-    continue_final_message: bool
     reasoning_budget: int
+
+
+class ChatOptions(ConversationOptions, total=False):
+    """Options of `chat`."""
+
+    continue_final_message: bool
 
 
 DEFAULTS: dict[str, Any] = {field.name: field.default for cls in (SamplingParams, Request) for field in fields(cls)}

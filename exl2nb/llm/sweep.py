@@ -19,14 +19,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from exl2nb.cache.modes import parse_mode
+from exl2nb.converter.keywords import DEFAULTS, ConvertOptions
 from exl2nb.core.errors import ConversionError, Exl2Error, OptionError
-from exl2nb.core.options import check_range, shown
+from exl2nb.core.options import check_range, shown, spelled_out
 from exl2nb.core.progress import Meter, Sink, showing
 from exl2nb.core.show import size_text
 from exl2nb.io.atomic import atomic_write
 
 if TYPE_CHECKING:
     import pandas as pd
+    from typing_extensions import Unpack
 
 PLACES = ("local", "ray")
 TRIES = 3  # of a task whose worker is lost
@@ -71,6 +73,7 @@ class Sweep:
         return self.to_frame().drop(columns="directory").to_html(index=False, float_format=lambda value: f"{value:.5g}")
 
 
+@spelled_out(ConvertOptions, DEFAULTS)
 def sweep(
     model: str | os.PathLike[str],
     bpw: Sequence[float],
@@ -83,7 +86,7 @@ def sweep(
     on: str = "local",
     workers: int = 1,
     progress: Sink | Literal["auto"] | None = "auto",
-    **options: Any,
+    **options: Unpack[ConvertOptions],
 ) -> Sweep:
     """Convert a model to several bitrates, and measure each of them with several cache modes.
 

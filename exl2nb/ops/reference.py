@@ -33,7 +33,7 @@ def mask_logits(logits: Tensor, bits: Tensor) -> Tensor:
 
 def draw(z: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, uniform: float) -> int:
     """A token from one row of logits `(V,)`: the best, or where the cumulative probability of what the cuts leave passes `uniform`."""
-    if temperature == 0:
+    if temperature == 0 or not bool((z.max() / temperature).isfinite()):
         return int((z == z.max()).nonzero()[0])
     y = z / temperature
     floor = y.sort().values[len(y) - top_k] if 0 < top_k < len(y) else y.min()

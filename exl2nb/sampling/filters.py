@@ -45,12 +45,12 @@ def smoothing(logits: np.ndarray, factor: float, curve: float = 1.0) -> np.ndarr
 
 
 def temperature(logits: np.ndarray, value: float) -> np.ndarray:
-    """Divide by the temperature `value`, more than 0: below 1 sharpens, above 1 flattens."""
+    """Divide by the temperature `value`, more than 0: below 1 sharpens, above 1 flattens. Where f32 overflows, the largest becomes 0."""
     assert value > 0, value
-    if value >= COLD:
-        return logits / np.float32(value)
     highest = logits.max().astype(np.float64)
-    with np.errstate(over="ignore"):
+    if value >= COLD and abs(highest) / value <= np.finfo(np.float32).max:
+        return logits / np.float32(value)
+    with np.errstate(over="ignore", invalid="ignore"):
         apart = np.where(logits == highest, 0.0, (logits - highest) / value)
     return np.where(np.isneginf(logits), -np.inf, np.maximum(apart, np.finfo(np.float32).min)).astype(np.float32)
 

@@ -264,9 +264,10 @@ def after_draw(token_id: int, logits: np.ndarray, state: SamplerState) -> int:
     for hook in state.params.post_sampling:
         try:
             answer = hook(draw)
-        except Exception:
-            raise
-        except BaseException as error:  # SystemExit and its like: meant for this request, not for the engine's thread
+        except BaseException as error:
+            if isinstance(error, Exception):
+                raise
+            # SystemExit and its like are meant for this request, not for the engine's thread
             raise GenerationError(f"a post_sampling function raised {type(error).__name__}: {error}") from error
         if answer is None:
             continue

@@ -61,6 +61,7 @@ class AttentionView(InsideWidget):
     _esm = static.STATIC / "attention.js"
     _css = static.STATIC / "attention.css"
     _state_keys: ClassVar[tuple[str, ...]] = tuple(AttentionViewState.__annotations__)
+    _picture_key = "The heads of one layer side by side: a row per reading token, a column per token that is read; darker: more attention."
     _empty: ClassVar[Mapping[str, Any]] = {
         **AttentionResult(labels=[], layers=0, heads=0, tokens=0, size=0, names=[], distance=[]),
         "patterns": [],
@@ -251,7 +252,7 @@ class AttentionView(InsideWidget):
             tables.append(f'<table style="font-size:12px"><caption>{caption}</caption><tr><th></th>{head}</tr>{rows}</table>')
         return f'<div style="display:flex;flex-wrap:wrap;gap:12px 24px">{"".join(tables) or html.escape(self._summary())}</div>'
 
-    def _picture(self) -> bytes | None:
+    def _picture(self) -> static.Pixels | None:
         if not self._patterns:
             return None
         heads = _pooled(self._patterns[0][min(max(0, self.layer), len(self._patterns[0]) - 1)], SMALL)[:12]
@@ -262,7 +263,7 @@ class AttentionView(InsideWidget):
             for pattern in heads:
                 line += [dot for value in pattern[y].tolist() for dot in [colour(2 + 6 * value / 255)] * _PICTURE_PX] + gap
             pixels += [line] * _PICTURE_PX
-        return static.png(pixels)
+        return pixels
 
 
 def _bins(tokens: int, size: int) -> list[str]:

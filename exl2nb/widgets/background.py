@@ -24,7 +24,7 @@ class Background:
         error: the error type for that, and for errors other than Exl2Error.
     """
 
-    def __init__(self, owner: str, *, busy: str = "a run is going on", error: type[Exl2Error] = GenerationError) -> None:
+    def __init__(self, owner: str, *, busy: str = "a run is in progress", error: type[Exl2Error] = GenerationError) -> None:
         self._owner, self._busy, self._error = owner, busy, error
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None

@@ -61,6 +61,9 @@ class ExlWidget(anywidget.AnyWidget):
     _state_keys: ClassVar[tuple[str, ...]] = ()
     """Synced traits that an export carries."""
 
+    _picture_key: ClassVar[str] = ""
+    """How to read `_picture`: its rows, columns and colours, in a line under it."""
+
     _more_keywords: ClassVar[tuple[Mapping[str, Any], Mapping[str, Any]]] = ({}, {})
     """Keywords of the constructor that are no traits: their types, and the defaults of those that have one."""
 
@@ -178,8 +181,8 @@ class ExlWidget(anywidget.AnyWidget):
         """Script-free HTML of what the widget shows now."""
         return f"<div>{html.escape(self._summary())}</div>"
 
-    def _picture(self) -> bytes | None:
-        """A small PNG of what the widget shows now."""
+    def _picture(self) -> static.Pixels | None:
+        """What the widget shows now, for places that take pictures only; `_static_bundle` writes its name and state around it."""
         return None
 
     def __repr__(self) -> str:
@@ -195,7 +198,12 @@ class ExlWidget(anywidget.AnyWidget):
     def _static_bundle(self) -> dict[str, Any]:
         picture = self._picture()
         data: dict[str, Any] = {"text/html": static.page(self._static_body(), self._caption()), "text/plain": self._summary()}
-        return data if picture is None else {**data, "image/png": static.base64_png(picture)}
+        if picture is None:
+            return data
+        name, state = type(self).__name__, (self._caption() or self._summary()).partition("\n")[0]
+        if state.startswith(f"{name}("):
+            state = state.removeprefix(f"{name}(").removesuffix(")")
+        return {**data, "image/png": static.base64_png(static.png(static.labelled(picture, name, state, self._picture_key)))}
 
     def _ipython_display_(self) -> None:
         """Show the widget, and beside it a twin without scripts that later states replace (hidden by the style sheet of the live widget).

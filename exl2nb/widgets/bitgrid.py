@@ -217,8 +217,8 @@ def table(grid: BitGrid, title: str = "") -> str:
     )
 
 
-def picture(grid: BitGrid) -> bytes:
-    """PNG: one square per cell, the colours of the table."""
+def picture(grid: BitGrid) -> static.Pixels:
+    """One square per cell, the colours of the table."""
     at = {(cell.matrix, cell.layer): cell.bpw for cell in grid.cells}
     layers: Sequence[int] = grid.layers or (OUTSIDE,)
     rows = []
@@ -231,7 +231,7 @@ def picture(grid: BitGrid) -> bytes:
             dot for value in bits for dot in ([(255, 255, 255) if value is None else colour(value)] * (CELL_PX - 1) + [(255, 255, 255)])
         ]
         rows += [line] * (CELL_PX - 1) + [[(255, 255, 255)] * len(line)]
-    return static.png(rows)
+    return rows
 
 
 def legend(runs: Sequence[Run]) -> str:

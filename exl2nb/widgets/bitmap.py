@@ -42,6 +42,7 @@ class BitMap(ExlWidget):
     _esm = static.STATIC / "bitmap.js"
     _css = static.STATIC / "bitmap.css"
     _state_keys: ClassVar[tuple[str, ...]] = tuple(BitMapState.__annotations__)
+    _picture_key = "A row per matrix, a column per layer; darker: more bits per weight."
 
     title = t.Unicode("").tag(sync=True, option=True)
     metric = t.Enum(("bpw", "error", "share", "difference"), "bpw").tag(sync=True, option=True)
@@ -60,7 +61,7 @@ class BitMap(ExlWidget):
         grid, against = self.grid, {(c.matrix, c.layer): c.bpw for c in self.other.cells} if self.other else {}
         metrics = [*grid.metrics, *(["difference"] if self.other else [])]
         if self.metric not in metrics:
-            raise OptionError(f"BitMap: metric is {self.metric!r}, which this source does not tell; expected one of {', '.join(metrics)}")
+            raise OptionError(f"BitMap: metric is {self.metric!r}, which this source does not have; expected one of {', '.join(metrics)}")
         with self.hold_sync():
             self.title = self.title or grid.title
             self._metrics, self._matrices, self._layers = metrics, list(grid.matrices), list(grid.layers)
@@ -130,5 +131,5 @@ class BitMap(ExlWidget):
     def _static_body(self) -> str:
         return bitgrid.table(self.grid, self.title)
 
-    def _picture(self) -> bytes | None:
+    def _picture(self) -> static.Pixels | None:
         return bitgrid.picture(self.grid)

@@ -129,10 +129,10 @@ _PLAIN = ("modes", "prompt", "max_tokens", "free", "kinds", "tokens", "needle", 
 
 
 class CacheExplorer(BackgroundWidget):
-    """Read and continue one prompt under several cache modes, and see token by token what the fewer bits change.
+    """Read and continue one prompt under several cache modes, and see token by token what fewer bits change.
 
-    Every mode writes its own most likely continuation. Beside it runs an FP16 cache that reads the same tokens, so each token has a KL:
-    how far the mode's probabilities are from what FP16 would have said at that place, in nats. "Run needle test" puts a fact into filler
+    Every mode decodes greedily. Beside it an FP16 cache reads the same tokens, so each token has a KL:
+    how far the mode's probabilities are from those of FP16 at that position, in nats. "Run needle test" puts a fact into filler
     text at several depths and asks for it; what counts is the probability of the right answer, with each cache and without the fact.
 
     Args:
@@ -156,6 +156,7 @@ class CacheExplorer(BackgroundWidget):
     _esm = static.STATIC / "caches.js"
     _css = static.STATIC / "caches.css"
     _state_keys: ClassVar[tuple[str, ...]] = tuple(CachesState.__annotations__)
+    _picture_key = "A band per cache mode, a block per token; redder: larger KL; a black line: the first difference."
 
     prompt = t.Unicode("It was a dark night, and the old man").tag(sync=True, option=True)
     modes = t.List(t.Unicode(), [BASELINE, "q8", "q6", "q4"]).tag(sync=True, option=True)
@@ -214,7 +215,7 @@ class CacheExplorer(BackgroundWidget):
     # ---- running ----
 
     def start(self, prompt: str | None = None) -> CacheExplorer:
-        """Begin to write under each mode, one after the other, and return at once.
+        """Begin to generate under each mode, one after the other, and return at once.
 
         Raises:
             OptionError: no model, or a number out of range. GenerationError: something runs already.
@@ -431,7 +432,7 @@ class CacheExplorer(BackgroundWidget):
         for mode in self._run_modes or self.modes:
             tokens, kind = found.get(mode, []), kinds.get(mode)
             mean = columns.mean_kl(tokens)
-            note = "" if kind is None else f"{kind.note}, {kind.token_bytes:,} bytes a token"
+            note = "" if kind is None else f"{kind.note}, {kind.token_bytes:,} bytes per token"
             note += "" if mean is None else f", mean KL {mean:.3g}"
             shown.append(columns.column_html(mode.upper(), note, tokens, columns.first_difference(base, tokens)))
         prompt = html.escape(self._run_prompt or self.prompt)
@@ -456,7 +457,7 @@ class CacheExplorer(BackgroundWidget):
             f"<tbody>{rows}</tbody></table>{html.escape(self._verdict)}</div>"
         )
 
-    def _picture(self) -> bytes | None:
+    def _picture(self) -> static.Pixels | None:
         rows = list(self.tokens.values())
         return columns.strips(rows, [columns.first_difference(rows[0], row) for row in rows]) if rows else None
 

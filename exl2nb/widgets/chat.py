@@ -84,7 +84,7 @@ class Chat:
         """Go back to the message that an answer belongs to; None: the last answer, or the message that got none."""
         talk = self.conversation
         if number is None and talk.head is None:
-            raise OptionError("again: nothing was said yet; say() something first")
+            raise OptionError("again: there is no message yet; say() something first")
         turn = cast("Turn", talk.head) if number is None else self._turn(number)
         if turn.role == "assistant" and turn.parent is not None:
             self._back = talk.head
@@ -99,7 +99,7 @@ class Chat:
         """Show another version of a turn, with the latest turns that followed it."""
         versions = self.conversation.siblings(self._turn(number))
         if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < len(versions):
-            raise OptionError(f"go: index is {str(index)[:40]!r}; turn {number} has the versions 0 to {len(versions) - 1}")
+            raise OptionError(f"go: index is {str(index)[:40]!r}; turn {number} has versions 0 to {len(versions) - 1}")
         turn = versions[index]
         while after := self.conversation.tree.children(turn.id):
             turn = after[-1]
@@ -197,7 +197,7 @@ class ChatMode(t.HasTraits):
         """
         chat = self._talk()
         if self._background.alive:
-            raise GenerationError("Playground: a run is going on; call .stop() or .wait() first")
+            raise GenerationError("Playground: a run is in progress; call .stop() or .wait() first")
         chat.go(turn, index)
         with self.hold_sync():
             self._show_turns()

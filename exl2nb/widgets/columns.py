@@ -75,8 +75,8 @@ def words(token: KlToken) -> str:
     return ", ".join(parts) or "not measured"
 
 
-def strips(rows: Sequence[Sequence[KlToken]], differs: Sequence[int | None], *, width: int = 480) -> bytes | None:
-    """PNG: one band per answer, one block per token in the colour of its KL, black where it leaves the first one."""
+def strips(rows: Sequence[Sequence[KlToken]], differs: Sequence[int | None], *, width: int = 480) -> static.Pixels | None:
+    """One band per answer, one block per token in the colour of its KL, black where it leaves the first one."""
     longest = max((len(row) for row in rows), default=0)
     if not longest:
         return None
@@ -88,4 +88,4 @@ def strips(rows: Sequence[Sequence[KlToken]], differs: Sequence[int | None], *, 
             colour = _SOLID[kl_step(row[index].kl)] if index < len(row) else _WHITE
             line += [_MARK if index == differ else colour, *[colour] * (block - 1)]
         pixels += [line] * 12 + [[_WHITE] * len(line)] * 4
-    return static.png(pixels)
+    return pixels

@@ -71,6 +71,7 @@ class ErrorFlow(InsideWidget):
     _esm = static.STATIC / "errorflow.js"
     _css = static.STATIC / "errorflow.css"
     _state_keys: ClassVar[tuple[str, ...]] = tuple(ErrorFlowState.__annotations__)
+    _picture_key = "A row per matrix, a column per layer; darker: larger relative error."
     _empty = FlowResult(labels=[], rows=[], layers=0, tokens=0, errors=[], flow=[], cosines=[], kl=[], patched=[])
 
     layer = t.Int(-1).tag(sync=True, option=True)
@@ -230,7 +231,7 @@ class ErrorFlow(InsideWidget):
             )
         return f'<div style="display:flex;flex-wrap:wrap;gap:12px 24px">{"".join(tables)}</div>'
 
-    def _picture(self) -> bytes | None:
+    def _picture(self) -> static.Pixels | None:
         shown: Any = self._result
         known = [value for table in shown["errors"] for line in table for value in line if value is not None]
         most = max(known, default=0.0)
@@ -241,7 +242,7 @@ class ErrorFlow(InsideWidget):
         for line in table:
             row = [(255, 255, 255) if value is None else colour(2 + 6 * value / most) for value in line]
             pixels += [[dot for one in row for dot in [one] * _PICTURE_PX]] * _PICTURE_PX
-        return static.png(pixels)
+        return pixels
 
 
 def _short(value: float) -> float:

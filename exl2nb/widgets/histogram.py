@@ -53,6 +53,7 @@ class WeightHistogram(ExlWidget):
     _esm = static.STATIC / "histogram.js"
     _css = static.STATIC / "histogram.css"
     _state_keys: ClassVar[tuple[str, ...]] = tuple(WeightHistogramState.__annotations__)
+    _picture_key = "How often each code is used, one histogram per model."
 
     layer = t.Int(0).tag(sync=True, option=True)
     matrix = t.Unicode("").tag(sync=True, option=True)
@@ -127,7 +128,7 @@ class WeightHistogram(ExlWidget):
         """The page asks for a place; a row past the end of another matrix means its last one."""
         layer, matrix, row = message.get("layer"), message.get("matrix"), message.get("row")
         if not (isinstance(layer, int) and isinstance(matrix, str) and isinstance(row, int)):
-            raise OptionError("WeightHistogram: the page sent a place that is none; reload it")
+            raise OptionError("WeightHistogram: the page sent an invalid place; reload it")
         names = self._keys.get(layer, {})
         matrix = matrix if matrix in names else next(iter(names), "")
         rows = next(iter(self.weights.values())).slices(names[matrix]).in_features if names else 1
@@ -183,7 +184,7 @@ class WeightHistogram(ExlWidget):
         caption = html.escape(f"layer {self.layer} {self.matrix}, row {self.row}")
         return f'<table style="font-size:12px"><caption>{caption}</caption><tr>{head}</tr>{rows}</table>'
 
-    def _picture(self) -> bytes | None:
+    def _picture(self) -> static.Pixels | None:
         if not self._groups:
             return None
         pixels: list[list[static.RGB]] = []
@@ -194,7 +195,7 @@ class WeightHistogram(ExlWidget):
                 line = [colour(float(one["bits"])) if height >= y else (255, 255, 255) for height in heights]
                 pixels.append([dot for dot in line for _ in range(4)])
             pixels += [[(200, 200, 200)] * (4 * BINS)] + [[(255, 255, 255)] * (4 * BINS)] * 5
-        return static.png(pixels)
+        return pixels
 
 
 def _opened(sources: Any, original: Any) -> tuple[dict[str, Weights], str]:

@@ -25,7 +25,7 @@ _PICTURE_PX = 8
 
 
 class LayerLens(InsideWidget):
-    """The logit lens: the model's head on the residual stream after every layer, so one sees the answer form, at each bitrate.
+    """The logit lens: the model's head on the residual stream after every layer, to see the answer form, at each bitrate.
 
     The map has layers up and tokens across; its colour is the KL between the reference and another model at the same depth. For the chosen
     token the curves show the probability of the token that the reference finds most likely in the end, and the table the best three
@@ -53,6 +53,7 @@ class LayerLens(InsideWidget):
     _esm = static.STATIC / "layerlens.js"
     _css = static.STATIC / "layerlens.css"
     _state_keys: ClassVar[tuple[str, ...]] = tuple(LayerLensState.__annotations__)
+    _picture_key = "A row per layer, the last on top, a column per token; darker: larger KL."
     _empty = LensResult(labels=[], layers=0, texts=[], words=[], top=[], prob=[], target=[], chance=[], kl=[])
     _least = 1
     _most_tokens = 128
@@ -145,7 +146,7 @@ class LayerLens(InsideWidget):
         caption = f"Top-1 token after “{text}”, by layer"
         return f'<table style="font-size:12px"><caption>{caption}</caption><tr><th{style}>layer</th>{head}</tr>{"".join(rows)}</table>'
 
-    def _picture(self) -> bytes | None:
+    def _picture(self) -> static.Pixels | None:
         shown: Any = self._result
         if not shown["kl"] or not shown["texts"]:
             return None
@@ -155,4 +156,4 @@ class LayerLens(InsideWidget):
         for depth in range(shown["layers"], -1, -1):
             line = [colour(2 + 6 * (values[depth * count + token] / most) ** 0.5) for token in range(count)]
             pixels += [[dot for one in line for dot in [one] * _PICTURE_PX]] * _PICTURE_PX
-        return static.png(pixels)
+        return pixels

@@ -34,7 +34,7 @@ _PICTURE_PX = 10
 class LoraExplorer(InsideWidget):
     """A map of the matrices with the norm of the change against the matrix's own, and one answer without and with the adapter.
 
-    The slider sets the adapter's scale; the answer is written again, greedily, beside the model's own, and every token is tinted by the KL
+    The slider sets the adapter's scale; the answer is regenerated greedily beside the model's own, and every token is coloured by the KL
     between the two, KL(model || with the adapter), given the text so far.
 
     Args:
@@ -61,6 +61,7 @@ class LoraExplorer(InsideWidget):
     _esm = static.STATIC / "lora.js"
     _css = static.STATIC / "lora.css"
     _state_keys: ClassVar[tuple[str, ...]] = tuple(LoraExplorerState.__annotations__)
+    _picture_key = "A row per matrix, a column per layer; darker: larger change, relative to the weights."
     _empty = LoraResult(name="", model="", matrices=[], layers=[], cells=[], scale=1.0, base=[], adapted=[], kl=None)
     _least = 1
 
@@ -151,13 +152,13 @@ class LoraExplorer(InsideWidget):
     def _receive_scale(self, message: Mapping[str, Any]) -> None:
         scale = message.get("scale")
         if isinstance(scale, bool) or not isinstance(scale, (int, float)):
-            raise OptionError("LoraExplorer: the page sent a scale that is none; reload it")
+            raise OptionError("LoraExplorer: the page sent an invalid scale; reload it")
         self.scale = float(scale)
         if not self._background.alive:
             self.start()
 
     def at(self, scale: float) -> LoraExplorer:
-        """Move the slider and write the answer again; returns when it is there.
+        """Set the scale and regenerate the answer; returns when it is done.
 
         Raises:
             OptionError: a scale out of range, or no model is attached.
@@ -204,14 +205,14 @@ class LoraExplorer(InsideWidget):
         head = "".join(f"<th>{'outside' if layer < 0 else layer}</th>" for layer in layers)
         lines = [(matrix, "".join(_cell(cells.get((layer, matrix))) for layer in layers)) for matrix in shown["matrices"]]
         rows = "".join(f"<tr><th style='text-align:left'>{html.escape(matrix)}</th>{line}</tr>" for matrix, line in lines)
-        title = f"{html.escape(shown['name'])}: norm of the change against the matrix's, per cent, at scale 1"
+        title = f"{html.escape(shown['name'])}: norm of the change relative to the matrix, %, at scale 1"
         table = f"<caption>{title}</caption><thead><tr><th>layer</th>{head}</tr></thead><tbody>{rows}</tbody>"
         answers = {"model alone": shown["base"], f"with the adapter at {shown['scale']:g}": shown["adapted"]}
         texts = "".join(_text(name, tokens) for name, tokens in answers.items())
         columns = f'<div style="display:flex;flex-wrap:wrap;gap:12px 24px">{texts}</div>'
         return f'<div><table style="font-size:12px">{table}</table>{columns}</div>'
 
-    def _picture(self) -> bytes | None:
+    def _picture(self) -> static.Pixels | None:
         cells, shown = {(cell.layer, cell.matrix): cell for cell in self.cells}, self._result
         most = max(map(_relative, cells.values()), default=0.0)
         if most <= 0:
@@ -221,7 +222,7 @@ class LoraExplorer(InsideWidget):
             found: Sequence[LoraCell | None] = [cells.get((layer, matrix)) for layer in shown["layers"] or [-1]]
             row = [(255, 255, 255) if cell is None else colour(2 + 6 * _relative(cell) / most) for cell in found]
             pixels += [[dot for one in row for dot in [one] * _PICTURE_PX]] * _PICTURE_PX
-        return static.png(pixels)
+        return pixels
 
 
 def _logprobs(llm: LLM, text: torch.Tensor, prompt: int, adapter: int) -> torch.Tensor:

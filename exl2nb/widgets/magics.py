@@ -104,7 +104,9 @@ class Exl2Magics(Magics):
         if name is not None:
             model = self.names.get(_variable("%%ask --model", name))
             if not callable(getattr(model, "stream", None)):
-                raise UsageError(f"%%ask: variable {name!r} holds {type(model).__name__!r}; expected a loaded model, as of exl2nb.load")
+                raise UsageError(
+                    f"%%ask: variable {name!r} holds {type(model).__name__!r}; expected a loaded model, such as exl2nb.load returns"
+                )
             return model
         if self.model is not None:
             return self.model
@@ -210,7 +212,7 @@ def _words(where: str, line: str) -> list[str]:
 
 def _variable(where: str, name: str) -> str:
     if not name.isidentifier():
-        raise UsageError(f"{where}: {name[:40]!r} is no name of a variable")
+        raise UsageError(f"{where}: {name[:40]!r} is not a variable name")
     return name
 
 

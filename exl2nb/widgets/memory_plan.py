@@ -24,8 +24,8 @@ BAR_PX = 480
 class MemoryPlan(ExlWidget):
     """A stacked bar of weights, cache, activations, graphs and logits against the memory that is free.
 
-    Context, number of texts, cache mode and free memory can be changed in the page, which answers without the kernel; from Python the same
-    are traits, and `plan` is the `exl2nb.MemoryPlan` of what is shown.
+    Context, number of sequences, cache mode and free memory can be changed in the page, which answers without the kernel; from Python the
+    same are traits, and `plan` is the `exl2nb.MemoryPlan` of what is shown.
 
     Args:
         source: a model directory or hub id (headers are read, weights are not), a loaded model, the result of `exl2nb.plan`, or plain data
@@ -46,6 +46,7 @@ class MemoryPlan(ExlWidget):
     _esm = static.STATIC / "plan.js"
     _css = static.STATIC / "plan.css"
     _state_keys: ClassVar[tuple[str, ...]] = tuple(PlanState.__annotations__)
+    _picture_key = "From the left: weights, cache, activations, graphs, logits; a black line: the memory that is free."
 
     name = t.Unicode("").tag(sync=True)
     device = t.Enum(("cpu", "cuda"), "cpu").tag(sync=True)
@@ -111,7 +112,7 @@ class MemoryPlan(ExlWidget):
         first = html.escape(str(plan).split("\n", 1)[0])
         return f"<div><b>{first}</b></div>{_bar(plan)}<div>{html.escape(plan.verdict())}</div><table style='font-size:12px'>{rows}</table>"
 
-    def _picture(self) -> bytes | None:
+    def _picture(self) -> static.Pixels | None:
         plan = self.plan
         most = max(1, plan.total, plan.free or 0)
         line: list[static.RGB] = []
@@ -122,7 +123,7 @@ class MemoryPlan(ExlWidget):
         if plan.free is not None and plan.free < most:
             at = round(BAR_PX * plan.free / most)
             line[at : at + 2] = [(0, 0, 0)] * len(line[at : at + 2])
-        return static.png([line] * 16)
+        return [line] * 16
 
 
 def _bar(plan: Planned) -> str:

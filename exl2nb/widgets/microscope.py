@@ -35,7 +35,7 @@ MOST_TEXT = 4000  # characters of the prompt that travel
 
 
 class SamplerMicroscope(ExlWidget):
-    """What the samplers do to the model's choice, step by step: how many tokens survive each, what they weighed, and which one is drawn.
+    """What the samplers do to the model's choice, step by step: how many tokens survive each, their probability, and which one is drawn.
 
     Runs the chain of `exl2nb.sampling.explain`, the same that generation runs: with the settings and the seed of an answer it draws the
     tokens of the answer. Sliders change the settings of this one choice; the text before it stays.
@@ -66,6 +66,7 @@ class SamplerMicroscope(ExlWidget):
     _esm = static.STATIC / "microscope.js"
     _css = static.STATIC / "microscope.css"
     _state_keys: ClassVar[tuple[str, ...]] = tuple(MicroscopeState.__annotations__)
+    _picture_key = "A row per token, a column per filter; darker: more probable; white: removed."
 
     at = t.Int(0).tag(sync=True, option=True)
     settings = t.Dict().tag(sync=True)
@@ -176,7 +177,7 @@ class SamplerMicroscope(ExlWidget):
     def _receive_sample(self, message: Mapping[str, Any]) -> None:
         at, changes = message.get("at"), message.get("settings")
         if not isinstance(at, int) or not isinstance(changes, dict) or not all(name in (*SLIDERS, "seed") for name in changes):
-            raise OptionError("SamplerMicroscope: the page sent settings that are none; reload it")
+            raise OptionError("SamplerMicroscope: the page sent invalid settings; reload it")
         whole = {name: int(value) if name in (*INTEGERS, "seed") and _is_whole(value) else value for name, value in changes.items()}
         self._show(min(max(at, 0), len(self.replay) - 1), replace(self.params, **whole))
 
@@ -208,7 +209,7 @@ class SamplerMicroscope(ExlWidget):
         told = self._prompt[-400:] + "".join(str(text) for _, text in self._answer[: self.at])
         return f'<div style="white-space:pre-wrap;opacity:.8">{html.escape(told)}▏</div>{as_html(self._explanation)}'
 
-    def _picture(self) -> bytes | None:
+    def _picture(self) -> static.Pixels | None:
         return _picture(self._steps)
 
 
@@ -273,8 +274,8 @@ def _replay(source: Any, prompt: Any, params: SamplingParams, max_tokens: int, i
     return Replay.of(source, new_ids, prompt_ids, tokenizer=tokenizer)
 
 
-def _picture(steps: list[list[Any]]) -> bytes:
-    """PNG: one column per step, one square per token shown, dark where it is likely."""
+def _picture(steps: list[list[Any]]) -> static.Pixels:
+    """One column per step, one square per token shown, dark where it is likely."""
     side, rows = 12, []
     for place in range(len(steps[0][-1])):
         line: list[static.RGB] = []
@@ -283,4 +284,4 @@ def _picture(steps: list[list[Any]]) -> bytes:
             grey = 255 if prob is None else round(235 - 200 * prob**0.5)
             line += [(grey, grey, min(255, grey + 20))] * (side - 1) + [(255, 255, 255)]
         rows += [line] * (side - 1) + [[(255, 255, 255)] * len(line)]
-    return static.png(rows)
+    return rows

@@ -68,6 +68,7 @@ class OutlierMap(InsideWidget):
     _esm = static.STATIC / "outliers.js"
     _css = static.STATIC / "outliers.css"
     _state_keys: ClassVar[tuple[str, ...]] = tuple(OutlierMapState.__annotations__)
+    _picture_key = "A row per layer, a column per channel; darker: larger activations, on a logarithmic scale."
     _empty = OutlierResult(
         labels=[], layers=0, texts=[], points=[], channels=[], bins=[], activations=[], lows=[], spans=[], weights=[], weight_lows=[],
         weight_spans=[], massive=[],
@@ -232,7 +233,7 @@ class OutlierMap(InsideWidget):
         head = "".join(f"<th>{name}</th>" for name in names)
         return f'<table style="font-size:12px"><caption>Largest activations of the residual stream</caption><tr>{head}</tr>{rows}</table>'
 
-    def _picture(self) -> bytes | None:
+    def _picture(self) -> static.Pixels | None:
         shown: Any = self._result
         if not shown["points"]:
             return None
@@ -243,7 +244,7 @@ class OutlierMap(InsideWidget):
         for line in logs.tolist():
             row = [colour(2 + 6 * (value - low) / (high - low or 1)) for value in line]
             pixels += [[dot for one in row for dot in [one] * 2]] * _PICTURE_PX
-        return static.png(pixels)
+        return pixels
 
 
 def group_errors(values: Tensor, outlier: int, bits: int) -> list[float]:

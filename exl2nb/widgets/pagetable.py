@@ -91,7 +91,7 @@ def _plain(source: Mapping[str, Any], label: str) -> PageFrame:
     except (KeyError, TypeError, ValueError) as error:
         raise OptionError(f"PageTable: a frame of plain data is not one ({error}); expected what `PageTable.frames` holds") from error
     if any(cell.state not in ("free", "cached", "used") for cell in cells):
-        raise OptionError("PageTable: a page has a state that is none; expected 'free', 'cached' or 'used'")
+        raise OptionError("PageTable: a page has an unknown state; expected 'free', 'cached' or 'used'")
     return frame
 
 
@@ -146,8 +146,8 @@ def _square(page: int, cell: Sequence[Any]) -> str:
     return f'<span title="{html.escape(title)}" style="{style}">{"+".join(map(str, owners[:2]))}</span>'
 
 
-def frame_picture(frame: PageFrame, *, columns: int = 32) -> bytes:
-    """PNG: a square per page, filled as far as the page is."""
+def frame_picture(frame: PageFrame, *, columns: int = 32) -> static.Pixels:
+    """A square per page, filled as far as the page is."""
     side = 12
     cells = frame["pages"]
     rows: list[list[static.RGB]] = []
@@ -160,7 +160,7 @@ def frame_picture(frame: PageFrame, *, columns: int = 32) -> bytes:
                 dots += [colour(cell) if full else FREE] * (side - 1) + [(255, 255, 255)]
             rows.append(dots + [(255, 255, 255)] * (side * (columns - len(line))))
         rows.append([(255, 255, 255)] * (side * columns))
-    return static.png(rows)
+    return rows
 
 
 MOST_FRAMES = 1000
@@ -198,6 +198,7 @@ class PageTable(ExlWidget):
     _esm = static.STATIC / "pagetable.js"
     _css = static.STATIC / "pagetable.css"
     _state_keys: ClassVar[tuple[str, ...]] = tuple(PageTableState.__annotations__)
+    _picture_key = "A square per page, filled as far as it is used, in the colour of its request."
 
     _background = Background("PageTable")  # never begun: what `close` finds where the arguments did not fit the constructor
     title = t.Unicode("").tag(sync=True, option=True)
@@ -291,11 +292,11 @@ class PageTable(ExlWidget):
         return self
 
     def stop(self) -> None:
-        """End watching."""
+        """Stop watching."""
         self._background.stop()
 
     def wait(self, timeout: float | None = None) -> PageTable:
-        """Wait until it watches no more. An interrupt ends it."""
+        """Wait until it stops watching. An interrupt ends it."""
         self._background.wait(timeout)
         self._refresh_static()
         return self
@@ -332,7 +333,7 @@ class PageTable(ExlWidget):
     def _receive_frame(self, message: Mapping[str, Any]) -> None:
         frame, live = message.get("frame"), message.get("live")
         if not isinstance(frame, int) or not isinstance(live, bool):
-            raise OptionError("PageTable: the page sent a frame that is none; reload it")
+            raise OptionError("PageTable: the page sent an invalid frame; reload it")
         if live and not self.live:
             self.start()
         elif not live and self.live:
@@ -372,7 +373,7 @@ class PageTable(ExlWidget):
     def _static_body(self) -> str:
         return frame_table(self.shown, self.title)
 
-    def _picture(self) -> bytes | None:
+    def _picture(self) -> static.Pixels | None:
         return frame_picture(self.shown)
 
 

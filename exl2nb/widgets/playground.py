@@ -123,7 +123,7 @@ class Playground(ExlWidget, ChatMode, SamplerTraits):
 
     Traits, also keywords (synced with the page both ways):
         prompt: text to continue. Default "".
-        max_tokens: most tokens of one run. Default 128.
+        max_tokens: largest number of tokens in one run. Default 128.
         temperature, top_k, top_p, min_p, repetition_penalty, seed: as in `SamplingParams`. Default 0.8, 0, 0.95, 0, 1, None.
         typical_p, xtc_probability, dry_multiplier, mirostat and every other number or switch of `SamplingParams`, neutral by default.
         view: "probability" or "rank", which tints the tokens, or "plain". Default "probability".
@@ -143,6 +143,7 @@ class Playground(ExlWidget, ChatMode, SamplerTraits):
     _esm = static.STATIC / "playground.js"
     _css = static.STATIC / "playground.css"
     _state_keys: ClassVar[tuple[str, ...]] = tuple(PlaygroundState.__annotations__)
+    _picture_key = "Redder: less probable when it was drawn."
 
     prompt = t.Unicode("").tag(sync=True, option=True)
     max_tokens = t.Int(128).tag(sync=True, option=True)
@@ -202,7 +203,7 @@ class Playground(ExlWidget, ChatMode, SamplerTraits):
 
         Raises:
             OptionError: there is no model, or a setting is out of range.
-            GenerationError: a run is going on.
+            GenerationError: a run is in progress.
         """
         if self.chat:
             return self.say(self.prompt if prompt is None else prompt)
@@ -422,8 +423,8 @@ class Playground(ExlWidget, ChatMode, SamplerTraits):
         tokens = turns_html(self.turns, tokens) if self.turns else tokens
         return f'<div style="white-space:pre-wrap;line-height:1.7">{tokens}</div>'
 
-    def _picture(self) -> bytes | None:
-        return static.token_picture(self.tokens) if self.tokens else None
+    def _picture(self) -> static.Pixels | None:
+        return static.token_pixels(self.tokens) if self.tokens else None
 
 
 def items_from(tokens: Sequence[Any]) -> list[TokenItem]:

@@ -25,7 +25,7 @@ _STATUS = {"done": "done", "cancelled": "stopped", "error": "error"}
 class ProgressView(ExlWidget):
     """Shows `Progress` events; give it as `progress=` to anything long.
 
-    It stays on one line, whatever number of stages passes through it, and leaves one finished line behind. Stop makes the next event
+    It stays on one line, however many stages pass through it, and leaves one finished line behind. Stop makes the next event
     raise `Interrupted` in the work itself, which ends there in an orderly way. As a context manager it covers several stages as one work.
 
     Args:
@@ -77,7 +77,7 @@ class ProgressView(ExlWidget):
             if over or event.stage != self.stage or self.status != "running" or time.monotonic() - self._last >= UPDATE_S:
                 self._show(event, over)
         if self._cancelled.is_set() and not over:
-            raise Interrupted(f"{self.title or event.stage}: cancelled; run it again to go on from what was saved, if anything was")
+            raise Interrupted(f"{self.title or event.stage}: cancelled; run it again to resume from what was saved")
 
     def cancel(self) -> None:
         """Make the work stop at its next event. Returns at once."""
@@ -150,8 +150,8 @@ class ProgressView(ExlWidget):
         mark = {"done": "✓ ", "stopped": "■ ", "error": "✕ "}.get(self.status, "")
         return f"<div>{html.escape(mark + self._summary())}</div>"
 
-    def _picture(self) -> bytes | None:
-        return static.bar_picture(1.0 if self.status == "done" else self.share or 0.0)
+    def _picture(self) -> static.Pixels | None:
+        return static.bar_pixels(1.0 if self.status == "done" else self.share or 0.0)
 
 
 APPEAR_AFTER_S = 0.4

@@ -717,7 +717,7 @@ class CompareColumn(NamedTuple):
 
 
 class CellMeasure(NamedTuple):
-    """What was measured of answer `cell` = prompt * columns + column, token by token. tps: tokens a second of decoding; 0: not known."""
+    """What was measured of answer `cell` = prompt * columns + column, token by token. tps: tokens per second of decoding; 0: not known."""
 
     cell: int
     kl: list[float]
@@ -901,7 +901,7 @@ class SpecToken(NamedTuple):
 class SpecStats(TypedDict):
     """What speculation did. lengths: how often 0, 1, 2, ... draft tokens of a pass were accepted.
 
-    plain_tps: tokens a second without speculation; same: whether the text is the same then; null where it was not run.
+    plain_tps: tokens per second without speculation; same: whether the text is the same then; null where it was not run.
     """
 
     kind: str

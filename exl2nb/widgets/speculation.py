@@ -32,8 +32,8 @@ _TINTS: dict[str, tuple[str, static.RGB]] = {
 class Speculation(ExlWidget):
     """An answer with its draft tokens: the accepted ones marked, the rejected ones struck through.
 
-    Each pass of the model decides a run of guesses at once, and then one token of its own; runs are what speculation gains. Guesses come
-    from a draft model or from the text itself (`speculation="ngram"`); they change the speed, never the text.
+    Each pass of the model verifies a run of draft tokens and then draws one token of its own: the longer the runs, the faster. Draft tokens
+    come from a draft model or from the text itself (`speculation="ngram"`); they change the speed, never the text.
 
     Args:
         source: an `LLM`, which continues `prompt` twice, with and without speculation; or a completion made with speculation.
@@ -57,6 +57,7 @@ class Speculation(ExlWidget):
     _esm = static.STATIC / "speculation.js"
     _css = static.STATIC / "speculation.css"
     _state_keys: ClassVar[tuple[str, ...]] = tuple(SpeculationState.__annotations__)
+    _picture_key = "Green: accepted draft tokens; blue: forced by a grammar; red: resampled after a banned text."
 
     title = t.Unicode("").tag(sync=True, option=True)
     _prompt = t.Unicode("").tag(sync=True)
@@ -71,7 +72,7 @@ class Speculation(ExlWidget):
             tokenizer = source.tokenizer
             done, plain = _answers(source, prompt, plain, options)
         elif options:
-            raise OptionError(f"Speculation: got {', '.join(options)} for an answer that is there; they are options of an LLM's answer")
+            raise OptionError(f"Speculation: got {', '.join(options)} with a finished answer; they apply when an LLM generates one")
         else:
             done = source
         if not hasattr(done, "tokens") or not hasattr(done, "speculation"):
@@ -111,20 +112,8 @@ class Speculation(ExlWidget):
         body = f'<div style="white-space:pre-wrap;line-height:1.7">{"".join(parts)}</div>'
         return f'<b>{html.escape(self.title)}</b>{body}<div style="font-size:12px">{key}</div>'
 
-    def _picture(self) -> bytes | None:
-        columns = 96
-        rows: list[list[static.RGB]] = [[]]
-        for token in self._tokens:
-            for character in str(token[0]):
-                if character == "\n" or len(rows[-1]) == columns:
-                    rows.append([])
-                if character != "\n":
-                    rows[-1].append((255, 255, 255) if character == " " else _TINTS[str(token[2])][1])
-        pixels: list[list[static.RGB]] = []
-        for row in rows[:80]:
-            line = [dot for dot in [*row, *[(255, 255, 255)] * (columns - len(row))] for _ in range(4)]
-            pixels += [line] * 6 + [[(255, 255, 255)] * len(line)] * 2
-        return static.png(pixels)
+    def _picture(self) -> static.Pixels | None:
+        return static.text_pixels((character, _TINTS[str(token[2])][1]) for token in self._tokens for character in str(token[0]))
 
 
 def spec_tokens(done: Any, tokenizer: Any = None) -> list[SpecToken]:
@@ -155,7 +144,7 @@ def words(stats: SpecStats) -> str:
     rate = stats["accepted"] / stats["proposed"] if stats["proposed"] else 0.0
     per_pass = (passes + stats["accepted"]) / passes if passes else 1.0
     plain = stats["plain_tps"]
-    gain = f"; {stats['tps']:.0f} tokens a second, {plain:.0f} without" if plain else ""
+    gain = f"; {stats['tps']:.0f} tok/s, {plain:.0f} tok/s without speculation" if plain else ""
     return f"{stats['accepted']} of {stats['proposed']} draft tokens accepted ({rate:.0%}), {per_pass:.2f} tokens per pass{gain}"
 
 

@@ -65,15 +65,15 @@ def _rows(shown: Mapping[str, Any], zero: int) -> list[list[str]]:
     return found
 
 
-def unit_picture(shown: Mapping[str, Any]) -> bytes:
-    """PNG: the words, bit 31 on the left, each field in the colour of its code."""
+def unit_picture(shown: Mapping[str, Any]) -> static.Pixels:
+    """The words, bit 31 on the left, each field in the colour of its code."""
     colours = field_colours(shown["codes"], shown["bits"], shown["zero"])
     rows = []
     for word in range(shown["bits"]):
         bits = [colours[32 * word + bit] for bit in range(31, -1, -1)]
         line = [dot for colour in bits for dot in (colour,) * BIT_PX]
         rows += [line] * (BIT_PX - 1) + [[(255, 255, 255)] * len(line)]
-    return static.png(rows)
+    return rows
 
 
 def field_colours(codes: Sequence[int], bits: int, zero: int) -> list[static.RGB]:
@@ -109,6 +109,7 @@ class WeightBrowser(ExlWidget):
     _esm = static.STATIC / "weights.js"
     _css = static.STATIC / "weights.css"
     _state_keys: ClassVar[tuple[str, ...]] = tuple(WeightsState.__annotations__)
+    _picture_key = "A row per 32-bit word, bit 31 on the left, in the colour of its code."
 
     title = t.Unicode("").tag(sync=True, option=True)
     layer = t.Int(0).tag(sync=True, option=True)
@@ -228,7 +229,7 @@ class WeightBrowser(ExlWidget):
         layer, matrix = message.get("layer"), message.get("matrix")
         group, unit, column = (message.get(name) for name in ("group", "unit", "column"))
         if not (isinstance(layer, int) and isinstance(matrix, str) and all(isinstance(n, int) for n in (group, unit, column))):
-            raise OptionError("WeightBrowser: the page sent a place that is none; reload it")
+            raise OptionError("WeightBrowser: the page sent an invalid place; reload it")
         key = self._key_of(layer, matrix if matrix in self._keys.get(layer, {}) else "")
         slices = self.weights.slices(key)
         group = _inside(group, len(slices.groups))
@@ -268,7 +269,7 @@ class WeightBrowser(ExlWidget):
     def _static_body(self) -> str:
         return unit_table(self.title, self.key, self._slice)
 
-    def _picture(self) -> bytes | None:
+    def _picture(self) -> static.Pixels | None:
         return unit_picture(self._slice)
 
 

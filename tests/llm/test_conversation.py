@@ -75,7 +75,7 @@ def test_reasoning_and_calls_are_told_apart(llm, tmp_path):
     called = talk.say("1 and 2?")
     assert called.tool_calls and called.tool_calls[0]["function"]["name"] == "add"
     assert json.loads(called.tool_calls[0]["function"]["arguments"])["a"] in (1, 2)
-    assert called.calls[0] in str(talk) and "Calls <code>add(" in talk._repr_html_()
+    assert called.calls[0] in str(talk) and "Tool calls <code>add(" in talk._repr_html_()
     assert talk.say("3", role="tool", tool_choice="none", max_tokens=4).role == "assistant"
     talk.save(tmp_path / "talk.json")
     assert list(Conversation.load(llm, tmp_path / "talk.json").tree) == list(talk.tree)

@@ -262,7 +262,11 @@ def test_explain_shows_the_tokens_of_the_answer(llm):
 
 
 def test_explain_takes_what_generate_takes(llm):
-    llm.explain("It was", negative_prompt="He", cfg_scale=2.0)
+    options = {"negative_prompt": "He", "cfg_scale": 2.0, "temperature": 0}
+    drawn = llm.generate("It was", max_tokens=3, **options).tokens
+    for at, token in enumerate(drawn):
+        assert llm.explain("It was", at=at, **options).token == token.id
+    assert [token.id for token in drawn] != [token.id for token in llm.generate("It was", max_tokens=3, temperature=0).tokens]
 
 
 @pytest.mark.parametrize("options", [{"tfs": 0.9}, {"mirostat": True}, {"typical_p": 0.9}, {"top_a": 0.1}])

@@ -37,7 +37,7 @@ def test_verdict_and_advice():
     assert 0 < small.longest < 4096
     assert f"try context={small.longest} or cache='q4'" in str(small)
     assert ex.plan(DEMO, context=small.longest, batch=4, free=100 * 2**20).fits, "the advice works"
-    assert "take fewer bits" in ex.plan(DEMO, free=1000).verdict()
+    assert "use fewer bits" in ex.plan(DEMO, free=1000).verdict()
     long = ex.plan(DEMO, context=5000, free=8 << 30).verdict()
     assert "the model itself reads 1024 tokens at most; take context=1024" in long
 

@@ -2,10 +2,17 @@
 
 import inspect
 from dataclasses import fields
+from types import SimpleNamespace
 
+import pytest
+
+import exl2nb as ex
 from exl2nb import LLM
+from exl2nb.core.errors import OptionError
 from exl2nb.generator.request import Request
 from exl2nb.llm.chat import CHAT_OPTIONS
+from exl2nb.llm.conversation import Conversation
+from exl2nb.llm.keywords import LOAD_DEFAULTS, LoadOptions
 from exl2nb.llm.options import ChatOptions, GenerateOptions, RequestOptions, SamplingOptions
 from exl2nb.llm.requests import STRUCTURES
 from exl2nb.sampling.params import SamplingParams
@@ -25,6 +32,24 @@ def test_every_option_is_taken(llm):
     for name, parameter in inspect.signature(llm.generate).parameters.items():
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY and parameter.default is not None and name != "max_tokens":
             assert len(llm.generate("It was", max_tokens=1, **{name: parameter.default}).tokens) == 1, name
+
+
+def test_options_of_load_are_loads():
+    """Of `demo` and `LLM.load`, too, with the same defaults."""
+    own = list(inspect.signature(ex.load).parameters.values())[1:-1]
+    assert list(LoadOptions.__annotations__) == [one.name for one in own]
+    assert {one.name: one.default for one in own if one.default is not None} == LOAD_DEFAULTS
+    for function in (ex.demo, LLM.load):
+        found = inspect.signature(function).parameters
+        assert {one.name: one.default for one in own}.items() <= {name: one.default for name, one in found.items()}.items()
+
+
+def test_nothing_takes_nameless_options():
+    for function in (ex.demo, ex.convert, ex.measure, ex.sweep, LLM.load, LLM.render, LLM.conversation, Conversation):
+        assert all(one.kind is not inspect.Parameter.VAR_KEYWORD for one in inspect.signature(function).parameters.values()), function
+    with pytest.raises(OptionError, match="continue_final_message"):
+        Conversation(SimpleNamespace(), continue_final_message=True)  # pyright: ignore[reportCallIssue]
+    assert "continue_final_message" not in inspect.signature(LLM.conversation).parameters
 
 
 def test_signatures_have_no_nameless_options():

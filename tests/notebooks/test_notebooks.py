@@ -60,7 +60,7 @@ def outputs(book) -> str:
 
 def check_caches(book, page: str) -> None:
     assert re.search(r"CacheExplorer\(done: fp16 KL 0, q8 KL", outputs(book))
-    assert "bytes a token" in page and "not in the text" in page, "the static page has no texts or no needle"
+    assert "bytes per token" in page and "not in the text" in page, "the static page has no texts or no needle"
     assert "FP16 gives “Margaret”" in outputs(book)
 
 

@@ -118,6 +118,13 @@ class TestOnTheGpu:
         ours, theirs = run(logits.cuda(), rows)[0].cpu(), run(logits, rows)[0]
         assert torch.equal(ours[..., [0, 1, 3]], theirs[..., [0, 1, 3]])
 
+    def test_greedy_where_quotients_overflow(self):
+        logits = torch.full((3, 5000), 1e30)
+        logits[:, 77] += 1e29
+        cuts: list[dict] = [{}, {"top_p": 0.5}, {"top_k": 4, "min_p": 0.1}]
+        rows = [Row(seed=3, temperature=1e-9, **cut) for cut in cuts]
+        assert run(logits.cuda(), rows)[0].cpu()[..., 0].tolist() == run(logits, rows)[0][..., 0].tolist() == [[77] * 3]
+
     def test_draws_follow_the_distribution(self):
         probs = torch.tensor([0.5, 0.2, 0.2, 0.05, 0.04, 0.01])
         n = 20000

@@ -136,6 +136,17 @@ def test_cold_is_greedy():
     assert int(draw_rows(x, torch.tensor([[1e-38, 0.0, 1.0, 0.0, 0.9]], dtype=torch.float64), None)[0, 0]) == int(x.argmax())
 
 
+@pytest.mark.parametrize("cuts", [(0.0, 1.0, 0.0), (0.0, 0.5, 0.0), (4.0, 1.0, 0.0), (4.0, 0.5, 0.1), (0.0, 1.0, 0.1)], ids=str)
+@pytest.mark.parametrize("size", [1e30, -1e30])
+def test_greedy_where_quotients_overflow(cuts, size):
+    """By the temperature: no token has a weight then, and a cut would look for one."""
+    x = torch.full((1, 700), size)
+    x[0, 5] += 1e29
+    settings = torch.tensor([[1e-9, *cuts, 0.3]], dtype=torch.float64)
+    for found in (draw_rows(x, settings, None), draw._draw_rows(x, settings, None)):
+        assert found[0].tolist()[::2] == [5, 1]
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

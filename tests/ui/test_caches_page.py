@@ -26,7 +26,7 @@ def test_finished_run(page, explorer, screenshots, theme):
         tokens = explorer.tokens[mode]
         assert columns.nth(i).locator(".exl2nb-answer-text").evaluate("(e) => e.textContent") == "".join(t.text for t in tokens)
         assert columns.nth(i).locator(".exl2nb-bars > i").count() == len(tokens)
-    assert "6,144 bytes a token" in columns.first.inner_text()
+    assert "6,144 bytes per token" in columns.first.inner_text()
     steps = [sum(t.kl >= limit for limit in (0.001, 0.01, 0.1, 1)) for t in explorer.tokens["q4"]]
     assert columns.nth(3).locator(".exl2nb-kl-token").evaluate_all("(all) => all.map((e) => Number(e.dataset.step))") == steps
     columns.nth(3).locator(".exl2nb-kl-token").nth(5).hover()

@@ -54,7 +54,7 @@ def test_a_run_from_click_to_measured(page, compare):
     page.get_by_label("Prompts, one per line").fill("A <b>\n\nTwo")
     page.get_by_role("button", name="Generate").click()
     assert host.sent[-1] == {"type": "run", "prompts": ["A <b>", "Two"]}
-    host.put(status="running", stage="4 bits: writing", _run_prompts=["A <b>", "Two"])
+    host.put(status="running", stage="4 bits: generating", _run_prompts=["A <b>", "Two"])
     words = {0: [" night", " fell"], 1: [" night", " rose"], 3: [" was", " it"]}
     deltas = [[[cell, text, i, 0.5, None, None, None, None] for i, text in enumerate(texts)] for cell, texts in words.items()]
     host.deliver(

@@ -45,7 +45,7 @@ def test_map_slider_and_answers(page, shown):
     page.keyboard.press("ArrowLeft")
     host.frame()
     assert host.sent[-1] == {"type": "scale", "scale": 0.95} and slider.get_attribute("aria-valuetext") == "scale 0.95"
-    assert page.get_by_text("writing…").is_visible() and float(cells.nth(3).inner_text()) <= float(before)
+    assert page.get_by_text("generating…").is_visible() and float(cells.nth(3).inner_text()) <= float(before)
     answer = {**shown["_result"], "scale": 0.95, "adapted": shown["_result"]["adapted"][:5]}
     host.put(scale=0.95, status="done", _result=answer)
     assert page.get_by_text("pirate × 0.95").first.is_visible() and page.get_by_text("mean KL").is_visible()

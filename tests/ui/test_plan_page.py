@@ -103,7 +103,7 @@ def test_keys_and_free_memory(page):
     page.keyboard.press("Tab")
     host.frame()
     assert host.sent[-1]["values"]["free"] == 2 * 2**30
-    assert "take fewer bits per weight" in page.locator(".exl2nb-verdict").inner_text()
+    assert "use fewer bits per weight" in page.locator(".exl2nb-verdict").inner_text()
     free.fill("")
     page.keyboard.press("Tab")
     host.frame()

@@ -79,7 +79,7 @@ def test_stop_ends_the_run_and_keeps_what_is_there(llm, monkeypatch):
     monkeypatch.setattr(caches, "TURN_S", 0.0)
     explorer = CacheExplorer(llm, max_tokens=200)
     explorer.start()
-    with pytest.raises(GenerationError, match="a run is going on"):
+    with pytest.raises(GenerationError, match="a run is in progress"):
         explorer.start()
     explorer._dispatch(None, {"type": "run", "prompt": "again", "modes": [], "max_tokens": 3}, [])
     assert explorer.status == "running", "a second click is ignored"
@@ -139,7 +139,7 @@ def test_recorded_twin_and_export(finished, tmp_path):
     assert again.to_dict() == finished.to_dict()
     bundle, _ = again._repr_mimebundle_()
     assert bundle["text/plain"].startswith("CacheExplorer(done: fp16 KL 0, q4 KL")
-    assert "bytes a token" in bundle["text/html"] and "image/png" in bundle
+    assert "bytes per token" in bundle["text/html"] and "image/png" in bundle
     assert len(again.to_html()) < 200_000
     hostile = CacheExplorer(result={**data, "prompt": "<script>alert(1)</script>", "model": "<img src=x>"})
     assert "<script" not in hostile._repr_mimebundle_()[0]["text/html"]

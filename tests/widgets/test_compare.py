@@ -93,7 +93,7 @@ def test_another_vocabulary_says_why_there_is_no_kl(llm, monkeypatch):
 def test_messages_stop_and_errors(llm, sent, tmp_path):
     gate = threading.Event()
     slow = Compare({"a": FakeModel(gate=gate), "b": FakeModel()}, prompts=["p", "q"], max_tokens=50).start()
-    with pytest.raises(GenerationError, match="a run is going on"):
+    with pytest.raises(GenerationError, match="a run is in progress"):
         slow.start()
     slow._dispatch(None, {"type": "run", "prompts": ["x"]}, [])
     assert slow._run_prompts == ["p", "q"], "a second click is ignored"

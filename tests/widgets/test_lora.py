@@ -68,7 +68,7 @@ def test_the_slider(own):
     widget.wait()
     assert widget.prompt == "She opened the letter" and widget.to_dict()["base"] != base
     widget._dispatch(None, {"type": "scale", "scale": "high"}, [])
-    assert widget.status == "error" and "no" in widget.error
+    assert widget.status == "error" and "invalid scale" in widget.error
 
 
 def test_what_is_shown_can_be_kept(widget, tmp_path):

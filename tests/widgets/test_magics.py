@@ -100,7 +100,7 @@ def test_plan_and_inspect(shell, capsys):
         ("%exl2 load", "the following arguments are required: path"),
         ("%exl2 load demo --fast", "unrecognized arguments: --fast"),
         ("%exl2 load demo context", "'context' is no option"),
-        ("%exl2 load demo --into 3", "'3' is no name"),
+        ("%exl2 load demo --into 3", "'3' is not a variable name"),
         ("%exl2 load 'demo", "check the quotes"),
         ("%exl2 use nothing", "holds 'NoneType'"),
         ("%exl2 plan", "expected a model directory"),

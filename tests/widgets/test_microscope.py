@@ -82,7 +82,7 @@ def test_settings_from_python_and_page(scope):
     assert "top_p is 0" in scope.error
     assert scope._steps == before
     scope._dispatch(scope, {"type": "sample", "at": 2, "settings": {"order": ["top_k"]}}, [])
-    assert "settings that are none" in scope.error
+    assert "invalid settings" in scope.error
     scope._dispatch(scope, {"type": "sample", "at": 10**9, "settings": {}}, [])
     assert (scope.at, scope.error) == (11, "")
     scope.at = 1

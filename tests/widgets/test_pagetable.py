@@ -124,7 +124,7 @@ def test_replay_from_python_and_page(llm):
     table._dispatch(table, {"type": "frame", "frame": -5, "live": False}, [])
     assert table.frame == -1
     table._dispatch(table, {"type": "frame", "frame": "x", "live": False}, [])
-    assert "a frame that is none" in table.error
+    assert "an invalid frame" in table.error
     again = PageTable(json.loads(json.dumps([{**f, "pages": [list(c) for c in f["pages"]]} for f in table.frames])))
     assert again._frames == PageTable(shots, labels=["a", "b"])._frames, "the same from plain data"
     with pytest.raises(OptionError, match="has no model to watch"):
@@ -141,7 +141,7 @@ def test_replay_from_python_and_page(llm):
         ({"pages": [[1]], "requests": []}, "a frame of plain data is not one"),
         (
             {"pages": [["full", 1, [], "", -1, ""]], "requests": [], "page_size": 256, "evictions": 0, "preemptions": 0},
-            "a state that is none",
+            "an unknown state",
         ),
     ],
 )

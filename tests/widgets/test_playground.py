@@ -286,7 +286,7 @@ def test_result_shows_a_finished_run():
     assert (play.text, play.n_tokens, play.status, play.finish_reason) == (" upon a", 2, "done", "eos")
     html = play._repr_mimebundle_()[0]["text/html"]
     assert "Once" in html
-    assert "choice no. 9" in html
+    assert "rank 9" in html
 
 
 def test_static_twin_follows_the_run(monkeypatch):

@@ -58,7 +58,7 @@ def test_bad_sources_are_named(llm, answer):
         Speculation(3)
     with pytest.raises(OptionError, match="no draft tokens were proposed"):
         Speculation(llm.generate("It was", max_tokens=1, speculation="off"))
-    with pytest.raises(OptionError, match="got max_tokens for an answer that is there"):
+    with pytest.raises(OptionError, match="got max_tokens with a finished answer"):
         Speculation(answer, max_tokens=3)
     with pytest.raises(OptionError, match="did you mean 'temperature'"):
         Speculation(llm, "It was", temprature=1)

@@ -82,7 +82,7 @@ def test_the_page_cannot_go_outside(glass):
     assert glass.status == "error"
     assert "layer is 99" in glass.error
     glass._dispatch(glass, {**message, "group": "1"}, [])
-    assert "a place that is none" in glass.error
+    assert "an invalid place" in glass.error
     glass.look(column=1)
     assert (glass.status, glass.error) == ("idle", "")
 

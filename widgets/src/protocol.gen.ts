@@ -555,7 +555,7 @@ export interface HideNeedle {
 /** One column. note: its settings in words. nbytes, bpw: of the weights; null: not known. */
 export type CompareColumn = [label: string, note: string, nbytes: number | null, bpw: number | null];
 
-/** What was measured of answer `cell` = prompt * columns + column, token by token. tps: tokens a second of decoding; 0: not known. */
+/** What was measured of answer `cell` = prompt * columns + column, token by token. tps: tokens per second of decoding; 0: not known. */
 export type CellMeasure = [cell: number, kl: number[], reference_prob: number[], same: boolean[]];
 
 /** How an answer went. ttft_s: seconds to its first token. reason: why it ended. */
@@ -676,7 +676,7 @@ export type SpecToken = [text: string, id: number, source: "target" | "draft" | 
 /**
  * What speculation did. lengths: how often 0, 1, 2, ... draft tokens of a pass were accepted.
  *
- * plain_tps: tokens a second without speculation; same: whether the text is the same then; null where it was not run.
+ * plain_tps: tokens per second without speculation; same: whether the text is the same then; null where it was not run.
  */
 export interface SpecStats {
   kind: string;

@@ -112,10 +112,8 @@ struct Sampler {
     return v;
   }
   __device__ __forceinline__ float raw(int id) const { return kept && !altered ? kept[id - begin] : logits[id]; }
-  __device__ __forceinline__ float y(int id) const {
-    const float z = kept ? kept[id - begin] : penalise(logits[id], id);
-    return row.temperature == 1.f ? z : __fdiv_rn(z, row.temperature);
-  }
+  __device__ __forceinline__ float heated(float z) const { return row.temperature == 1.f ? z : __fdiv_rn(z, row.temperature); }
+  __device__ __forceinline__ float y(int id) const { return heated(kept ? kept[id - begin] : penalise(logits[id], id)); }
   __device__ __forceinline__ uint64_t weight_of(float v) const { return __float2ull_rn(expf(v - highest) * kWeightUnit); }
   // Whether the cuts leave a token: top_k and top_p as one threshold, min_p as its share of the best.
   __device__ __forceinline__ bool stays(float v) const { return v >= floor_value && (row.min_p <= 0.f || expf(v - highest) >= row.min_p); }
@@ -472,10 +470,9 @@ struct Sampler {
     const float log_total = all.raw_max + logf(all.raw_sum);
     int token = id_of(all.best), rank = 1;
     float value = bad ? 0.f : altered ? logits[token] : unordered(static_cast<uint32_t>(all.best >> 32));
-    const bool drawn = row.temperature != 0.f;
-    if (!bad && drawn) {
-      const float best = penalise(value, token);
-      highest = row.temperature == 1.f ? best : __fdiv_rn(best, row.temperature), floor_value = -INFINITY;
+    const bool drawn = !bad && row.temperature != 0.f && isfinite(highest = heated(penalise(value, token)));  // else quotients overflow
+    if (drawn) {
+      floor_value = -INFINITY;
       if (row.top_k > 0 && row.top_k < a.vocab) floor_value = threshold<true>([&](uint64_t) { return static_cast<uint64_t>(row.top_k); });
       if (row.top_p < 1.f) {
         const double cut = 1.0 - static_cast<double>(row.top_p);

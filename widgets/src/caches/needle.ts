@@ -41,10 +41,10 @@ function table(hits: NeedleHit[], modes: string[], depths: (number | null)[]): H
       if (!hit) return h("td", {}, "");
       const bar = h("i", { "aria-hidden": "true" });
       bar.style.inlineSize = `${(100 * hit[2]).toFixed(1)}%`;
-      return h("td", { title: `choice no. ${hit[3]} for its first token` }, bar, h("span", {}, percent(hit[2])));
+      return h("td", { title: `first token at rank ${hit[3]}` }, bar, h("span", {}, percent(hit[2])));
     });
     return h("tr", depth === null ? { class: "exl2nb-control-row" } : {}, h("th", { scope: "row" }, place(depth)), ...cells);
   });
-  const caption = h("caption", { class: "exl2nb-sr" }, "Probability of the answer by place of the fact and cache");
+  const caption = h("caption", { class: "exl2nb-sr" }, "Probability of the answer by position of the fact and by cache");
   return h("table", { class: "exl2nb-needle-table" }, caption, h("thead", {}, head), h("tbody", {}, ...rows));
 }

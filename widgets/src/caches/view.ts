@@ -176,7 +176,7 @@ function sizes(name: string, kind: CacheKind | undefined, most: number, context:
   const [, , note, , bytes, fits] = kind;
   const bar = h("i", { "aria-hidden": "true" });
   bar.style.inlineSize = `${((100 * bytes) / most).toFixed(1)}%`;
-  const facts = h("div", { class: "exl2nb-facts" }, `${bytes.toLocaleString("en-US")} bytes a token`);
+  const facts = h("div", { class: "exl2nb-facts" }, `${bytes.toLocaleString("en-US")} bytes per token`);
   const room = fits === null ? "" : `fits ${compact(fits)} tokens`;
   const limit = context ? `Tokens that fit in free memory now; the context limit is ${context.toLocaleString("en-US")}.` : "";
   const reach = h("div", { class: "exl2nb-facts exl2nb-muted", title: limit }, room);

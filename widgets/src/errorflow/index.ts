@@ -27,7 +27,7 @@ class ErrorFlowView extends InsideView<ErrorFlowState> {
     (index) => this.say(index < 0 ? "" : this.paint(index).label),
     "Relative error: outputs down, layers across",
   );
-  private readonly scale = h("span", { class: "exl2nb-scale", "aria-hidden": "true" });
+  private readonly scale = h("span", { class: "exl2nb-inside-ramp", "aria-hidden": "true" });
   private readonly scaleWords = h("span", { class: "exl2nb-muted" });
   private readonly scroll = h("div", { class: "exl2nb-grid-scroll" }, this.grid.element);
   private readonly detail = h("div", { class: "exl2nb-inside-part", "aria-live": "polite" });
@@ -46,7 +46,7 @@ class ErrorFlowView extends InsideView<ErrorFlowState> {
 
   constructor(widget: State<ErrorFlowState>) {
     super(widget, "errorflow", "Error flow");
-    const legend = h("div", { class: "exl2nb-inside-right" }, h("span", { class: "exl2nb-muted" }, "0"), this.scale, this.scaleWords);
+    const legend = h("div", { class: "exl2nb-inside-legend" }, h("span", { class: "exl2nb-muted" }, "0"), this.scale, this.scaleWords);
     const stream = this.part(h("h4", {}, "Relative error of the residual stream"), this.flow.element, this.flow.legend);
     const map = this.part(h("h4", {}, "Relative error of each output"), this.scroll, legend, this.line);
     this.detail.append(...this.words);
@@ -146,7 +146,7 @@ class ErrorFlowView extends InsideView<ErrorFlowState> {
     const { result, at } = this;
     const [row, layer] = [Math.floor(index / Math.max(1, result.layers)), index % Math.max(1, result.layers)];
     const value = result.errors[at]?.[row]?.[layer] ?? null;
-    const label = `layer ${layer}, ${result.rows[row]}: ${value === null ? "not there" : share(value)}`;
+    const label = `layer ${layer}, ${result.rows[row]}: ${value === null ? "not in this layer" : share(value)}`;
     if (value === null) return { text: "", colour: null, label };
     return { text: (100 * value).toFixed(value < 0.0995 ? 1 : 0), colour: shade(value / this.most), label };
   }

@@ -22,7 +22,7 @@ class LoraView extends InsideView<LoraExplorerState> {
     "Norm of the change relative to the matrix: matrices down, layers across",
   );
   private readonly scroll = h("div", { class: "exl2nb-grid-scroll" }, this.grid.element);
-  private readonly ramp = h("span", { class: "exl2nb-scale", "aria-hidden": "true" });
+  private readonly ramp = h("span", { class: "exl2nb-inside-ramp", "aria-hidden": "true" });
   private readonly most = h("span", { class: "exl2nb-muted" });
   private readonly slider = h("input", { type: "range", class: "exl2nb-range", min: LOW, max: HIGH, step: STEP, id: uniqueId("scale") });
   private readonly number = h("span", { class: "exl2nb-lora-number", "aria-hidden": "true" });
@@ -36,7 +36,7 @@ class LoraView extends InsideView<LoraExplorerState> {
 
   constructor(widget: State<LoraExplorerState>) {
     super(widget, "lora", "LoRA adapter", "Generate");
-    const legend = h("div", { class: "exl2nb-inside-right" }, h("span", { class: "exl2nb-muted" }, "0"), this.ramp, this.most);
+    const legend = h("div", { class: "exl2nb-inside-legend" }, h("span", { class: "exl2nb-muted" }, "0"), this.ramp, this.most);
     const map = this.part(h("h4", {}, "Change of each matrix, % of its norm"), this.scroll, legend, this.line);
     const label = h("label", { for: this.slider.id }, "Scale");
     const scale = h("div", { class: "exl2nb-lora-slider" }, label, this.slider, this.number, this.figures);
@@ -106,9 +106,9 @@ class LoraView extends InsideView<LoraExplorerState> {
     this.number.textContent = scale.toFixed(2);
     setAttributes(this.slider, { "aria-valuetext": `scale ${scale.toFixed(2)}` });
     const { mean, same } = summary(result.adapted);
-    const measured = mean === null ? "" : `mean KL ${klText(mean)}, ${Math.round(100 * (same ?? 0))} % the model's own choice`;
+    const measured = mean === null ? "" : `mean KL ${klText(mean)}, top-1 agreement ${Math.round(100 * (same ?? 0))} %`;
     const waits = this.able && (this.bar.running || this.wish !== null);
-    const said = waits ? "writing…" : measured;
+    const said = waits ? "generating…" : measured;
     if (this.figures.textContent !== said) this.figures.textContent = said;
     this.most.textContent = `${(100 * this.largest * Math.abs(scale)).toFixed(1)} % at this scale`;
   }
@@ -124,7 +124,7 @@ class LoraView extends InsideView<LoraExplorerState> {
     });
     group.views.forEach((view, i) => {
       view.head.append(h("b", {}, view.name));
-      view.foot.textContent = i ? "tinted by the KL of the model alone against it" : "";
+      view.foot.textContent = i ? "coloured by its KL to the model alone" : "";
     });
     this.answers.replaceChildren(group.element);
     group.draw(tokens, [-1, firstDifference(result.base, result.adapted, true)]);
@@ -163,7 +163,7 @@ class LoraView extends InsideView<LoraExplorerState> {
   private picture(): string {
     const { name, matrices, layers, cells } = this.result;
     const places = cells.map(([layer, matrix]) => ({ layer, matrix }));
-    return mapSvg(`${name}: change of every matrix, per cent of its norm`, matrices, layers, places, (index) => this.paint(index));
+    return mapSvg(`${name}: change of each matrix, % of its norm`, matrices, layers, places, (index) => this.paint(index));
   }
 }
 

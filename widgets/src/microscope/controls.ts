@@ -51,7 +51,7 @@ export const EXPLAINED: Record<string, string> = {
   tail_free: "removes the flat tail of the distribution",
   typical: "keeps tokens whose surprise is near the entropy",
   mirostat: "keeps the surprise of the text near a target",
-  dynamic_temperature: "temperature by entropy",
+  dynamic_temperature: "sets the temperature from the entropy",
   xtc: "sometimes removes every token above the threshold but the least likely of them",
   skew: "favours less (> 0) or more (< 0) likely tokens",
   greedy: "the most likely token; no random number",

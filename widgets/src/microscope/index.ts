@@ -26,7 +26,7 @@ class MicroscopeView extends View<MicroscopeState> {
   private readonly answer = h("div", {
     class: "exl2nb-answer",
     role: "listbox",
-    "aria-label": "Tokens of the answer: choose one to look at",
+    "aria-label": "Tokens of the answer: choose one to inspect",
   });
   private readonly walk: Roving;
   private readonly controls: Controls;

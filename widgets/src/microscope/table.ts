@@ -70,7 +70,7 @@ export class LineView {
     here.hidden = uniform === null;
     here.style.insetInlineStart = `${100 * (uniform ?? 0)}%`;
     this.element.replaceChildren(h("div", {}, ...pieces), here);
-    const at = uniform === null ? "no random number" : `the random number ${uniform.toFixed(4)} points at one of them`;
+    const at = uniform === null ? "no random number" : `the random number ${uniform.toFixed(4)} selects one of them`;
     setAttributes(this.element, { "aria-label": `Probabilities of the tokens left, in order of their ids; ${at}` });
   }
 }

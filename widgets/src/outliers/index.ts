@@ -56,9 +56,9 @@ class OutlierMapView extends InsideView<OutlierMapState> {
         this.set({ layer, channel: channelOf(bin, this.result.bins[this.point] ?? 1, this.result.channels[this.point] ?? 1) }),
     );
     const [name, low, high] = [h("h4"), h("span"), h("span")];
-    const scale = h("i", { class: "exl2nb-scale", "aria-hidden": "true" });
+    const scale = h("i", { class: "exl2nb-inside-ramp", "aria-hidden": "true" });
     scale.style.background = `linear-gradient(to right, ${Array.from({ length: 9 }, (_, i) => css(shade(i / 8))).join(", ")})`;
-    const legend = h("span", { class: "exl2nb-legend exl2nb-muted" }, low, scale, high);
+    const legend = h("span", { class: "exl2nb-inside-legend exl2nb-muted" }, low, scale, high);
     const box = h("div", { class: "exl2nb-map" }, h("div", { class: "exl2nb-map-head" }, name, legend), map.element);
     return { map, name, low, high, box, ranges: null as Ranges | null };
   }

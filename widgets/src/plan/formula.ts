@@ -72,5 +72,5 @@ export function advice(f: PlanFormula, free: number, { context, batch, mode }: C
     ...(fitting ? [`${fitting.toLocaleString("en-US")} tokens of context`] : []),
     ...(!fitting && batch > 1 && fittingContext(f, free, 1, mode) ? ["fewer sequences"] : []),
   ];
-  return ways.length ? `try ${ways.join(" or ")}` : "take fewer bits per weight";
+  return ways.length ? `try ${ways.join(" or ")}` : "use fewer bits per weight";
 }

@@ -183,7 +183,7 @@ class PlanView extends View<PlanState> {
 type Sizes = ReturnType<typeof parts>;
 
 function verdict(total: number, free: number | null, ways: string, longest: number): string {
-  if (free === null) return `${bytes(total)} in all; free memory is not known: type it in`;
+  if (free === null) return `${bytes(total)} in all; free memory is not known: enter it`;
   const both = `${bytes(total)} in all, ${bytes(free)} free`;
   if (total <= free) return `${both}: fits, with memory for ${longest.toLocaleString("en-US")} tokens of context`;
   return `${both}: ${bytes(total - free)} too much; ${ways}`;

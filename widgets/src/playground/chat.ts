@@ -13,7 +13,7 @@ export class Chat {
   readonly answer = h("div", { class: "exl2nb-turn-answer" });
   readonly cancel = h("button", { type: "button", class: "exl2nb-button", hidden: true }, "Cancel edit");
   /** Pictures that go with the next message, and the button that adds one; for models that see. */
-  readonly pictures = h("div", { class: "exl2nb-pictures", role: "group", "aria-label": "Pictures of the next message" });
+  readonly pictures = h("div", { class: "exl2nb-pictures", role: "group", "aria-label": "Pictures for the next message" });
   readonly add = h("button", { type: "button", class: "exl2nb-button" }, "Picture…");
   private readonly chooser = h("input", { type: "file", accept: "image/*", multiple: true, hidden: true }) as HTMLInputElement;
   private urls: string[] = [];
@@ -232,5 +232,5 @@ function thought([, , , , , reasoning]: ChatTurn): HTMLElement[] {
 
 /** The functions it wants to be called. */
 function called([, , , , , , calls = []]: ChatTurn): HTMLElement[] {
-  return calls.map((call) => h("div", { class: "exl2nb-turn-call" }, "Calls ", h("code", {}, call)));
+  return calls.map((call) => h("div", { class: "exl2nb-turn-call" }, "Tool calls ", h("code", {}, call)));
 }

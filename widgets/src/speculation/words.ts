@@ -52,7 +52,7 @@ export function figures(stats: SpecStats): { name: string; value: string; note: 
     found.push({
       name: "speedup",
       value: `× ${(stats.tps / stats.plain_tps).toFixed(2)}`,
-      note: `${rate(stats.tps)} tokens a second, ${rate(stats.plain_tps)} without speculation`,
+      note: `${rate(stats.tps)} tok/s, ${rate(stats.plain_tps)} tok/s without speculation`,
     });
   if (stats.same !== null)
     found.push({ name: "output", value: stats.same ? "identical" : "different", note: "with and without speculation" });

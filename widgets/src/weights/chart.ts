@@ -49,7 +49,7 @@ export class LevelsView {
     });
     this.still.replaceChildren(...parts);
     const what = slice.original.length ? "; rings are the original weights" : "";
-    setAttributes(this.element, { "aria-label": `The 32 weights on levels ${short(slice.step)} apart${what}; the grid below says them` });
+    setAttributes(this.element, { "aria-label": `The 32 weights on levels ${short(slice.step)} apart${what}; the grid below lists them` });
   }
 
   mark(value: number): void {

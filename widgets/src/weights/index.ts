@@ -32,7 +32,7 @@ class WeightsView extends View<WeightsState> {
   private readonly levels: LevelsView;
   private readonly legend = h("div", { class: "exl2nb-muted" });
   private readonly trace = h("div", { class: "exl2nb-trace" });
-  private readonly grid = h("div", { class: "exl2nb-values", role: "grid", "aria-label": "The 32 weights, in the order of the file" });
+  private readonly grid = h("div", { class: "exl2nb-values", role: "grid", "aria-label": "The 32 weights, in file order" });
   private readonly walk: Roving;
   private unitField = h("div");
   private cells: HTMLElement[] = [];
