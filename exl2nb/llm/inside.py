@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from exl2nb.core.errors import EngineClosed, OptionError
 from exl2nb.core.options import shown
@@ -81,7 +81,9 @@ class InsideMixin:
         """
         pictures = None
         if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], Mapping):
-            ids, options = self.chat_request(prompt, {"continue_final_message": prompt[-1].get("role") == "assistant"}, where="trace")
+            talk = cast("Sequence[Mapping[str, Any]]", prompt)
+            ends = isinstance(talk[-1], Mapping) and talk[-1].get("role") == "assistant"
+            ids, options = self.chat_request(talk, {"continue_final_message": ends}, where="trace")
             pictures = options.get("pictures")
         else:
             ids = ids_of(prompt, self.tokenizer, where="trace", context=self.model.context)

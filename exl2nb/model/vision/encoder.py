@@ -8,6 +8,7 @@ import threading
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,6 +21,9 @@ from exl2nb.model.vision.families import VISIONS, Features, Vision, read_vision
 from exl2nb.model.vision.pictures import Picture
 from exl2nb.model.vision.rules import Rules
 from exl2nb.model.vision.tower import Grid, forward, grid_of
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 KEPT_BYTES = 256 << 20  # of the rows of pictures that were seen
 
@@ -57,6 +61,12 @@ class VisionEncoder:
     def tokens(self, picture: Picture) -> int:
         """Tokens of the prompt that a picture takes, its marks left out."""
         return self.vision.tokens(self.grid(picture))
+
+    def seen(self, picture: Picture) -> Image:
+        """The picture, or a video's first frame, as the tower sees it: after resizing and cutting."""
+        import PIL.Image
+
+        return PIL.Image.fromarray(self._rules(picture).fitted(picture.frames[0], len(picture.frames)))
 
     @property
     def largest(self) -> int:

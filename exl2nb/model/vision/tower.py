@@ -182,8 +182,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor
     for length, run in itertools.groupby(lengths):  # equal neighbours are one batch
         count = len(list(run))
         cut = slice(at, at + count * length)
-        batch = (part[cut].unflatten(0, (count, length)).transpose(1, 2) for part in (q, k, v))
-        out.append(F.scaled_dot_product_attention(*batch).transpose(1, 2).flatten(2).flatten(0, 1))
+        a, b, c = (part[cut].unflatten(0, (count, length)).transpose(1, 2) for part in (q, k, v))
+        out.append(F.scaled_dot_product_attention(a, b, c).transpose(1, 2).flatten(2).flatten(0, 1))
         at = cut.stop
     return out[0] if len(out) == 1 else torch.cat(out)
 
