@@ -1,11 +1,11 @@
 """Train the small model that sees, on pictures drawn here: shapes, digits, colours, places and counts, with questions and answers.
 
-A Llava of about 3.5 million parameters (a SigLIP tower, a projector, a Llama decoder), trained with torch and Transformers, loaded like any
-other. Every step sees new conversations: worker processes draw and write them, the GPU trains from the latest. Accuracy is measured on
-pictures of seeds that training never draws.
+A Llava of about 3 million parameters (a SigLIP tower, a projector, a Llama decoder), trained with torch and Transformers, loaded like any
+other. First the tower alone learns what each patch is part of, then all of it learns to answer. Worker processes draw new pictures and
+write new conversations all the while. Accuracy is measured on pictures of seeds that training never draws.
 
-    python tools/train_seeing_model.py train out/ --seconds 560        # the whole recipe, for a GPU
-    python tools/train_seeing_model.py train out/ --seconds 60 --batch 8 --workers 1 --device cpu    # to see that it works
+    python tools/train_seeing_model.py train out/ --compile            # for a GPU; ten minutes
+    python tools/train_seeing_model.py train out/ --size small --seconds 2400 --tower 200 --batch 16 --kept 20000 --workers 1 --device cpu
     python tools/train_seeing_model.py measure out/ --count 1000       # through exl2nb, of an EXL2 conversion too
 """
 
@@ -33,10 +33,11 @@ import PIL.ImageFont
 import torch
 import torch.nn.functional as F
 
-SIDE, PATCH = 64, 8
+SIDE, PATCH = 72, 12
 DRAWN = 192  # side of a picture as it is drawn, and asked about
 TOKENS = (SIDE // PATCH) ** 2  # of a picture
-WIDTH = 192  # tokens of a row of a batch
+WIDTH = 160  # tokens of a row of a batch
+REUSED = 3  # times that a conversation is drawn before a new one is wanted
 HELD_OUT = 1 << 40  # seeds from here on are never trained on
 SPECIAL = ["<unk>", "<s>", "</s>", "<image>", "<|user|>", "<|bot|>"]
 IMAGE = SPECIAL.index("<image>")
@@ -48,6 +49,7 @@ SHAPES = ("circle", "square", "triangle", "cross", "ring", "star")
 ROWS, COLUMNS = ("top", "middle", "bottom"), ("left", "centre", "right")
 GROUNDS = {"white": (255, 255, 255), "grey": (200, 200, 200), "beige": (246, 232, 200), "light blue": (200, 228, 250)}
 NUMBERS = ("no", "one", "two", "three", "four")
+NAMES = (*SHAPES, *(f"digit {number}" for number in range(10)))
 KINDS = ("colour", "where", "what", "count", "count some", "is there", "digit", "beside", "background", "describe")
 BLIND = "I see no picture. Give me one, and ask about its shapes and digits."
 TEMPLATE = (
@@ -56,6 +58,20 @@ TEMPLATE = (
     "{{ '<image>' if p.type == 'image' else p.text }}{% endfor %}{% endif %}"
     "{{ eos_token if m.role == 'assistant' else '' }}{% endfor %}{% if add_generation_prompt %}<|bot|>{% endif %}"
 )
+
+
+@dataclass(frozen=True)
+class Size:
+    """Widths and layers of tower and decoder; heads have 32 entries."""
+
+    tower: int
+    tower_layers: int
+    hidden: int
+    inner: int
+    layers: int
+
+
+SIZES = {"full": Size(128, 4, 192, 512, 6), "small": Size(128, 3, 128, 384, 4)}
 
 
 @dataclass(frozen=True)
@@ -258,17 +274,19 @@ def tokenizer_of() -> Any:
     return made
 
 
-def config_of(vocab_size: int) -> Any:
+def config_of(vocab_size: int, size: str) -> Any:
     """The network."""
     from transformers import LlamaConfig, LlavaConfig, SiglipVisionConfig
 
+    shape = SIZES[size]
     vision = SiglipVisionConfig(
-        hidden_size=128, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4, image_size=SIDE, patch_size=PATCH,
-        vision_use_head=False,
+        hidden_size=shape.tower, intermediate_size=4 * shape.tower, num_hidden_layers=shape.tower_layers,
+        num_attention_heads=shape.tower // 32, image_size=SIDE, patch_size=PATCH, vision_use_head=False,
     )  # fmt: skip
     text = LlamaConfig(
-        vocab_size=vocab_size, hidden_size=192, intermediate_size=512, num_hidden_layers=6, num_attention_heads=6, num_key_value_heads=2,
-        head_dim=32, max_position_embeddings=1024, tie_word_embeddings=False, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+        vocab_size=vocab_size, hidden_size=shape.hidden, intermediate_size=shape.inner, num_hidden_layers=shape.layers,
+        num_attention_heads=shape.hidden // 32, num_key_value_heads=2, head_dim=32, max_position_embeddings=1024,
+        tie_word_embeddings=False, bos_token_id=1, eos_token_id=2, pad_token_id=0,
     )  # fmt: skip
     config = LlavaConfig(
         vision_config=vision, text_config=text, image_token_index=IMAGE, vision_feature_layer=-1, vision_feature_select_strategy="full",
@@ -283,25 +301,46 @@ class Rows:
     """Conversations as arrays. n rows of two pictures each; the second is black where there is none.
 
     ids, labels: int16 `(n, WIDTH)`, labels -100 where nothing is asked of the model. seen: int16 `(n, WIDTH)`, which of the row's
-    2 * TOKENS rows of features stands there, -1 for text. pixels: uint8 `(n, 2, SIDE, SIDE, 3)`.
+    2 * TOKENS rows of features stands there, -1 for text. pixels: uint8 `(n, 2, SIDE, SIDE, 3)`. cells: int16 `(n, 2, 19)`, numbers of
+    the name and then the colour of the thing in each of nine cells, 0 for nothing, and of the background; -1 where there is no picture.
     """
 
     ids: np.ndarray
     labels: np.ndarray
     seen: np.ndarray
     pixels: np.ndarray
+    cells: np.ndarray
 
     @classmethod
     def empty(cls, n: int) -> Rows:
         """Rows of padding."""
         text = (n, WIDTH)
         return cls(
-            np.zeros(text, np.int16), np.full(text, -100, np.int16), np.full(text, -1, np.int16), np.zeros((n, 2, SIDE, SIDE, 3), np.uint8)
+            np.zeros(text, np.int16),
+            np.full(text, -100, np.int16),
+            np.full(text, -1, np.int16),
+            np.zeros((n, 2, SIDE, SIDE, 3), np.uint8),
+            np.full((n, 2, 19), -1, np.int16),
         )
 
     def tensors(self, device: str) -> list[torch.Tensor]:
-        """All four, on a device."""
-        return [torch.from_numpy(part).to(device) for part in (self.ids, self.labels, self.seen, self.pixels)]
+        """All of them, on a device."""
+        return [torch.from_numpy(part).to(device) for part in self.arrays]
+
+    @property
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """In the order in which training takes them."""
+        return self.ids, self.labels, self.seen, self.pixels, self.cells
+
+
+def numbers(scene: Scene) -> np.ndarray:
+    """A scene as `Rows.cells` has it."""
+    made = np.zeros(19, np.int16)
+    for thing in scene.things:
+        made[thing.cell] = 1 + NAMES.index(thing.name)
+        made[9 + thing.cell] = 1 + list(COLOURS).index(thing.colour)
+    made[18] = list(GROUNDS).index(scene.ground)
+    return made
 
 
 class Writer:
@@ -350,6 +389,7 @@ class Writer:
                 seen = np.asarray(picture.resize((SIDE, SIDE), rng.choice((2, 3, 3, 4))), np.int16)
                 noise = np.random.default_rng(rng.randrange(1 << 30)).integers(-4, 5, seen.shape, np.int16)
                 rows.pixels[n, 1 if number else 0] = np.clip(seen + noise, 0, 255)
+                rows.cells[n, 1 if number else 0] = numbers(scene)
             number += 1
 
 
@@ -362,7 +402,7 @@ def work(number: int, workers: int, seed: int, folder: str | None, tokenizer: st
         rng, rows = random.Random((seed << 32) + chunk), Rows.empty(size)
         for n in range(size):
             writer.conversation(rows, n, rng, fonts)
-        queue.put((rows.ids, rows.labels, rows.seen, rows.pixels))
+        queue.put(rows.arrays)
 
 
 class Ring:
@@ -370,7 +410,7 @@ class Ring:
 
     def __init__(self, args: argparse.Namespace, tokenizer: Any) -> None:
         context = multiprocessing.get_context("spawn")
-        self.device, self.kept, self.written = args.device, args.kept, 0
+        self.device, self.kept, self.written, self.drawn = args.device, args.kept, 0, 0
         self.parts: list[torch.Tensor] | None = None
         self.lock = threading.Lock()  # nothing is copied to the device while a step is captured
         self._queue = context.Queue(maxsize=2 * args.workers)
@@ -385,6 +425,9 @@ class Ring:
     def _receive(self) -> None:
         stream = torch.cuda.Stream() if self.device == "cuda" else None
         while not self._ended:
+            if self.written >= self.kept and self.drawn < REUSED * self.written:
+                time.sleep(0.05)
+                continue
             found = [torch.from_numpy(part) for part in self._queue.get()]
             with self.lock, torch.cuda.stream(stream):
                 if self.parts is None:
@@ -402,6 +445,7 @@ class Ring:
         while self.written < min(self.kept, 4 * batch):
             time.sleep(0.05)
         assert self.parts is not None
+        self.drawn += batch
         chosen = torch.randint(min(self.written, self.kept), (batch,), device=self.device)
         return [part[chosen] for part in self.parts]
 
@@ -426,15 +470,61 @@ def logits_of(model: Any, ids: torch.Tensor, seen: torch.Tensor, pixels: torch.T
 
 def loss_of(model: Any, parts: list[torch.Tensor], autocast: bool) -> torch.Tensor:
     """Cross-entropy of the answers."""
-    ids, labels, seen, pixels = parts
+    ids, labels, seen, pixels, _ = parts
     with torch.autocast(ids.device.type, torch.bfloat16, enabled=autocast):
         logits = logits_of(model, ids, seen, pixels)
     return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten().long(), ignore_index=-100)
 
 
+class Namer(torch.nn.Module):
+    """Says of each patch what is in its cell: the tower's first lesson. Thrown away afterwards."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.out = torch.nn.Linear(width, 1 + len(NAMES) + 1 + len(COLOURS) + len(GROUNDS))
+        across = SIDE // PATCH
+        cell = torch.arange(across) * 3 // across
+        self.register_buffer("cell", (3 * cell[:, None] + cell).flatten())
+
+    def loss(self, model: Any, pixels: torch.Tensor, cells: torch.Tensor, autocast: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cross-entropy of pictures `(n, SIDE, SIDE, 3)`, and the share of patches whose thing and colour are right where there is one."""
+        with torch.autocast(pixels.device.type, torch.bfloat16, enabled=autocast):
+            frames = pixels.permute(0, 3, 1, 2).float() / 127.5 - 1
+            said = self.out(model.model.vision_tower(pixel_values=frames).last_hidden_state).float()
+        names, colours, grounds = said.split((1 + len(NAMES), 1 + len(COLOURS), len(GROUNDS)), -1)
+        cells = cells.long()
+        name, colour, ground = cells[:, self.cell], cells[:, 9 + self.cell], cells[:, 18:].expand(-1, len(self.cell))
+        loss = sum(F.cross_entropy(a.flatten(0, 1), b.flatten()) for a, b in ((names, name), (colours, colour), (grounds, ground)))
+        right = (names.argmax(-1) == name) & (colours.argmax(-1) == colour)
+        return loss, right[name > 0].float().mean()  # pyright: ignore[reportReturnType]
+
+
+def teach_tower(model: Any, ring: Ring, args: argparse.Namespace) -> None:
+    """The tower's first lesson, for `args.tower` seconds."""
+    namer = Namer(model.config.vision_config.hidden_size).to(args.device)
+    learning = [*model.model.vision_tower.parameters(), *namer.parameters()]
+    optimizer = torch.optim.AdamW(learning, lr=args.lr, betas=(0.9, 0.99), weight_decay=0.05)
+    begun, step, shown = time.time(), 0, time.time()
+    while (now := time.time()) - begun < args.tower:
+        for group in optimizer.param_groups:
+            group["lr"] = args.lr * min(1.0, (step + 1) / 100) * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * (now - begun) / args.tower)))
+        *_, pixels, cells = ring.draw(2 * args.batch)
+        loss, right = namer.loss(model, pixels[:, 0], cells[:, 0], args.autocast)
+        optimizer.zero_grad()
+        loss.backward()
+        if bool(torch.isfinite(torch.nn.utils.clip_grad_norm_(learning, 1.0))):
+            optimizer.step()
+        step += 1
+        if now - shown > args.every:
+            shown = now
+            print(
+                f"tower: {now - begun:.0f} s, step {step}, loss {float(loss.detach()):.3f}, {float(right):.1%} of patches right", flush=True
+            )
+
+
 def checked(model: Any, parts: list[torch.Tensor], kinds: list[str]) -> dict[str, tuple[int, int]]:
     """(right, asked) by kind: a greedy answer is right to the letter if every token of it is the likeliest behind the true ones."""
-    ids, labels, seen, pixels = parts
+    ids, labels, seen, pixels, _ = parts
     good: list[bool] = []
     with torch.inference_mode(), torch.compiler.set_stance("force_eager"):
         for at in range(0, len(ids), 250):
@@ -448,6 +538,8 @@ def checked(model: Any, parts: list[torch.Tensor], kinds: list[str]) -> dict[str
 def train(args: argparse.Namespace) -> None:
     """Train until the time is over; writes the model now and then, and at the end."""
     begun = time.time()
+    if args.threads:
+        torch.set_num_threads(args.threads)
     tokenizer = tokenizer_of()
     ring = Ring(args, tokenizer)
     from transformers import LlavaForConditionalGeneration
@@ -455,7 +547,7 @@ def train(args: argparse.Namespace) -> None:
     torch.manual_seed(args.seed)
     cuda = args.device == "cuda"
     vocab_size = -(-tokenizer.get_vocab_size() // 32) * 32
-    model = LlavaForConditionalGeneration(config_of(vocab_size)).to(args.device)
+    model = LlavaForConditionalGeneration(config_of(vocab_size, args.size)).to(args.device)
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} million parameters on {args.device}, {args.workers} workers", flush=True)
     writer, test, kinds = Writer(tokenizer), Rows.empty(args.test), []
     for n, (picture, asks, answer, kind) in enumerate(held_out(args.test)):
@@ -469,15 +561,20 @@ def train(args: argparse.Namespace) -> None:
     lr = torch.tensor(0.0, device=args.device) if cuda else 0.0
     optimizer = torch.optim.AdamW(
         [{"params": shared, "weight_decay": 0.05}, {"params": plain, "weight_decay": 0.0}],
-        lr=lr, betas=(0.9, 0.98), fused=cuda, capturable=cuda,
+        lr=lr, betas=(0.9, 0.99), fused=cuda, capturable=cuda,
     )  # fmt: skip
+    if args.tower:
+        teach_tower(model, ring, args)
     held = ring.draw(args.batch)
 
     def step() -> torch.Tensor:
         optimizer.zero_grad(set_to_none=False)
-        loss = loss_of(model, held, cuda)
+        loss = loss_of(model, held, args.autocast)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+        sound = torch.isfinite(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True))
+        for parameter in model.parameters():  # one step of infinite gradients would end everything
+            if parameter.grad is not None:
+                parameter.grad.copy_(torch.where(sound, parameter.grad, 0.0))
         optimizer.step()
         return loss
 
@@ -493,24 +590,31 @@ def train(args: argparse.Namespace) -> None:
         model.model.language_model.forward = torch.compile(model.model.language_model.forward)
     with ring.lock:
         run = captured(step) if cuda else step
+
+    def kept(head: str, best: float) -> float:
+        """Report; write the model if none before it was better."""
+        right = report(model, test_parts, kinds, head)
+        if right >= best:
+            write(model, tokenizer, args.out)
+        return max(best, right)
+
+    best = 0.0
     set_rate(0.0)
     loss, shown, done = torch.zeros(()), time.time() - begun, 0
     print(f"first step after {shown:.1f} s", flush=True)
     first = shown
     while (now := time.time() - begun) < args.seconds and done < args.steps:
         part = max((now - first) / max(1e-9, args.seconds - first), done / args.steps)
-        set_rate(args.lr * min(1.0, (done + 1) / 300) * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * part))))
+        set_rate(args.lr * min(1.0, (done + 1) / 200) * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * part))))
         for fixed, fresh in zip(held, ring.draw(args.batch)):
             fixed.copy_(fresh)
         loss = run()
         done += 1
         if done % 20 == 0 and now - shown > args.every:
             shown = now
-            report(model, test_parts, kinds, f"{now:.0f} s, step {done}, loss {float(loss.detach()):.4f}, {ring.written} rows")
-            write(model, tokenizer, args.out)
+            best = kept(f"{now:.0f} s, step {done}, loss {float(loss.detach()):.4f}, {ring.written} rows", best)
     ring.close()
-    report(model, test_parts, kinds, f"end: {time.time() - begun:.0f} s, step {done}, loss {float(loss.detach()):.4f}, {ring.written} rows")
-    write(model, tokenizer, args.out)
+    kept(f"end: {time.time() - begun:.0f} s, step {done}, loss {float(loss.detach()):.4f}, {ring.written} rows", best)
 
 
 def captured(step: Any) -> Any:
@@ -532,11 +636,12 @@ def captured(step: Any) -> Any:
     return run
 
 
-def report(model: Any, parts: list[torch.Tensor], kinds: list[str], head: str) -> None:
-    """Say how many held-out answers are right."""
+def report(model: Any, parts: list[torch.Tensor], kinds: list[str], head: str) -> float:
+    """Say, and return, how many held-out answers are right."""
     found = checked(model, parts, kinds)
     right = sum(good for good, _ in found.values()) / len(kinds)
     print(f"{head}: {right:.1%} right; " + ", ".join(f"{kind} {good}/{all_}" for kind, (good, all_) in found.items()), flush=True)
+    return right
 
 
 def write(model: Any, tokenizer: Any, out: Path) -> None:
@@ -584,16 +689,20 @@ def main(argv: list[str] | None = None) -> None:
     verbs = parser.add_subparsers(dest="verb", required=True)
     one = verbs.add_parser("train", help="make a model directory")
     one.add_argument("out", type=Path, help="model directory to write")
+    one.add_argument("--size", choices=list(SIZES), default="full", help="small: for a CPU")
     one.add_argument("--seconds", type=float, default=560.0, help="end after so long, the start included")
     one.add_argument("--steps", type=int, default=10**9)
     one.add_argument("--batch", type=int, default=256)
+    one.add_argument("--tower", type=float, default=40.0, help="seconds of them for the tower alone, at the start")
     one.add_argument("--kept", type=int, default=200_000, help="latest conversations to draw batches from")
-    one.add_argument("--lr", type=float, default=1.5e-3)
+    one.add_argument("--lr", type=float, default=1e-3)
     one.add_argument("--seed", type=int, default=0)
     one.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     one.add_argument("--fonts", help="folder of .ttf files to draw digits with, besides Pillow's own")
     one.add_argument("--test", type=int, default=1000, help="held-out questions")
     one.add_argument("--every", type=float, default=20.0, help="seconds between reports")
+    one.add_argument("--autocast", action=argparse.BooleanOptionalAction, default=True, help="matrix products in bf16")
+    one.add_argument("--threads", type=int, help="of torch")
     one.add_argument("--compile", action="store_true", help="torch.compile the tower and the decoder")
     one.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     two = verbs.add_parser("measure", help="answers on held-out pictures, through exl2nb")

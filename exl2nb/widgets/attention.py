@@ -118,6 +118,8 @@ class AttentionView(InsideWidget):
     def _tokens(self, llm: LLM) -> list[int]:
         if not self._images:
             return super()._tokens(llm)
+        if llm.vision is None:
+            raise OptionError(f"AttentionView: images are given and {llm.name} does not see; leave them out, or load a model with a tower")
         asked = {"role": "user", "content": [*self._images, self.prompt]}
         answer = llm.chat([asked], temperature=0, max_tokens=ANSWER_TOKENS).text
         before, _ = llm.chat_request([asked], {}, where="AttentionView")
