@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from exl2nb.cache.modes import parse_mode
 from exl2nb.converter.keywords import DEFAULTS, ConvertOptions
-from exl2nb.core.errors import Exl2Error, OptionError
+from exl2nb.core.errors import Exl2Error
 from exl2nb.core.options import check_keywords, check_range, spelled_out
 from exl2nb.core.progress import Sink, showing
 from exl2nb.io.metadata import metadata_folder
@@ -25,23 +25,15 @@ if TYPE_CHECKING:
     from exl2nb.llm.model import LLM
 
 
-def demo(bpw: float | Literal["seeing"] | None = None, **options: Any) -> LLM:
-    """Load a small model that comes with the package.
+def demo(bpw: float | None = None, **options: Any) -> LLM:
+    """Load the small model that comes with the package.
 
     Args:
-        bpw: bits per weight; the model is then converted first (a minute), once per machine, into ~/.cache/exl2nb. None = its own fp16
-            weights. "seeing" = another model, which answers questions about pictures of shapes and digits; it is EXL2 already.
+        bpw: bits per weight; it is then converted first (a minute), once per machine, into ~/.cache/exl2nb. None = its own fp16 weights.
         options: those of `load`.
-
-    Raises:
-        OptionError: bits outside 2 to 8, or an unknown name.
     """
     from exl2nb.llm.load import load
 
-    if isinstance(bpw, str):
-        if bpw != "seeing":
-            raise OptionError(f"demo: there is no model {bpw[:40]!r}; expected 'seeing', bits per weight from 2 to 8, or nothing")
-        return load(Path(__file__).resolve().parents[1] / "seeing_model", **options)
     folder = Path(__file__).resolve().parents[1] / "demo_model"
     if bpw is None:
         return load(folder, **options)

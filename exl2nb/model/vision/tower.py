@@ -160,18 +160,15 @@ def resampled(table: Tensor, tower: TowerConfig, grid: Grid) -> Tensor:
 def windows(tower: TowerConfig, grid: Grid, device: torch.device) -> tuple[Tensor, list[int]]:
     """The order of the merged blocks by attention window, int64, and the number of patches of each window.
 
-    Windows have window / patch / merge blocks a side; those at the right and lower edge are smaller, and come last, by their size.
+    Windows have window / patch / merge blocks a side; those at the right and lower edge are smaller, and come last in their frame.
     """
     t, h, w = grid[0], grid[1] // tower.merge, grid[2] // tower.merge
     side = tower.window // tower.merge // tower.patch
     number = torch.arange(t * h * w, device=device).reshape(t, h, w)
-    pieces = [
-        number[frame, top : top + side, left : left + side].reshape(-1)
-        for frame in range(t)
-        for top in range(0, h, side)
-        for left in range(0, w, side)
-    ]
-    pieces.sort(key=len, reverse=True)  # equal ones side by side: `attention` takes them together
+    pieces: list[Tensor] = []
+    for frame in number:
+        cut = [frame[top : top + side, left : left + side].reshape(-1) for top in range(0, h, side) for left in range(0, w, side)]
+        pieces += sorted(cut, key=len, reverse=True)  # equal ones side by side: `attention` takes them together
     return torch.cat(pieces), [len(piece) * tower.merge**2 for piece in pieces]
 
 
