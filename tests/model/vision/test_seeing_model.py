@@ -18,8 +18,10 @@ def script():
     spec = importlib.util.spec_from_file_location("train_seeing_model", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # its dataclass looks its module up
+    sys.path.insert(0, str(SCRIPT.parent))  # and so do its worker processes
     spec.loader.exec_module(module)
     yield module
+    sys.path.remove(str(SCRIPT.parent))
     del sys.modules[spec.name]
 
 
@@ -75,11 +77,16 @@ def test_a_conversation_is_written_as_the_template_has_it(script):
 @pytest.mark.slow
 @pytest.mark.cpu
 def test_a_few_steps_make_a_model_that_loads(script, tmp_path, capsys):
-    options = ["--steps", "2", "--batch", "4", "--kept", "16", "--test", "10", "--workers", "1", "--device", "cpu"]
-    script.main(["train", str(tmp_path), *options])
-    assert "right; colour" in capsys.readouterr().out
-    with ex.load(tmp_path, device="cpu", progress=None) as llm:
+    options = ["--size", "small", "--steps", "2", "--tower", "2", "--batch", "4", "--kept", "16", "--test", "10", "--workers", "1"]
+    made = tmp_path / "made"
+    script.main(["train", str(made), *options, "--device", "cpu", "--every", "0.1"])
+    said = capsys.readouterr().out
+    assert "of patches right" in said and "right; colour" in said
+    with ex.load(made, device="cpu", progress=None) as llm:
         picture, question, *_ = next(script.held_out(1, 7))
-        assert llm.chat([{"role": "user", "content": [picture, question]}], max_tokens=2).timings.prompt_tokens > 64
-    script.main(["measure", str(tmp_path), "--count", "4"])
+        assert llm.chat([{"role": "user", "content": [picture, question]}], max_tokens=2).timings.prompt_tokens > script.TOKENS
+    script.main(["measure", str(made), "--count", "4"])
     assert "all: 0 of 4" in capsys.readouterr().out
+    script.main(["package", str(made), str(tmp_path / "exl2"), "--count", "10"])
+    assert "| all | 0.0% | 0.0% | 10 |" in (tmp_path / "exl2" / "README.md").read_text()
+    assert sum(file.stat().st_size for file in (tmp_path / "exl2").iterdir()) < 8e6
