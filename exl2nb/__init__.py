@@ -31,11 +31,13 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time `__getattr__` be
     from exl2nb.llm.plan import plan as plan
     from exl2nb.llm.sweep import sweep as sweep
     from exl2nb.model.lora_merge import merge as merge
+    from exl2nb.model.vision.pictures import Image as Image
 
 __version__ = "0.2.0"
 
 _PUBLIC = {
     "ConversionJob": "exl2nb.converter.job",
+    "Image": "exl2nb.model.vision.pictures",
     "Job": "exl2nb.generator.job",
     "LLM": "exl2nb.llm.model",
     "MemoryPlan": "exl2nb.llm.memory",
@@ -60,6 +62,7 @@ _PUBLIC = {
 }
 __all__ = [  # noqa: RUF022 - sorted plainly, as dir() shows them
     "ConversionJob",
+    "Image",
     "Job",
     "LLM",
     "MemoryPlan",

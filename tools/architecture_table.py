@@ -51,7 +51,37 @@ are refused as incomplete.
 """
 
 
-def run() -> dict[str, dict[str, bool]]:
+SEEING_TESTS = (
+    "tests/model/vision/test_parity.py",
+    "tests/model/vision/test_conversion.py",
+    "tests/model/vision/test_trace.py",
+    "tests/llm/test_pictures.py",
+)
+SEEING_COLUMNS = {
+    "tower": "test_towers_equal_transformers",
+    "logits": "test_logits_with_pictures_equal_transformers",
+    "answers": "test_answers_equal_transformers",
+    "chunked": "test_any_cut_gives_the_same_bits",
+    "beside texts": "test_beside_texts_and_other_pictures_answers_are_the_same",
+    "converted": "test_a_converted_model_sees_what_the_original_sees",
+    "trace": "test_logits_are_the_chat_s",
+}
+SEEING_HEAD = """
+## Models that see
+
+The same of `tests/model/vision` and `tests/llm/test_pictures.py`; `tests/model/vision/test_gpu.py` compares every row on the GPU
+with the CPU.
+
+- **tower**: features of pictures of odd sizes, and of videos for Qwen's classes, against Transformers in fp32: 1e-4 of their
+  standard deviation.
+- **logits**: of prompts with several pictures: 1e-4. **answers**: through `llm.chat`, preprocessing and template included: the same tokens.
+- **chunked**, **beside texts**: however a prompt is cut, and whatever else is in the batch: the same.
+- **converted**: an EXL2 conversion keeps its tower and sees with it. **trace**: `llm.trace` reads what a chat reads.
+
+"""
+
+
+def run(tests: tuple[str, ...], columns: dict[str, str]) -> dict[str, dict[str, bool]]:
     """Model -> test -> whether all its cases passed.
 
     Raises:
@@ -60,13 +90,13 @@ def run() -> dict[str, dict[str, bool]]:
     results: dict[str, dict[str, bool]] = {}
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", "-m", "not gpu", *TESTS]
+        command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", "-m", "not gpu", *tests]
         done = subprocess.run(command, cwd=ROOT, check=False)
         if done.returncode not in (0, 1):  # a test that fails is a cell; anything else is no run
             raise SystemExit("the tests did not run: nothing was written")
         for case in ElementTree.parse(report).iter("testcase"):
             match = re.fullmatch(r"(\w+)\[(.+?)(-\d)?\]", case.get("name", ""))
-            if match and match[1] in COLUMNS.values():
+            if match and match[1] in columns.values():
                 passed = not any(child.tag in ("failure", "error", "skipped") for child in case)
                 row = results.setdefault(match[2], {})
                 row[match[1]] = row.get(match[1], True) and passed
@@ -75,18 +105,42 @@ def run() -> dict[str, dict[str, bool]]:
 
 def table(results: dict[str, dict[str, bool]]) -> str:
     """The rows, in the order of the zoo."""
-    sys.path.insert(0, str(ROOT / "tests" / "model"))
-    sys.path.insert(0, str(ROOT / "tests"))
     from model.zoo import ZOO  # type: ignore[import-not-found]
 
-    lines = ["| model | architecture | Transformers class | " + " | ".join(COLUMNS) + " |", "|---" * (len(COLUMNS) + 3) + "|"]
-    for name, entry in ZOO.items():
-        marks = {True: "yes", False: "**no**", None: "-"}
-        cells = [marks[results.get(name, {}).get(test)] for test in COLUMNS.values()]
-        lines.append(f"| {name} | {entry.arch} | {entry.model}{NOTES.get(name, '')} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    rows = {name: f"{entry.arch} | {entry.model}{NOTES.get(name, '')}" for name, entry in ZOO.items()}
+    return lines("architecture | Transformers class", rows, COLUMNS, results)
+
+
+def seeing_table(results: dict[str, dict[str, bool]]) -> str:
+    """The rows of models that see."""
+    from model.vision.zoo import ZOO  # type: ignore[import-not-found]
+
+    return lines("class", {name: entry.cls for name, entry in ZOO.items()}, SEEING_COLUMNS, results)
+
+
+def lines(head: str, rows: dict[str, str], columns: dict[str, str], results: dict[str, dict[str, bool]]) -> str:
+    """A table with a row for each model, a column for each test."""
+    made = [f"| model | {head} | " + " | ".join(columns) + " |", "|---" * (len(columns) + 2 + head.count("|")) + "|"]
+    marks = {True: "yes", False: "**no**", None: "-"}
+    for name, row in rows.items():
+        made.append(f"| {name} | {row} | {' | '.join(marks[results.get(name, {}).get(test)] for test in columns.values())} |")
+    return "\n".join(made) + "\n"
+
+
+def main() -> None:
+    """Write the page, or one of its parts."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--part", choices=("texts", "pictures"), help="run and write this part alone")
+    args = parser.parse_args()
+    sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "model")]
+    page = ROOT / "docs" / "internals" / "architectures.md"
+    texts, mark, pictures = page.read_text(encoding="utf-8").partition(SEEING_HEAD.splitlines()[1])
+    if args.part != "pictures":
+        texts = HEAD + table(run(TESTS, COLUMNS)) + "\n"
+    if args.part != "texts":
+        mark, pictures = "", SEEING_HEAD.lstrip() + seeing_table(run(SEEING_TESTS, SEEING_COLUMNS))
+    page.write_text(f"{texts.rstrip()}\n\n{mark}{pictures}", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(description=__doc__).parse_args()  # --help must not start minutes of tests
-    (ROOT / "docs" / "internals" / "architectures.md").write_text(HEAD + table(run()), encoding="utf-8")
+    main()

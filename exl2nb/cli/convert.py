@@ -34,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--frozen", metavar="MODEL", help="EXL2 directory or plan (JSON) whose choices stay as they are")
     parser.add_argument("--measurement", metavar="FILE", help="measurement of this model to solve from, as `exl2nb measure` writes it")
     parser.add_argument("--report-rows", type=int, help="rows of the same text kept out for the report (default 8)")
+    parser.add_argument("--vision-bits", type=int, metavar="BITS", help="of a vision tower's linears; left out: the tower is copied")
     parser.add_argument("--polish", action="store_true", help="try plans under their true KL before one is carried out")
     add_calibration(parser)
 
@@ -54,6 +55,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         frozen=args.frozen,
         measurement=args.measurement,
         polish=args.polish,
+        vision_bits=args.vision_bits,
         **({} if args.report_rows is None else {"report_rows": args.report_rows}),
         **calibration_of(args),
     )

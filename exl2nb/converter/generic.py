@@ -450,6 +450,8 @@ class GenericPipeline(Run[JobContext]):
 
     def __init__(self, settings: Settings, src: Path, dst: Path, device: torch.device, context: JobContext) -> None:
         super().__init__(settings, src, dst, device, context)
+        if settings.vision_bits is not None:
+            raise OptionError(f"convert: vision_bits is {settings.vision_bits}, which needs a vision tower that exl2nb knows; leave it out")
         if settings.polish:
             raise OptionError("convert: polish is True, which needs an architecture of exl2nb's own table; leave polish out")
         if settings.calibration == SELF:

@@ -62,6 +62,8 @@ class ConversionJob:
         rounding: how codes are chosen (converter.quantization.Rounding).
         polish: try several allocations, each by its true KL on a few rows, and keep the best (converter.polish); not for models with
             experts.
+        vision_bits: of the linears of a vision tower's blocks, as `head_bits`, rounded to the nearest level; None = the tower is stored as
+            it is. Loading makes fp16 or fp32 of them again: files become smaller, memory does not.
         device: "cpu", "cuda" or "auto": the GPU where there is one that can be used; None = the variable EXL2NB_DEVICE, or "auto". Files
             made on a GPU differ in bits from those made on the CPU, not in quality.
         generic: convert linear by linear through Transformers (converter.generic), for architectures that are not in our table; None: those
@@ -92,6 +94,7 @@ class ConversionJob:
         measurement: Measurement | str | os.PathLike[str] | None = None,
         rounding: Rounding | None = None,
         polish: bool = False,
+        vision_bits: int | None = None,
         device: str | torch.device | None = None,
         generic: bool | None = None,
     ) -> None:
@@ -113,6 +116,7 @@ class ConversionJob:
             rounding=rounding,
             polish=polish,
             measurement=measurement,
+            vision_bits=vision_bits,
         )
         self.src = src
         self.dst = Path(os.path.realpath(dst)) if os.path.islink(dst) else Path(dst)

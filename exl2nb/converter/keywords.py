@@ -54,6 +54,7 @@ class ConvertOptions(MeasureOptions, total=False):
     measurement: Measurement | str | os.PathLike[str] | None
     rounding: Rounding | None
     polish: bool
+    vision_bits: int | None
 
 
 DEFAULTS: dict[str, Any] = {"report_rows": 8, "seed": 0, "effort": "quick", "polish": False}

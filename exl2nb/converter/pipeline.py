@@ -38,6 +38,7 @@ from exl2nb.converter.result import Conversion
 from exl2nb.converter.sensitivity import LayerStatistics, sweep
 from exl2nb.converter.settings import Settings, describe_device
 from exl2nb.converter.sizes import CacheShape
+from exl2nb.converter.tower import block_linears, quantized_tower
 from exl2nb.converter.weights import DenseWeights
 from exl2nb.converter.work import HEAD, REVISION, Context, JobContext, Work, hash_of
 from exl2nb.core.errors import ConversionError, OptionError
@@ -142,18 +143,20 @@ def _layer(weights: DenseWeights, work: Work, key: str, statistics: LayerStatist
 REPORT = "conversion.json"  # in the model directory
 
 
-def assemble(context: Context, dst: Path, src: Path, key: str, result: Conversion, quantization: dict[str, Any]) -> None:
+def assemble(
+    context: Context, dst: Path, src: Path, key: str, result: Conversion, quantization: dict[str, Any], vision_bits: int | None = None
+) -> None:
     """Write the directory; it appears when everything in it is complete.
 
     Args:
         context: the dense model's tensors that are stored as they are, and the folder of the quantised layers.
         src: the dense model's, for everything but weights.
-        quantization: `quantization_config` of its config.json.
+        quantization: `quantization_config` of its config.json. vision_bits: of a tower's linears; None = as they are.
     """
     with context.steps("write", total=len(result.matrices), unit="matrices") as step:
         write_model(
             dst,
-            _tensors(context, key, step),
+            _tensors(context, key, step, src, vision_bits),
             config=read_config(src),
             source_dir=src,
             quantization_config=quantization,
@@ -161,7 +164,7 @@ def assemble(context: Context, dst: Path, src: Path, key: str, result: Conversio
         )
 
 
-def _tensors(context: Context, key: str, step: Callable[[str], None]) -> Iterator[tuple[str, Tensor]]:
+def _tensors(context: Context, key: str, step: Callable[[str], None], src: Path, vision_bits: int | None) -> Iterator[tuple[str, Tensor]]:
     weights, work, config = context.weights, context.work, context.weights.config
     for name in end_vectors(config):
         yield name, weights.stored(name)
@@ -176,8 +179,11 @@ def _tensors(context: Context, key: str, step: Callable[[str], None]) -> Iterato
             yield from matrix.tensors(name).items()
             step(name)
     if isinstance(weights.store, ModelStore):
-        for name in weights.store.untouched():
-            yield name, weights.store.read_untouched(name)
+        store = weights.store
+        if vision_bits is None:
+            yield from ((name, store.read_untouched(name)) for name in store.untouched())
+        else:
+            yield from quantized_tower(store, block_linears(config, src), vision_bits, context.check)
 
 
 def forecast(asked: Settings, config: ModelConfig, *, last: str = "write") -> Forecast:
@@ -244,6 +250,7 @@ class Run(Generic[C]):
             "version": "0.3.2",
             "bits": asked.get("bpw", round(result.bpw, 4)),
             "head_bits": asked["head_bits"] if isinstance(asked["head_bits"], int) else round(result.head_bits),
+            **({"vision_bits": self.settings.vision_bits} if self.settings.vision_bits is not None else {}),
             "calibration": {name: result.calibration[name] for name in ("rows", "length", "dataset")},
         }
 
@@ -299,6 +306,8 @@ class Pipeline(Run[Context]):
         """All stages."""
         if self.settings.polish and any(map(self.config.experts, range(self.config.num_layers))):
             raise OptionError("convert: polish is True and the model has experts, expected a dense one; leave polish out")
+        if self.settings.vision_bits is not None and not (isinstance(self.weights.store, ModelStore) and self.weights.store.untouched()):
+            raise OptionError(f"convert: vision_bits is {self.settings.vision_bits} and {self.src} has no vision tower; leave it out")
         linears = [linear for layer in range(self.config.num_layers) for linear in layer_linears(self.config, layer).values()]
         self.check_names([*linears, head_linear(self.config)])
         rows = self.timed("calibrate", self.calibrate)
@@ -311,7 +320,9 @@ class Pipeline(Run[Context]):
         quantize = functools.partial(quantize_model, self.context, rows, measurement, allocation, key, self.settings.rounding)
         made = self.timed("quantize", quantize)
         result = self.result(measurement, allocation, made, rows, polished)
-        self.timed("write", lambda: assemble(self.context, self.dst, self.src, made.key, result, self.written(result)))
+        self.timed(
+            "write", lambda: assemble(self.context, self.dst, self.src, made.key, result, self.written(result), self.settings.vision_bits)
+        )
         self.context.work.forget(made.key, self.config.num_layers)
         return self.finished(result)
 

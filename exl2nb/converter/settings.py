@@ -72,6 +72,7 @@ class Settings:
     rounding: Rounding
     polish: bool
     measurement: Measurement | str | os.PathLike[str] | None
+    vision_bits: int | None = None
 
 
 def settings(
@@ -90,6 +91,7 @@ def settings(
     rounding: Rounding | None,
     polish: bool,
     measurement: Measurement | str | os.PathLike[str] | None,
+    vision_bits: int | None = None,
 ) -> Settings:
     """Check the options and fill in what was left out.
 
@@ -122,6 +124,8 @@ def settings(
     if head_bits not in (None, "auto"):
         head_mix(head_bits)  # type: ignore[arg-type]
     kept = read_choices(frozen) if frozen is not None else {}
+    if vision_bits is not None:
+        head_mix(vision_bits, name="vision_bits")
     given = {name: value for name, value in (("overrides", overrides), ("frozen", kept)) if value}
     wanted = {"bpw": float(bpw)} if bpw is not None else dict(target or {})
     head_bits = head_bits if head_bits is not None else HEAD_BITS if bpw is not None else "auto"
@@ -135,6 +139,7 @@ def settings(
         rounding=rounding or Rounding(),
         polish=polish,
         measurement=measurement,
+        vision_bits=vision_bits,
     )
 
 

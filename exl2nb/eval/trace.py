@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +19,7 @@ from exl2nb.eval.logits import check_ids
 from exl2nb.model.batch import Batch
 from exl2nb.model.model import Model
 from exl2nb.model.points import LOGITS, Edit, Edits, Point, T, matching
+from exl2nb.model.vision.prompt import Placed, PromptPictures
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -36,7 +37,7 @@ class Trace(Mapping[str, Tensor]):
 
     ids: the T tokens. texts: of each. tensors: float32 (expert numbers int64), T or heads first, as `Point.shape` says. logits: float32
     `(T, V)` where "logits" was captured, else `(1, V)` of the last token. cache: mode of the KV cache. model: its name. pooled: rows and
-    columns of attention patterns that were averaged; 0 = none were.
+    columns of attention patterns that were averaged; 0 = none were. pictures: of the prompt, which of the tokens each is.
     """
 
     ids: tuple[int, ...]
@@ -46,6 +47,7 @@ class Trace(Mapping[str, Tensor]):
     cache: str
     model: str = ""
     pooled: int = 0
+    pictures: tuple[Placed, ...] = ()
     unembed: Callable[[Tensor], Tensor] = field(repr=False)
 
     def __getitem__(self, name: str) -> Tensor:
@@ -178,6 +180,7 @@ def trace(
     max_bytes: int = MAX_BYTES,
     name: str = "",
     on_step: Callable[[int, Mapping[str, Tensor]], None] | None = None,
+    pictures: PromptPictures | None = None,
 ) -> Trace:
     """Read a text and keep what passes through the model at some points.
 
@@ -191,15 +194,19 @@ def trace(
         max_bytes: of all tensors.
         on_step: called after each step with the number of tokens read so far and the tensors, which it must not change; later tokens are 0
             in them. What it raises ends the trace.
+        pictures: of the ids, encoded and placed.
 
     Raises:
-        OptionError: an unknown name, an edit that does not fit, or tensors of more than `max_bytes`; says how many.
+        OptionError: an unknown name, an edit that does not fit, tensors of more than `max_bytes`; says how many; or a model in which the
+            tokens of a picture see each other.
         ContextOverflow: more ids than the context.
     """
     row = check_ids(model, torch.tensor([list(ids)]))[0].tolist()
     check_range("max_bytes", max_bytes, 1, 1 << 50, where="trace")
     if pattern_size is not None:
         check_range("pattern_size", pattern_size, 2, 1 << 14, where="trace")
+    if pictures is not None and pictures.blocks:
+        raise OptionError("trace: tokens of one picture see each other in this model, which a trace does not follow; give a text alone")
     known: dict[str, Point] = model.points
     found = matching(known, capture, where="trace") if capture else []
     kept = [point for point in found if point.name != LOGITS]
@@ -218,6 +225,10 @@ def trace(
         for start in range(0, len(row), step):
             rows = "all" if every else "last"
             batch = Batch.single(row[start : start + step], start=start, pages=pages, logit_rows=rows, device=model.device, long=long)
+            if pictures is not None:
+                count = len(batch.input_ids)
+                at = torch.from_numpy(pictures.positions(start, count)).to(batch.positions.device)
+                batch = replace(batch, positions=at, pictures=pictures.within(start, count, 0))
             out = model.trace(batch, pool, wanted=wanted, seen=recorder, edits=edits, borrowed=borrowed).float().cpu()
             logits = [*logits, out] if every else [out]
             if on_step is not None:
@@ -225,7 +236,7 @@ def trace(
     tensors = {key: value.clone() for key, value in recorder.tensors.items()}  # out of inference mode: they may be edited
     return Trace(
         ids=tuple(row), texts=tuple(texts), tensors=tensors, logits=torch.cat(logits).clone(), cache=spec.mode, model=name, pooled=pooled,
-        unembed=model.unembed,
+        pictures=() if pictures is None else pictures.images, unembed=model.unembed,
     )  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from exl2nb.core.errors import EngineClosed, OptionError
 from exl2nb.core.options import shown
@@ -33,9 +33,17 @@ class InsideMixin:
     engine: Engine
     name: Any
 
+    if TYPE_CHECKING:
+
+        def chat_request(
+            self, messages: Sequence[Mapping[str, Any]] | str, options: Mapping[str, Any], *, where: str
+        ) -> tuple[list[int], dict[str, Any]]:
+            """Of `ChatMixin`."""
+            ...
+
     def trace(
         self,
-        prompt: str | Sequence[int],
+        prompt: str | Sequence[int] | Sequence[Mapping[str, Any]],
         capture: str | Sequence[str] = RESIDUAL,
         *,
         patch: Patch | None = None,
@@ -47,7 +55,7 @@ class InsideMixin:
         """Read a prompt and keep what passes through the model, by TransformerLens' names, as tensors on the CPU.
 
         Args:
-            prompt: text or token ids.
+            prompt: text, token ids, or messages as for `chat`, also with pictures; an answer at their end is the end.
             capture: names or patterns: "blocks.3.hook_resid_pre", "blocks.*.attn.hook_pattern", "blocks.*.mlp.hook_post",
                 "ln_final.hook_normalized", "logits" (of every token); `trace_points` lists them all.
             patch: what is replaced meanwhile, as in `patch`.
@@ -71,11 +79,19 @@ class InsideMixin:
             >>> found["blocks.5.attn.hook_pattern"].shape, len(found)
             (torch.Size([4, 5, 5]), 13)
         """
-        ids = ids_of(prompt, self.tokenizer, where="trace", context=self.model.context)
+        pictures = None
+        if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], Mapping):
+            talk = cast("Sequence[Mapping[str, Any]]", prompt)
+            ends = isinstance(talk[-1], Mapping) and talk[-1].get("role") == "assistant"
+            ids, options = self.chat_request(talk, {"continue_final_message": ends}, where="trace")
+            pictures = options.get("pictures")
+        else:
+            ids = ids_of(prompt, self.tokenizer, where="trace", context=self.model.context)
         edits, layers = _parts(patch or {})
         return traces.trace(
             self.engine.shared_model, ids, capture, patch=edits, layers=layers, texts=token_texts(self.tokenizer, ids), cache=cache,
             pattern_size=pattern_size, max_bytes=max_bytes, name=str(self.name), on_step=on_step,
+            pictures=pictures,
         )  # fmt: skip
 
     def patch(self, patch: Patch) -> Patched:

@@ -256,6 +256,8 @@ class Walk:
             self._ops = self._own if borrowed is None else self._backend(borrowed.program)
             self._where, self._normed = f"blocks.{layer}.", None
             x = self._layer(x, steps if borrowed is None else borrowed.steps)
+            if self._batch.pictures is not None and layer < len(self._batch.pictures.deep):
+                x[self._batch.pictures.rows.to(x.device)] += self._batch.pictures.deep[layer].to(x.device)
         self._ops, self._where = self._own, ""
         return self._head(x, self._program.steps[-1][1])
 
@@ -283,9 +285,14 @@ class Walk:
 
     def _embed(self, a: dict[str, Any]) -> Tensor:
         x = self._own.embed(a)
+        pictures = self._batch.pictures
+        if pictures is not None:
+            x[pictures.rows.to(x.device)] = pictures.values.to(x.device)
         if not (self._wants("hook_embed") or self._edited("hook_embed")):
             return x
         words, table = reference.embed(a["table"], self._batch.input_ids, a["scale"]), a["position_table"]
+        if pictures is not None:
+            words[pictures.rows.to(x.device)] = pictures.values.to(x.device)
         edited = self._at("hook_embed", words)
         if not self._edited("hook_embed"):
             return x

@@ -35,14 +35,14 @@ HEAD_MIXES: dict[int, Mix] = {  # head_bits -> mix
 }
 
 
-def head_mix(head_bits: int) -> Mix:
-    """The head's mix.
+def head_mix(head_bits: int, name: str = "head_bits") -> Mix:
+    """The head's mix. name: of the option, for messages.
 
     Raises:
         OptionError: `head_bits` is not one of the table.
     """
-    if head_bits not in HEAD_MIXES:
-        raise OptionError(f"head_bits is {head_bits!r}; expected one of {', '.join(map(str, HEAD_MIXES))}")
+    if not isinstance(head_bits, int) or head_bits not in HEAD_MIXES:
+        raise OptionError(f"{name} is {head_bits!r}; expected one of {', '.join(map(str, HEAD_MIXES))}")
     return HEAD_MIXES[head_bits]
 
 

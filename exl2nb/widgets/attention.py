@@ -7,7 +7,7 @@ import copy
 import html
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -15,14 +15,18 @@ import traitlets as t
 
 from exl2nb.core.errors import OptionError
 from exl2nb.core.show import colour
+from exl2nb.model.vision.pictures import Picture
 from exl2nb.sampling.params import check_integer
 from exl2nb.widgets import static
-from exl2nb.widgets.protocol import AttentionResult, AttentionViewState, Patterns
+from exl2nb.widgets.protocol import AttentionResult, AttentionViewState, LookedAt, Patterns
 from exl2nb.widgets.sides import PASS_BYTES, InsideWidget
 
 if TYPE_CHECKING:
     import pandas as pd
     from torch import Tensor
+
+    from exl2nb.llm.model import LLM
+    from exl2nb.model.vision.prompt import Placed
 
 LARGEST, SMALL = 256, 48
 KEPT_BYTES = 64 << 20  # patterns of one model, a byte a place
@@ -30,6 +34,8 @@ STORED_BYTES = 900_000  # of an export
 SHOW_EVERY_S = 0.5  # while a long text is read
 PART = "attn.hook_pattern"
 _PICTURE_PX = 3
+ANSWER_TOKENS = 48  # of a question about pictures
+SEEN_PX = 384  # longer side of a picture as it travels
 
 
 class AttentionView(InsideWidget):
@@ -39,19 +45,25 @@ class AttentionView(InsideWidget):
     Choosing a head there or among the thumbnails shows its pattern large. Patterns of more than 256 tokens (fewer in models of many heads)
     are averaged: a place is the mean over the queries of a row of the attention that the keys of a column get.
 
+    With `images` the prompt is a question about them: the reference answers it, and below the heads the pictures show, as the model saw
+    them, where the chosen token of question or answer looks.
+
     Args:
         models: one to four bitrates or caches of one model by label, the reference first: loaded models, or pairs (model, {"cache": mode}).
         prompt: text that is read, 2 to 8192 tokens.
+        images: a picture, or several: paths, bytes, PIL images, arrays or figures, for a model that sees.
         result: what `to_dict` gave, in place of models.
         wait: False = return at once and measure in the background; `.wait()` waits for it.
 
     Traits, also keywords (synced with the page both ways):
         prompt: as above.
         side: index of the model that is compared with the reference. Default 1.
-        layer, head: the chosen head. Default 0, 0.
+        layer, head: the chosen head. Default 0, 0; with `images` the head whose answer looks hardest at one patch.
+        token: whose attention the pictures show, from the end where it is negative. Default -1.
 
     Raises:
-        OptionError: no bitrates or caches of one model, or a prompt that is too short or too long.
+        OptionError: no bitrates or caches of one model, a prompt that is too short or too long, or images for a model that does not see.
+        PictureError: a picture that cannot be used.
 
     Example:
         >>> AttentionView({"16 bits": llm, "4 bits": low}, "It was a dark")  # doctest: +SKIP
@@ -63,7 +75,7 @@ class AttentionView(InsideWidget):
     _state_keys: ClassVar[tuple[str, ...]] = tuple(AttentionViewState.__annotations__)
     _picture_key = "The heads of one layer side by side: a row per reading token, a column per token that is read; darker: more attention."
     _empty: ClassVar[Mapping[str, Any]] = {
-        **AttentionResult(labels=[], layers=0, heads=0, tokens=0, size=0, names=[], distance=[]),
+        **AttentionResult(labels=[], layers=0, heads=0, tokens=0, size=0, names=[], distance=[], pictures=[], answer=-1),
         "patterns": [],
     }
     _least = 1
@@ -71,15 +83,29 @@ class AttentionView(InsideWidget):
 
     layer = t.Int(0).tag(sync=True, option=True)
     head = t.Int(0).tag(sync=True, option=True)
+    token = t.Int(-1).tag(sync=True, option=True)
     _heads = t.List().tag(sync=True)
     _one = t.List().tag(sync=True)
     _stored = t.List().tag(sync=True)
 
     def __init__(
-        self, models: Any = None, prompt: str | None = None, *, result: Mapping[str, Any] | None = None, wait: bool = True, **kwargs: Any
+        self,
+        models: Any = None,
+        prompt: str | None = None,
+        *,
+        images: Any = (),
+        result: Mapping[str, Any] | None = None,
+        wait: bool = True,
+        **kwargs: Any,
     ) -> None:
         self._patterns: list[Any] = []  # by model: uint8 (layers, heads, size, size)
         self._rows: list[int] = []  # of the patterns of each model, read so far while it runs
+        self._images = _pictures(images)
+        self._talk: list[dict[str, Any]] = []  # the question about the images and its answer
+        self._answer = -1
+        self._look = bool(self._images) and not kwargs.keys() & {"layer", "head"}
+        if self._images and prompt is None and result is None:
+            prompt = "What is in the picture?"
         super().__init__(models, prompt, result=result, wait=wait, **kwargs)
         if result is not None:
             shown: Any = dict(self._result)
@@ -89,6 +115,31 @@ class AttentionView(InsideWidget):
                 raise OptionError(f"AttentionView: result cannot be read: {error}; expected what to_dict() gives") from error
             self._result = shown
         self._show()
+
+    def _tokens(self, llm: LLM) -> list[int]:
+        if not self._images:
+            return super()._tokens(llm)
+        if llm.vision is None:
+            raise OptionError(f"AttentionView: images are given and {llm.name} does not see; leave them out, or load a model with a tower")
+        asked = {"role": "user", "content": [*self._images, self.prompt]}
+        answer = llm.chat([asked], temperature=0, max_tokens=ANSWER_TOKENS).text
+        before, _ = llm.chat_request([asked], {}, where="AttentionView")
+        self._talk = [asked, {"role": "assistant", "content": answer}]
+        self._answer = len(before)
+        return llm.chat_request(self._talk, {"continue_final_message": True}, where="AttentionView")[0]
+
+    def _looked_at(self, placed: Sequence[Placed]) -> list[LookedAt]:
+        """The pictures, as the reference saw them, by patch."""
+        vision = self.sides[0].llm.vision
+        assert vision is not None, "it answered a question about them"
+        found = []
+        for picture, one in zip(self._images, placed):
+            rows, columns = (size // vision.vision.merge for size in one.grid[1:])
+            seen = vision.seen(picture)
+            seen.thumbnail((SEEN_PX, SEEN_PX))
+            url = Picture.of(seen).data_url
+            found.append(LookedAt(url=url, rows=rows, columns=columns, tokens=list(one.tokens[-rows * columns :])))  # no class token
+        return found
 
     def _measure(self, ids: list[int], stop: threading.Event) -> dict[str, Any] | None:
         import torch
@@ -102,7 +153,7 @@ class AttentionView(InsideWidget):
         names = token_texts(first.llm.tokenizer, ids) if size == len(ids) else _bins(len(ids), size)
         result = AttentionResult(
             labels=[side.label for side in self.sides], layers=layers, heads=heads, tokens=len(ids), size=size, names=list(names),
-            distance=distance,
+            distance=distance, pictures=[], answer=self._answer if self._images else -1,
         )  # fmt: skip
         self._patterns = [torch.zeros(layers, heads, size, size, dtype=torch.uint8) for _ in self.sides]
         self._rows = [0] * len(self.sides)
@@ -117,7 +168,11 @@ class AttentionView(InsideWidget):
                     begun = (n * len(self.sides) + i) / (len(passes) * len(self.sides))
                     seen = self._follower(some, i, len(ids), begun, 1 / (len(passes) * len(self.sides)), stop)
                     names_of = [f"blocks.{layer}.{PART}" for layer in some]
-                    found = side.trace(ids, names_of, pattern_size=size if size < len(ids) else None, on_step=seen)
+                    found = side.trace(
+                        self._talk if self._images else ids, names_of, pattern_size=size if size < len(ids) else None, on_step=seen
+                    )
+                    if self._images and not result["pictures"]:
+                        result["pictures"] = self._looked_at(found.pictures)
                     for layer, name in zip(some, names_of):
                         self._patterns[i][layer] = _bytes(found[name])
                         if i:
@@ -128,8 +183,22 @@ class AttentionView(InsideWidget):
         except InterruptedError:  # stopped: what has been read stays
             return None
         self._rows = [size] * len(self.sides)
+        if self._look:
+            self._look = False
+            self.layer, self.head = self._hardest(result)
         self._show()
         return {**result}
+
+    def _hardest(self, shown: AttentionResult) -> tuple[int, int]:
+        """The head in which tokens of the answer look most at one patch, on average."""
+        known, size = self._patterns[0], shown["size"]
+        queries = sorted({token * size // shown["tokens"] for token in range(shown["answer"], shown["tokens"])})
+        keys = sorted({token * size // shown["tokens"] for one in shown["pictures"] for token in one["tokens"]})
+        if not queries or not keys:
+            return 0, 0
+        most = (known[:, :, queries][:, :, :, keys].float() / 255).square().amax(-1).mean(-1)
+        layer, head = divmod(int(most.argmax()), shown["heads"])
+        return layer, head
 
     def _follower(
         self, some: range, side: int, tokens: int, begun: float, part: float, stop: threading.Event
@@ -200,6 +269,29 @@ class AttentionView(InsideWidget):
         check_integer("AttentionView: side", side, 0, len(self._patterns) - 1)
         return (self._patterns[side][layer, head].float() / 255).square()
 
+    def on_picture(self, token: int = -1, picture: int = 0, side: int = 0) -> Tensor:
+        """The attention that each patch of a picture gets from a token in the chosen head, float32 `(rows, columns)`.
+
+        Args:
+            token: of the prompt and its answer, from the end where it is negative. picture: its number. side: of the models.
+
+        Raises:
+            OptionError: there is no such token, picture or model.
+        """
+        import torch
+
+        shown: Any = self._result
+        tokens, size = shown["tokens"], shown["size"]
+        check_integer("AttentionView: token", token, -tokens, tokens - 1)
+        check_integer("AttentionView: picture", picture, 0, len(shown["pictures"]) - 1)
+        check_integer("AttentionView: side", side, 0, len(self._patterns) - 1)
+        one = shown["pictures"][picture]
+        layer, head = (min(max(0, at), shown[of] - 1) for at, of in ((self.layer, "layers"), (self.head, "heads")))
+        row = (self._patterns[side][layer, head, token % tokens * size // tokens].float() / 255).square()
+        bins = torch.arange(tokens) * size // tokens
+        found = (row / torch.bincount(bins, minlength=size))[bins[one["tokens"]]]
+        return found.view(one["rows"], one["columns"])
+
     def to_dict(self) -> dict[str, Any]:
         """Everything, as plain JSON values; `AttentionView(result=...)` shows it again."""
         return {**self._result, "patterns": [_text(pattern) for pattern in self._patterns]}
@@ -250,7 +342,22 @@ class AttentionView(InsideWidget):
             )
             caption = f"{html.escape(label)}: % of attention moved, layers down, heads across"
             tables.append(f'<table style="font-size:12px"><caption>{caption}</caption><tr><th></th>{head}</tr>{rows}</table>')
+        tables += [self._looks(number, one) for number, one in enumerate(shown["pictures"])]
         return f'<div style="display:flex;flex-wrap:wrap;gap:12px 24px">{"".join(tables) or html.escape(self._summary())}</div>'
+
+    def _looks(self, number: int, one: LookedAt) -> str:
+        """Where the answer's tokens look in a picture, in words."""
+        shown: Any = self._result
+        rows = []
+        for token in range(max(0, shown["answer"]), shown["tokens"]):
+            name = shown["names"][token * shown["size"] // shown["tokens"]]
+            shares = self.on_picture(token, number)
+            row, column = divmod(int(shares.argmax()), one["columns"])
+            most = f"row {row + 1}, column {column + 1}: {100 * float(shares.max()):.1f} %"
+            rows.append(f"<tr><td>{html.escape(name)}</td><td>{100 * float(shares.sum()):.1f} %</td><td>{most}</td></tr>")
+        caption = f"Where the answer looks, layer {self.layer}, head {self.head}: token, share on the picture, patch that gets most"
+        picture = f'<img src="{html.escape(one["url"])}" alt="What the model saw" width="128">'
+        return f'{picture}<table style="font-size:12px"><caption>{caption}</caption>{"".join(rows)}</table>'
 
     def _picture(self) -> static.Pixels | None:
         if not self._patterns:
@@ -264,6 +371,11 @@ class AttentionView(InsideWidget):
                 line += [dot for value in pattern[y].tolist() for dot in [colour(2 + 6 * value / 255)] * _PICTURE_PX] + gap
             pixels += [line] * _PICTURE_PX
         return pixels
+
+
+def _pictures(images: Any) -> list[Picture]:
+    given = list(images) if isinstance(images, (list, tuple)) else [images]
+    return [Picture.of(one, where="AttentionView: images") for one in given]
 
 
 def _bins(tokens: int, size: int) -> list[str]:

@@ -15,6 +15,8 @@ from exl2nb.widgets.protocol import ChatTurn, ShownPicture, Stats, Status, Token
 from exl2nb.widgets.tokens import items_of
 
 if TYPE_CHECKING:
+    from PIL.Image import Image as Pixels
+
     from exl2nb.llm.conversation import Conversation, Turn
     from exl2nb.widgets.background import Background
     from exl2nb.widgets.feed import Feed
@@ -24,6 +26,8 @@ SAID = {"user": "You", "assistant": "Model", "system": "System", "tool": "Tool"}
 _TWIN_CHARS = 2000
 THUMBNAIL = 160
 """Pixels of the longer side of a picture in a turn."""
+PATCH_PX = 6
+"""Patches smaller than this in a thumbnail are shown without their edges."""
 
 
 class Chat:
@@ -59,10 +63,17 @@ class Chat:
             from exl2nb.model.vision.pictures import Picture
 
             picture, vision = Picture.of(url), getattr(self._llm, "vision", None)
-            small = picture.frames[0].copy()
-            small.thumbnail((THUMBNAIL, THUMBNAIL))
-            tokens = f", {vision.tokens(picture)} tokens" if vision is not None else ""
-            self._pictures[url] = ShownPicture(Picture.of(small).data_url, f"{picture.size[0]} x {picture.size[1]} pixels{tokens}")
+            note = f"{picture.size[0]} x {picture.size[1]} pixels"
+            if vision is None:
+                small = picture.frames[0].copy()
+                small.thumbnail((THUMBNAIL, THUMBNAIL))
+            else:
+                seen, tokens = vision.seen(picture), vision.tokens(picture)
+                rows, columns = (size // vision.vision.merge for size in vision.grid(picture)[1:])
+                size = "" if seen.size == picture.size else f", seen as {seen.width} x {seen.height}"
+                note += f"{size} in {rows} x {columns} patches, {tokens} tokens"
+                small = _with_patches(seen, rows, columns)
+            self._pictures[url] = ShownPicture(Picture.of(small).data_url, note)
         return self._pictures[url]
 
     def say(self, text: str, images: Sequence[Any] = ()) -> None:
@@ -131,6 +142,24 @@ class Chat:
         if role and tree[number].role != role:
             raise OptionError(f"chat: turn {number} is the {tree[number].role}'s; expected one of the {role}")
         return tree[number]
+
+
+def _with_patches(seen: Pixels, rows: int, columns: int) -> Pixels:
+    """A picture as the model saw it, as large as a thumbnail, with the edges of its patches where there is room for them."""
+    from PIL import Image, ImageDraw
+
+    scale = THUMBNAIL / max(seen.size)
+    size = max(1, round(seen.width * scale)), max(1, round(seen.height * scale))
+    shown = seen.resize(size, Image.Resampling.NEAREST if scale > 1 else Image.Resampling.BICUBIC)
+    if min(size[0] / columns, size[1] / rows) < PATCH_PX:
+        return shown
+    lines = Image.new("RGBA", size, (0, 0, 0, 0))
+    draw = ImageDraw.Draw(lines)
+    for at in range(1, columns):
+        draw.line(((x := round(at * size[0] / columns)), 0, x, size[1]), fill=(128, 128, 128, 110))
+    for at in range(1, rows):
+        draw.line((0, (y := round(at * size[1] / rows)), size[0], y), fill=(128, 128, 128, 110))
+    return Image.alpha_composite(shown.convert("RGBA"), lines).convert("RGB")
 
 
 class ChatMode(t.HasTraits):

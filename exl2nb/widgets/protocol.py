@@ -1068,10 +1068,20 @@ class LayerLensState(InsideState):
     _result: LensResult
 
 
+class LookedAt(TypedDict):
+    """A picture of AttentionView: the data URL of what the model saw, and the tokens of its patches, row by row."""
+
+    url: str
+    rows: int
+    columns: int
+    tokens: list[int]
+
+
 class AttentionResult(TypedDict):
     """What AttentionView shows besides patterns. size: rows and columns of a pattern; of fewer than tokens, each is a mean.
 
-    names: of its rows and columns. distance: by model after the reference, layer and head: mean total variation, 0 to 1.
+    names: of its rows and columns. distance: by model after the reference, layer and head: mean total variation, 0 to 1. pictures: in the
+    prompt. answer: the token that the answer begins with; -1 = there is none.
     """
 
     labels: list[str]
@@ -1081,6 +1091,8 @@ class AttentionResult(TypedDict):
     size: int
     names: list[str]
     distance: list[list[list[float]]]
+    pictures: list[LookedAt]
+    answer: int
 
 
 class Patterns(TypedDict):
@@ -1097,10 +1109,14 @@ class Patterns(TypedDict):
 
 
 class AttentionViewState(InsideState):
-    """Synced traits of AttentionView. _heads: all heads of the chosen layer, small; _one: the chosen head; _stored: in an export, all."""
+    """Synced traits of AttentionView. token: whose attention is shown on the pictures, from the end where it is negative.
+
+    _heads: all heads of the chosen layer, small; _one: the chosen head; _stored: in an export, all.
+    """
 
     layer: int
     head: int
+    token: int
     _result: AttentionResult
     _heads: list[Patterns]
     _one: list[Patterns]

@@ -35,7 +35,7 @@ class Side:
     llm: LLM
     cache: str = "fp32"
 
-    def trace(self, prompt: Sequence[int], capture: Sequence[str], **options: Any) -> Trace:
+    def trace(self, prompt: Sequence[Any], capture: Sequence[str], **options: Any) -> Trace:
         """`llm.trace` under this side's cache."""
         return self.llm.trace(prompt, capture, cache=self.cache, max_bytes=1 << 34, **options)
 
@@ -148,13 +148,17 @@ class InsideWidget(BackgroundWidget):
     def _read(self, stop: threading.Event) -> None:
         """Measure the prompt; what was shown stays until that is done."""
         llm, name = self.sides[0].llm, type(self).__name__
-        ids = llm.tokenizer.encode(self.prompt)
+        ids = self._tokens(llm)
         if not 2 <= len(ids) <= self._most_tokens:
             raise OptionError(f"{name}: the prompt has {len(ids)} tokens; expected 2 to {self._most_tokens}")
         found = self._measure(ids, stop)
         if found is not None and not stop.is_set():
             self._ids = ids
             self._result = found
+
+    def _tokens(self, llm: LLM) -> list[int]:
+        """The ids of the prompt."""
+        return llm.tokenizer.encode(self.prompt)
 
     def _measure(self, ids: list[int], stop: threading.Event) -> dict[str, Any] | None:
         """What the widget shows of a prompt; None when it was stopped. Every subclass has its own."""

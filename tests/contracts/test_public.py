@@ -37,7 +37,7 @@ def test_all_is_sorted_and_resolves():
 
 
 def test_unknown_name_lists_the_known_ones():
-    with pytest.raises(AttributeError, match="public names: ConversionJob, Job, LLM, MemoryPlan, check, compare, convert"):
+    with pytest.raises(AttributeError, match="public names: ConversionJob, Image, Job, LLM, MemoryPlan, check, compare, convert"):
         _ = exl2nb.lode
 
 

@@ -215,7 +215,12 @@ def test_pictures_stand_with_their_turns_and_reach_the_model(monkeypatch):
     from exl2nb.model.vision.pictures import Picture
 
     talker = Talker("Red", "Blue")
-    talker.vision = SimpleNamespace(tokens=lambda picture: 9)
+    talker.vision = SimpleNamespace(
+        tokens=lambda picture: 9,
+        grid=lambda picture: (1, 3, 3),
+        seen=lambda picture: picture.frames[0].resize((24, 24)),
+        vision=SimpleNamespace(merge=1),
+    )
     play = Playground(talker, chat=True, template=TEMPLATE)
     assert play._sees
     url = Picture.of(np.zeros((300, 400, 3), np.uint8)).data_url
@@ -225,8 +230,10 @@ def test_pictures_stand_with_their_turns_and_reach_the_model(monkeypatch):
     assert role == "user"
     assert content == [{"type": "image", "image": url}, {"type": "text", "text": "What is this?"}]
     (shown,) = play.turns[0].images
-    assert shown.note == "400 x 300 pixels, 9 tokens"
-    assert Picture.of(shown.url).size == (160, 120)
+    assert shown.note == "400 x 300 pixels, seen as 24 x 24 in 3 x 3 patches, 9 tokens"
+    assert Picture.of(shown.url).size == (160, 160)
+    pixels = np.asarray(Picture.of(shown.url).frames[0])
+    assert pixels[10, 10].tolist() == [0, 0, 0] != pixels[10, 53].tolist(), "an edge between two patches"
     with pytest.raises(OptionError, match="data URLs"):
         play._receive_chat_send({"type": "chat_send", "text": "Read it", "images": ["/etc/passwd"], "settings": {}})
     play.say("And now?", images=[np.zeros((4, 4), np.uint8)])

@@ -826,10 +826,19 @@ export interface LayerLensState {
   _result: LensResult;
 }
 
+/** A picture of AttentionView: the data URL of what the model saw, and the tokens of its patches, row by row. */
+export interface LookedAt {
+  url: string;
+  rows: number;
+  columns: number;
+  tokens: number[];
+}
+
 /**
  * What AttentionView shows besides patterns. size: rows and columns of a pattern; of fewer than tokens, each is a mean.
  *
- * names: of its rows and columns. distance: by model after the reference, layer and head: mean total variation, 0 to 1.
+ * names: of its rows and columns. distance: by model after the reference, layer and head: mean total variation, 0 to 1. pictures: in the
+ * prompt. answer: the token that the answer begins with; -1 = there is none.
  */
 export interface AttentionResult {
   labels: string[];
@@ -839,6 +848,8 @@ export interface AttentionResult {
   size: number;
   names: string[];
   distance: number[][][];
+  pictures: LookedAt[];
+  answer: number;
 }
 
 /**
@@ -854,7 +865,11 @@ export interface Patterns {
   data: string[];
 }
 
-/** Synced traits of AttentionView. _heads: all heads of the chosen layer, small; _one: the chosen head; _stored: in an export, all. */
+/**
+ * Synced traits of AttentionView. token: whose attention is shown on the pictures, from the end where it is negative.
+ *
+ * _heads: all heads of the chosen layer, small; _one: the chosen head; _stored: in an export, all.
+ */
 export interface AttentionViewState {
   status: Status;
   error: string;
@@ -867,6 +882,7 @@ export interface AttentionViewState {
   _static: boolean;
   layer: number;
   head: number;
+  token: number;
   _result: AttentionResult;
   _heads: Patterns[];
   _one: Patterns[];

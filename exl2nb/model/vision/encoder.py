@@ -6,8 +6,10 @@ import math
 import os
 import threading
 from collections import OrderedDict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,6 +22,12 @@ from exl2nb.model.vision.families import VISIONS, Features, Vision, read_vision
 from exl2nb.model.vision.pictures import Picture
 from exl2nb.model.vision.rules import Rules
 from exl2nb.model.vision.tower import Grid, forward, grid_of
+from exl2nb.quant.exl2 import SUFFIXES, Exl2Tensors, check_headers
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from exl2nb.io.safetensors import TensorInfo
 
 KEPT_BYTES = 256 << 20  # of the rows of pictures that were seen
 
@@ -57,6 +65,12 @@ class VisionEncoder:
     def tokens(self, picture: Picture) -> int:
         """Tokens of the prompt that a picture takes, its marks left out."""
         return self.vision.tokens(self.grid(picture))
+
+    def seen(self, picture: Picture) -> Image:
+        """The picture, or a video's first frame, as the tower sees it: after resizing and cutting."""
+        import PIL.Image
+
+        return PIL.Image.fromarray(self._rules(picture).fitted(picture.frames[0], len(picture.frames)))
 
     @property
     def largest(self) -> int:
@@ -147,14 +161,41 @@ def load_encoder(
 
 def _loaded(vision: Vision, store: ModelStore, config: ModelConfig, device: str, dtype: torch.dtype | None) -> VisionEncoder:
     weights: dict[str, Tensor] = {}
-    for name in store.untouched():
-        tensor = store.read_untouched(name)
+    for name, tensor in _dense(store):
         if not tensor.dtype.is_floating_point:
             continue
         stored = torch.float16 if tensor.dtype == torch.float32 and device != "cpu" else tensor.dtype
         wanted = dtype or (torch.float32 if device == "cpu" else stored)
         weights[tower_name(name)] = tensor.to(device, wanted)
     return VisionEncoder(vision, weights, hidden=config.hidden_size, where=str(store.directory))
+
+
+def _dense(store: ModelStore) -> Iterator[tuple[str, Tensor]]:
+    """The tower's tensors; matrices that are stored as EXL2 as `(N, K)` fp16 weights."""
+    for name in store.untouched():
+        stem, _, suffix = name.rpartition(".")
+        if suffix == "q_weight":
+            infos = {part: store.info_untouched(f"{stem}.{part}") for part in SUFFIXES if f"{stem}.{part}" in store.untouched()}
+            if len(infos) < len(SUFFIXES):
+                missing = next(part for part in SUFFIXES if part not in infos)
+                raise FormatError(f"{store.directory}: tensor {f'{stem}.{missing}'!r} is missing; an EXL2 matrix has it")
+            check_headers(infos, stem, file=infos[suffix].path)
+            packed = Exl2Tensors(**{part: store.read_untouched(f"{stem}.{part}") for part in SUFFIXES})
+            yield f"{stem}.weight", packed.validate(stem, file=infos[suffix].path).reconstruct().T.contiguous()
+        elif suffix not in SUFFIXES:
+            yield name, store.read_untouched(name)
+
+
+def _numbers(infos: Mapping[str, TensorInfo]) -> int:
+    """Weights of a tower once it is loaded."""
+    total = 0
+    for name, info in infos.items():
+        stem, _, suffix = name.rpartition(".")
+        if suffix == "q_weight" and f"{stem}.q_invperm" in infos:
+            total += infos[f"{stem}.q_invperm"].shape[0] * info.shape[-1]
+        elif suffix not in SUFFIXES:
+            total += math.prod(info.shape)
+    return total
 
 
 @dataclass(frozen=True)
@@ -171,14 +212,14 @@ def plan_encoder(directory: str | os.PathLike[str], config: ModelConfig, *, devi
     if config.architecture not in VISIONS:
         return Planned()
     with open_store(config, folder) as store:
-        infos = [store.info_untouched(name) for name in store.untouched()]
+        infos = {name: store.info_untouched(name) for name in store.untouched()}
         vision = read_vision(config.architecture, read_config(folder), folder) if infos else None
     if vision is None:
         return Planned()
     width, height = vision.rules.size_for(1024, 1024)
     grid = (1, height // vision.tower.patch, width // vision.tower.patch)
     each = 4 if device == "cpu" else 2
-    return Planned(sum(each * math.prod(info.shape) for info in infos), vision.tokens(grid))
+    return Planned(each * _numbers(infos), vision.tokens(grid))
 
 
 def tower_name(name: str) -> str:

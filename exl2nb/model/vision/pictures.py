@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from exl2nb.core.errors import MissingDependency, PictureError
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
+    from PIL.Image import Image as Pixels
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MAX_BYTES = 64 << 20  # of a file
@@ -35,7 +35,7 @@ class Picture:
     equal pictures.
     """
 
-    frames: tuple[Image, ...]
+    frames: tuple[Pixels, ...]
     times_s: tuple[float, ...]
     digest: bytes
 
@@ -52,13 +52,17 @@ class Picture:
     @property
     def data_url(self) -> str:
         """The picture, or a video's first frame, as the data URL of a PNG file, which gives the same pixels again."""
+        return f"data:image/png;base64,{base64.b64encode(self._repr_png_()).decode()}"
+
+    def _repr_png_(self) -> bytes:
+        """The picture, or a video's first frame, for a notebook."""
         held = io.BytesIO()
         self.frames[0].save(held, "PNG")
-        return f"data:image/png;base64,{base64.b64encode(held.getvalue()).decode()}"
+        return held.getvalue()
 
     def __repr__(self) -> str:
         width, height = self.size
-        return f"Picture({width}x{height}{f', {len(self.frames)} frames' if self.is_video else ''})"
+        return f"{type(self).__name__}({width}x{height}{f', {len(self.frames)} frames' if self.is_video else ''})"
 
     @classmethod
     def of(cls, source: Any, *, where: str = "image") -> Picture:
@@ -73,7 +77,7 @@ class Picture:
             PictureError: it is none of these, is damaged, or is too large. MissingDependency: Pillow is not installed.
         """
         check_pillow()
-        return source if isinstance(source, Picture) else cls((_rgb(source, where),), (), b"")._named()
+        return source if isinstance(source, Picture) else Picture((_rgb(source, where),), (), b"")._named()
 
     @classmethod
     def video(cls, source: Any, *, fps: float = 2.0, max_frames: int = 64, where: str = "video") -> Picture:
@@ -105,13 +109,34 @@ class Picture:
             times = [i * step / fps for i in range(len(frames))]
         if len({frame.size for frame in frames}) > 1:
             raise PictureError(f"{where}: frames of {sorted({frame.size for frame in frames})[:4]}; expected one size for all")
-        return cls(tuple(frames), tuple(times), b"")._named()
+        return Picture(tuple(frames), tuple(times), b"")._named()
 
     def _named(self) -> Picture:
         digest = blake2b(repr((self.size, self.times_s)).encode(), digest_size=32)
         for frame in self.frames:
             digest.update(frame.tobytes())
         return Picture(self.frames, self.times_s, digest.digest())
+
+
+class Image(Picture):
+    """A picture as a part of a message: checked where it is made, shown in a notebook, read once however often it is sent.
+
+    Args:
+        source: as for `Picture.of`: a path, bytes, a data URL, a PIL image, an array or a figure.
+
+    Raises:
+        PictureError: it is none of these, is damaged, or is too large. MissingDependency: Pillow is not installed.
+
+    Example:
+        >>> import exl2nb as ex
+        >>> import numpy as np
+        >>> ex.Image(np.zeros((32, 48, 3), np.uint8))
+        Image(48x32)
+    """
+
+    def __init__(self, source: Any) -> None:
+        made = Picture.of(source)
+        super().__init__(made.frames, made.times_s, made.digest)
 
 
 def check_pillow() -> None:
@@ -160,7 +185,7 @@ def from_data_url(url: str, where: str) -> bytes:
         raise PictureError(f"{where}: the data URL is not base64 ({error})") from None
 
 
-def _rgb(source: Any, where: str) -> Image:
+def _rgb(source: Any, where: str) -> Pixels:
     import PIL.Image
 
     if isinstance(source, str) and source.startswith("data:"):
@@ -192,7 +217,7 @@ def _file_bytes(path: Path, where: str) -> bytes:
     return path.read_bytes()
 
 
-def _opened(data: bytes, where: str) -> Image:
+def _opened(data: bytes, where: str) -> Pixels:
     import PIL.Image
     from PIL import UnidentifiedImageError
 
@@ -215,7 +240,7 @@ def _opened(data: bytes, where: str) -> Image:
         raise PictureError(f"{where}: the picture is damaged: {type(error).__name__}: {str(error)[:120]}") from None
 
 
-def _flat(picture: Image, where: str) -> Image:
+def _flat(picture: Pixels, where: str) -> Pixels:
     """RGB, upright, transparent parts white."""
     import PIL.Image
     from PIL import ImageOps
@@ -234,7 +259,7 @@ def _flat(picture: Image, where: str) -> Image:
         raise PictureError(f"{where}: the picture is damaged: {type(error).__name__}: {str(error)[:120]}") from None
 
 
-def _from_array(source: Any, where: str) -> Image:
+def _from_array(source: Any, where: str) -> Pixels:
     import numpy as np
     import PIL.Image
 
@@ -259,7 +284,7 @@ def _from_array(source: Any, where: str) -> Image:
     return _flat(PIL.Image.fromarray(np.ascontiguousarray(array.astype(np.uint8))), where)
 
 
-def _decoded(source: Any, fps: float, max_frames: int, where: str) -> tuple[list[Image], list[float]]:
+def _decoded(source: Any, fps: float, max_frames: int, where: str) -> tuple[list[Pixels], list[float]]:
     """Frames of a video file, and their times."""
     try:
         import av  # pyright: ignore[reportMissingImports]
@@ -271,7 +296,7 @@ def _decoded(source: Any, fps: float, max_frames: int, where: str) -> tuple[list
     data = _file_bytes(Path(source), where) if isinstance(source, (str, os.PathLike)) else bytes(source)
     if len(data) > MAX_BYTES:
         raise PictureError(f"{where}: the file has {len(data) >> 20} MiB; expected at most {MAX_BYTES >> 20} MiB")
-    frames: list[Image] = []
+    frames: list[Pixels] = []
     times: list[float] = []
     try:
         with av.open(io.BytesIO(data)) as held:

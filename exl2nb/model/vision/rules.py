@@ -115,13 +115,13 @@ class Rules:
         """What the tower sees: f32 `(T, 3, H, W)`; T is a multiple of `temporal`, the last frame repeated where there are too few."""
         import numpy as np
 
-        made = [self._fitted(frame, len(picture.frames)) for frame in picture.frames]
+        made = [self.fitted(frame, len(picture.frames)) for frame in picture.frames]
         made += [made[-1]] * (-len(made) % self.temporal)
         pixels = torch.from_numpy(np.stack(made)).permute(0, 3, 1, 2).float() * self.scale
         mean, std = (torch.tensor(values, dtype=torch.float32)[:, None, None] for values in (self.mean, self.std))
         return ((pixels - mean) / std).contiguous()
 
-    def _fitted(self, picture: Image, frames: int) -> Any:
+    def fitted(self, picture: Image, frames: int) -> Any:
         """The 8-bit pixels `(H, W, 3)` of one frame after resizing."""
         import numpy as np
         import PIL.Image

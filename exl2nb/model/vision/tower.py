@@ -5,6 +5,7 @@ Shapes: n patches, E width of the tower. Weights are a mapping from names below 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -159,30 +160,29 @@ def resampled(table: Tensor, tower: TowerConfig, grid: Grid) -> Tensor:
 def windows(tower: TowerConfig, grid: Grid, device: torch.device) -> tuple[Tensor, list[int]]:
     """The order of the merged blocks by attention window, int64, and the number of patches of each window.
 
-    Windows have window / patch / merge blocks a side; those at the right and lower edge are smaller.
+    Windows have window / patch / merge blocks a side; those at the right and lower edge are smaller, and come last in their frame.
     """
     t, h, w = grid[0], grid[1] // tower.merge, grid[2] // tower.merge
     side = tower.window // tower.merge // tower.patch
     number = torch.arange(t * h * w, device=device).reshape(t, h, w)
-    pieces = [
-        number[frame, top : top + side, left : left + side].reshape(-1)
-        for frame in range(t)
-        for top in range(0, h, side)
-        for left in range(0, w, side)
-    ]
+    pieces: list[Tensor] = []
+    for frame in number:
+        cut = [frame[top : top + side, left : left + side].reshape(-1) for top in range(0, h, side) for left in range(0, w, side)]
+        pieces += sorted(cut, key=len, reverse=True)  # equal ones side by side: `attention` takes them together
     return torch.cat(pieces), [len(piece) * tower.merge**2 for piece in pieces]
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
     """Attention of q, k, v `(n, heads, D)` within segments of these lengths: `(n, heads * D)`."""
-    q, k, v = (part.transpose(0, 1) for part in (q, k, v))
-    if len(lengths) > 1 and len(set(lengths)) == 1:  # equal segments are one batch
-        cut = (len(lengths), lengths[0])
-        q, k, v = (part.unflatten(1, cut).transpose(0, 1) for part in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v).transpose(0, 1).flatten(1, 2).transpose(0, 1).flatten(1)
-    pieces = zip(*(part.split(list(lengths), 1) for part in (q, k, v)))
-    out = [F.scaled_dot_product_attention(a[None], b[None], c[None])[0] for a, b, c in pieces]
-    return torch.cat(out, 1).transpose(0, 1).flatten(1)
+    out: list[Tensor] = []
+    at = 0
+    for length, run in itertools.groupby(lengths):  # equal neighbours are one batch
+        count = len(list(run))
+        cut = slice(at, at + count * length)
+        a, b, c = (part[cut].unflatten(0, (count, length)).transpose(1, 2) for part in (q, k, v))
+        out.append(F.scaled_dot_product_attention(a, b, c).transpose(1, 2).flatten(2).flatten(0, 1))
+        at = cut.stop
+    return out[0] if len(out) == 1 else torch.cat(out)
 
 
 def block(

@@ -48,3 +48,13 @@ def test_logits_equal_the_cpu_s(name, deterministic, tmp_path):
             if all(same[:step]):
                 assert np.abs(cpu.logits[step] - gpu.logits[step]).max() < 0.05 * cpu.logits[step].std()
     assert torch.cuda.is_available()
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "llava"])
+def test_a_trace_reads_what_a_chat_reads(name, tmp_path):
+    talk = [{"role": "user", "content": [noise(30, 20, 1), "w1 w2"]}]
+    with ex.load(write(name, build(name), tmp_path), device="cuda", cache="fp16", progress=None) as llm:
+        done = llm.chat(talk, temperature=0, max_tokens=1, ignore_eos=True, return_logits=True)
+        found = llm.trace(talk, ["logits", "blocks.0.attn.hook_pattern"], cache="fp16")
+        assert np.abs(found.logits[-1].numpy() - done.logits[0]).max() < 0.03 * done.logits[0].std()
+        assert len(found.pictures) == 1

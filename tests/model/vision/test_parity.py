@@ -21,7 +21,7 @@ from .zoo import QWEN, ZOO, build, write
 # height and width of several pictures, as the tower sees them; Qwen's also as videos of two patches in time
 SIZES = {"gemma3": [(32, 32)] * 2, "llava": [(24, 24)] * 2, "llava-siglip": [(24, 24)] * 2, "pixtral": [(12, 20), (4, 8), (28, 4)]}
 SIZES |= {"mistral3": [(16, 24), (8, 16)]}
-SIZES |= {name: [(8, 24), (24, 40), (16, 8)] for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")}
+SIZES |= {name: [(8, 24), (16, 8), (24, 40)] for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")}
 
 
 def frames_of(name, seed=0):

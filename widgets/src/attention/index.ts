@@ -10,10 +10,11 @@ import { snapshot } from "../shared/snapshot";
 import { tsv } from "../shared/tools";
 import { widget } from "../shared/view";
 import { type Pattern, unpacked } from "./patterns";
+import { largest, looks, veil } from "./seen";
 import "./attention.css";
 
 const WATCHED: (keyof AttentionViewState)[] = [
-  ...(["status", "error", "prompt", "side", "layer", "head", "_result", "_heads", "_one", "_share"] as const),
+  ...(["status", "error", "prompt", "side", "layer", "head", "token", "_result", "_heads", "_one", "_share"] as const),
 ];
 const DIFFERENCE = 4; // the colours end at a difference of a quarter
 const GAP = 2; // rows between the two patterns of a thumbnail
@@ -35,6 +36,16 @@ class AttentionViewer extends InsideView<AttentionViewState> {
   private readonly largeTitle = h("h4");
   private readonly large: { map: HeatMap; name: HTMLElement; box: HTMLElement }[];
   private readonly onePart: HTMLElement;
+  private readonly seenTitle = h("h4");
+  private readonly words = h("div", { class: "exl2nb-looking", role: "listbox", "aria-label": "Tokens of the question and the answer" });
+  private readonly wordCells = roving(
+    this.words,
+    () => {},
+    (index) => this.set({ token: this.firstWord + index }),
+  );
+  private readonly pictures = h("div", { class: "exl2nb-larges" });
+  private readonly seenLine = h("div", { class: "exl2nb-inside-line exl2nb-muted", "aria-live": "polite" });
+  private readonly seenPart: HTMLElement;
   private one: Pattern[] = [];
 
   constructor(widget: State<AttentionViewState>) {
@@ -45,7 +56,8 @@ class AttentionViewer extends InsideView<AttentionViewState> {
     const large = h("div", { class: "exl2nb-larges" }, ...this.large.map((view) => view.box));
     this.onePart = this.part(this.largeTitle, large, this.line);
     const taken = { text: () => this.text(), picture: () => snapshot(this.onePart) };
-    this.build(this.choice, taken, this.mapPart, thumbs, this.onePart);
+    this.seenPart = this.part(this.seenTitle, this.words, this.pictures, this.seenLine);
+    this.build(this.choice, taken, this.mapPart, thumbs, this.seenPart, this.onePart);
     this.begin(WATCHED);
   }
 
@@ -65,6 +77,18 @@ class AttentionViewer extends InsideView<AttentionViewState> {
 
   private get head(): number {
     return Math.min(Math.max(0, this.widget.get("head")), this.widget.get("_result").heads - 1);
+  }
+
+  /** The token whose attention the pictures show. */
+  private get token(): number {
+    const { tokens } = this.widget.get("_result");
+    const token = this.widget.get("token");
+    return Math.min(tokens - 1, Math.max(0, token < 0 ? tokens + token : token));
+  }
+
+  /** The first token after the last picture. */
+  private get firstWord(): number {
+    return 1 + Math.max(-1, ...this.widget.get("_result").pictures.flatMap((picture) => picture.tokens));
   }
 
   private get side(): number {
@@ -88,10 +112,14 @@ class AttentionViewer extends InsideView<AttentionViewState> {
     const averaged = size < tokens ? `, averaged to ${size} × ${size}` : "";
     this.title.textContent = `${labels.length > 1 ? `${labels[side]} against ${labels[0]}` : labels[0]}: ${tokens} tokens${averaged}`;
     const live = this.widget.get("_one").find((one) => one.layer === layer && one.head === head);
-    const [fresh, sideChanged, headsChanged, oneChanged, headChanged] = this.changed(result, side, heads, live, head);
+    const [fresh, sideChanged, headsChanged, oneChanged, headChanged, tokenChanged] = this.changed(
+      ...[result, side, heads, live, head, this.token],
+    );
     if (fresh || sideChanged) this.drawMap();
     if (fresh || sideChanged || headsChanged) this.drawThumbs();
     if (fresh || sideChanged || headsChanged || oneChanged || headChanged) this.drawLarge(live);
+    if (fresh) this.drawWords();
+    if (fresh || sideChanged || headsChanged || oneChanged || headChanged || tokenChanged) this.drawSeen();
     this.map.mark(layer, head);
     this.cells.move(head);
     [...this.thumbs.children].forEach((cell, i) => {
@@ -149,6 +177,78 @@ class AttentionViewer extends InsideView<AttentionViewState> {
     this.show(2, `${labels[side]} − ${labels[0]}: blue more, red less`, both, (key, query) => {
       return SIGNED[255 + Math.round(255 * Math.min(1, Math.max(-1, step(query, key))))] as number;
     });
+  }
+
+  private drawWords(): void {
+    const { names, pictures, size, tokens } = this.widget.get("_result");
+    this.seenPart.hidden = !pictures.length;
+    if (this.seenPart.hidden) return;
+    const { firstWord } = this;
+    const cells = Array.from({ length: tokens - firstWord }, (_, i) => {
+      const name = visible(names[Math.floor(((firstWord + i) * size) / tokens)] ?? "");
+      return h("span", { role: "option", class: "exl2nb-look" }, size === tokens ? name : `${firstWord + i}`);
+    });
+    this.words.replaceChildren(...cells);
+    this.wordCells.set(cells, cells.length);
+  }
+
+  /** The pictures as the model saw them, dark where the token does not look: of the reference, and of the model compared with it. */
+  private drawSeen(): void {
+    const { answer, labels, pictures, tokens } = this.widget.get("_result");
+    if (!pictures.length) return;
+    const { firstWord, layer, head, side, token } = this;
+    this.seenTitle.textContent = `Layer ${layer}, head ${head}: where ${this.word(token)} looks`;
+    [...this.words.children].forEach((cell, i) => {
+      setAttributes(cell, {
+        "aria-selected": String(firstWord + i === token),
+        "data-answer": String(answer >= 0 && firstWord + i >= answer),
+      });
+    });
+    this.wordCells.move(token - firstWord);
+    const shown = labels.length > 1 ? [0, side] : [0];
+    const boxes = pictures.flatMap((picture, number) =>
+      shown.flatMap((model) => {
+        const pattern = this.one[model];
+        if (!pattern) return [];
+        const shares = looks(pattern, picture, token, tokens);
+        const most = Math.max(0, ...shares);
+        const label = [pictures.length > 1 ? `picture ${number + 1}` : "", labels.length > 1 ? (labels[model] ?? "") : ""];
+        const name = label.filter(Boolean).join(", ");
+        const map = new HeatMap((x, y) => this.saySeen(x < 0 ? "" : this.patchWords(name, picture.columns, shares, x, y)));
+        map.draw({
+          columns: picture.columns,
+          rows: picture.rows,
+          pixel: (x, y) => veil(shares[y * picture.columns + x] ?? 0, most),
+          label: this.lookWords(name, picture.columns, shares),
+        });
+        const image = h("img", { src: picture.url, alt: `Picture ${number + 1} as the model saw it` });
+        const stack = h("div", { class: "exl2nb-seen", style: `aspect-ratio: ${picture.columns} / ${picture.rows}` }, image, map.element);
+        const words = h("div", { class: "exl2nb-large-name" }, this.lookWords(name, picture.columns, shares));
+        return [h("div", { class: "exl2nb-large" }, stack, words)];
+      }),
+    );
+    this.pictures.replaceChildren(...boxes);
+  }
+
+  private saySeen(words: string): void {
+    if (this.seenLine.textContent !== words) this.seenLine.textContent = words;
+  }
+
+  private word(token: number): string {
+    const { names, size, tokens } = this.widget.get("_result");
+    return `“${visible(names[Math.floor((token * size) / tokens)] ?? "")}” (${token})`;
+  }
+
+  private lookWords(name: string, columns: number, shares: readonly number[]): string {
+    const best = largest(shares);
+    const all = shares.reduce((sum, share) => sum + share, 0);
+    const most = `most at row ${Math.floor(best / columns) + 1}, column ${(best % columns) + 1}: ${percent(shares[best] ?? 0)}`;
+    return `${name ? `${name}: ` : ""}${percent(all)} of its attention is on the picture, ${most}`;
+  }
+
+  private patchWords(name: string, columns: number, shares: readonly number[], x: number, y: number): string {
+    const share = percent(shares[y * columns + x] ?? 0);
+    return `${name ? `${name}: ` : ""}row ${y + 1}, column ${x + 1} gets ${share} of the attention of ${this.word(this.token)}`;
   }
 
   private show(at: number, name: string, pattern: Pattern | undefined, pixel: (key: number, query: number) => number): void {
