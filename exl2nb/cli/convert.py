@@ -144,7 +144,7 @@ def add_calibration(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=int, help="calibration rows (default: by --effort)")
     parser.add_argument("--length", type=int, help="tokens a row (default: by --effort)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--effort", default="quick", help="quick (default), full or thorough")
+    parser.add_argument("--effort", default="quick", help="quick (default), full, thorough, or tuned: learns from the dense model")
     parser.add_argument("--device", help="auto (default: the GPU where there is one), cpu or cuda: where the work is done")
     parser.add_argument(
         "--generic",
