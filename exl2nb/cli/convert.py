@@ -69,6 +69,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         "device": done.device,
         "resumed_layers": done.resumed_layers,
         "quality": done.quality.to_dict() if done.quality else None,
+        **({"tuned": done.tuned.to_dict()} if done.tuned else {}),
         "matrices": {matrix.key: matrix.bpw for matrix in done.matrices},
     }
     ours = read_config(done.path)["architectures"][0] in ARCHS
