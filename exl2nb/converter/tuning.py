@@ -7,7 +7,7 @@ it, is judged on the rows for choosing; the best one is taken, and if none is be
 
 A number of gradients per code is little evidence. With N tokens and M codes, noise alone moves the estimate of a code's gradient by about
 2 sqrt(M / 12 N) of what a change of it would have to gain: 2.2 for 11.5 million codes and 0.8 million tokens. So a code must collect
-evidence (`converter.grid`), one pass is enough, and what few numbers decide (steps, norms) is safe at any number of tokens.
+evidence before it changes (`converter.grid`), and what few numbers decide (steps, norms) is safe at any number of tokens.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from exl2nb.model.config import ModelConfig
 from exl2nb.model.layout import Linear, end_vectors, head_linear, layer_linears, linears
 
 Weights = dict[str, Tensor]
-ON_GPU, ON_CPU = 1600, 640  # rows, if not told: on two cores 640 of 512 tokens are some 30 TFLOP for the demo model
+ON_GPU, ON_CPU = 1600, 320  # rows, if not told: of 512 tokens, four times, 320 are 60 TFLOP for the demo model: 12 minutes of two cores
 STEP_TOKENS = 8192  # of one step
 PARTS = 8  # of the way: after each one the model is judged and filed
 WARM_UP = 0.05  # of the way
@@ -55,7 +55,7 @@ class Tuning:
     """What learns, and from how much. Each switch turns one part off, for ablations.
 
     codes: of all matrices. scales: the largest step of each group. vectors: norms and biases. embedding: its table, and learned positions.
-    rows: at most, from the calibration text; None: 1600, on the CPU 640. passes: how often every row is seen. travel: how far a code may
+    rows: at most, from the calibration text; None: 1600, on the CPU 320. passes: how often every row is seen. travel: how far a code may
     go, in steps of its grid over the square root of the steps of a pass, if every gradient points the same way: above 0.1 less evidence
     changes a code.
     """
@@ -65,7 +65,7 @@ class Tuning:
     vectors: bool = True
     embedding: bool = True
     rows: int | None = None
-    passes: int = 1
+    passes: int = 4
     travel: float = TRAVEL["codes"]
 
     def __post_init__(self) -> None:
@@ -164,12 +164,15 @@ class _Student:
     """The quantised model as tensors that learn, with Adam's moments.
 
     Args:
-        packed: matrices by key. vectors: norms and embedding by name, f32. steps: of one pass.
+        packed: matrices by key. dense: all tensors of the dense model by name, f32. steps: of one pass.
     """
 
-    def __init__(self, config: ModelConfig, packed: Packed, vectors: Weights, tuning: Tuning, steps: int, device: torch.device) -> None:
-        self.grids = {line.key: Grid(packed[line.key][0], line.out_features, device) for line in linears(config)}
-        self.vectors = {name: tensor.clone() for name, tensor in vectors.items()}
+    def __init__(self, config: ModelConfig, packed: Packed, dense: Weights, tuning: Tuning, steps: int, device: torch.device) -> None:
+        self.grids = {
+            line.key: Grid(packed[line.key][0], line.out_features, device, dense[f"{line.key}.weight"]) for line in linears(config)
+        }
+        matrices = {f"{linear.key}.{part}" for linear in linears(config) for part in ("weight", "bias")}
+        self.vectors = {name: tensor.clone() for name, tensor in dense.items() if name not in matrices}
         names = config.names
         table = {f"{names.embed}.weight", f"{names.positions}.weight"}
         travel = {name: far * math.sqrt(steps) for name, far in {**TRAVEL, "codes": tuning.travel}.items()}
@@ -350,9 +353,8 @@ def tune(context: Context, rows: Rows, made: Made, tuning: Tuning, seed: int) ->
     key = hash_of("tuned", made.key, tuning, seed, weights.device.type, *texts)
     packed = _packed(context, made.key)
     teacher = _dense(weights)
-    matrices = {f"{linear.key}.{part}" for linear in linears(config) for part in ("weight", "bias")}
-    vectors, steps = {name: tensor for name, tensor in teacher.items() if name not in matrices}, tuning.steps(*rows.tuning.shape)
-    student = _Student(config, packed, vectors, tuning, steps // tuning.passes, weights.device)
+    steps = tuning.steps(*rows.tuning.shape) // tuning.passes
+    student = _Student(config, packed, teacher, tuning, steps, weights.device)
     before = student.weights()
     second = [kl_of(config, teacher, before, rows.second)] if len(rows.second) else []
     del before
