@@ -200,7 +200,9 @@ class ConversionJob:
     def _planned(self, plan: Callable[..., Planned]) -> Planned:
         asked = self.settings
         config = read_model_config(hub.resolve(self.src))
-        return plan(config, rows=asked.rows, length=asked.length, report_rows=asked.report_rows, polish=asked.polish)
+        return plan(
+            config, rows=asked.rows, length=asked.length, report_rows=asked.report_rows, polish=asked.polish, tuned=asked.tuning is not None
+        )
 
     def measure(self, sink: Sink | None = None) -> Measurement:
         """Only measure: what `run` would do first. Writes nothing under `dst`.

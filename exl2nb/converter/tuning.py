@@ -24,7 +24,7 @@ from torch import Tensor
 
 from exl2nb.converter.calibration import Rows
 from exl2nb.converter.grid import Grid
-from exl2nb.converter.hessian import batches
+from exl2nb.converter.hessian import ROWS_PER_BATCH, batches, gpu_rows
 from exl2nb.converter.quantization import Made
 from exl2nb.converter.result import Quality, judge
 from exl2nb.converter.sensitivity import repeatable
@@ -133,8 +133,7 @@ def needed_bytes(config: ModelConfig, device: torch.device, length: int) -> int:
     """Memory that tuning takes: every matrix several times over, and the activations of one batch through all layers."""
     weights = sum(linear.in_features * linear.out_features for linear in linears(config))
     vectors = sum(math.prod(shape) for shape in end_vectors(config).values())
-    probe = torch.empty(STEP_TOKENS // length + 1, length, 0, device=device)
-    rows = max(part.stop - part.start for part in batches(config, probe, 0, len(probe)))
+    rows = min(max(1, STEP_TOKENS // length), gpu_rows(config, length) if device.type == "cuda" else ROWS_PER_BATCH)
     inner = 20 * config.hidden_size + 14 * config.q_size + 12 * config.intermediate_size
     scores = 2 * config.num_heads * length if device.type == "cuda" else 0
     return PER_WEIGHT * weights + 20 * vectors + 4 * rows * length * (config.num_layers * (inner + scores) + 8 * config.vocab_size)

@@ -206,6 +206,10 @@ def test_memory_grows_with_the_model(source):
     twice = dataclasses.replace(config, num_layers=2 * config.num_layers, windows=config.windows * 2)
     cpu = torch.device("cpu")
     assert needed_bytes(config, cpu, 64) < needed_bytes(twice, cpu, 64) < 3 * needed_bytes(config, cpu, 64)
+    job = ConversionJob(source, source.parent / "never", **TUNED)
+    assert job.memory().tune == needed_bytes(config, cpu, 32)
+    assert job.gpu_memory().tune > 0
+    assert ConversionJob(source, source.parent / "never", **OPTIONS, bpw=4.0).memory().tune == 0
 
 
 def test_command_line(source, tmp_path, capsys):
