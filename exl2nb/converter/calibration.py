@@ -391,6 +391,13 @@ def calibration_rows(encoder: Tokenizer, text: str, *, rows: int, length: int, s
     return torch.tensor(ids[: count * length], dtype=torch.int32).view(count, length)[places].contiguous()
 
 
+def unknown_share(encoder: Tokenizer, ids: Tensor) -> float:
+    """How many of some tokens are the one for what the tokenizer does not know."""
+    special = getattr(encoder, "special_tokens", {})
+    unknown = encoder.encode(special["unk_token"], add_special=False) if "unk_token" in special else []
+    return float((ids == unknown[0]).float().mean()) if len(unknown) == 1 else 0.0
+
+
 def check_known(encoder: Tokenizer, ids: Tensor, name: str) -> None:
     """See whether a text is in a language of the tokenizer.
 
@@ -398,9 +405,7 @@ def check_known(encoder: Tokenizer, ids: Tensor, name: str) -> None:
         OptionError: much of it is unknown. A tokenizer that falls back on bytes knows everything; where much of the text comes out as parts
             of characters that its vocabulary lacks, a CalibrationWarning says so.
     """
-    special = getattr(encoder, "special_tokens", {})
-    unknown = encoder.encode(special["unk_token"], add_special=False) if "unk_token" in special else []
-    share = float((ids == unknown[0]).float().mean()) if len(unknown) == 1 else 0.0
+    share = unknown_share(encoder, ids)
     if share > MAX_UNKNOWN:
         raise OptionError(
             f"calibration {name}: {100 * share:.0f} % of its tokens are unknown to the model's tokenizer, expected at most "

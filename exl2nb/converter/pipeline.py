@@ -18,6 +18,7 @@ from exl2nb.converter.allocation import Allocation, check_overrides
 from exl2nb.converter.calibration import (
     DATE,
     DEMO,
+    MAX_UNKNOWN,
     MIXED,
     PACKAGED,
     SELF,
@@ -30,6 +31,7 @@ from exl2nb.converter.calibration import (
     read_calibration,
     split_rows,
     tuning_rows,
+    unknown_share,
     write_text,
 )
 from exl2nb.converter.equalization import equalize
@@ -447,15 +449,14 @@ def read_text(tokenizer: Tokenizer, source: Source) -> tuple[str, str]:
 def second_rows(tokenizer: Tokenizer, name: str, rows: int, length: int) -> tuple[str, Tensor]:
     """Name and rows of a packaged text of another kind than text `name`, for the report; no rows where the tokenizer cannot read it."""
     none = torch.empty(0, length, dtype=torch.int32)
-    text, second = read_text(tokenizer, DEMO if name == PACKAGED[MIXED][0] else MIXED)
     if not rows:
         return "", none
+    text, second = read_text(tokenizer, DEMO if name == PACKAGED[MIXED][0] else MIXED)
     try:
         found = calibration_rows(tokenizer, text, rows=rows, length=length)
-        check_known(tokenizer, found, second)
     except (OptionError, TokenizerError):
         return "", none
-    return second, found
+    return (second, found) if unknown_share(tokenizer, found) <= MAX_UNKNOWN else ("", none)
 
 
 def _talk(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> str:
