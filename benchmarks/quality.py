@@ -29,6 +29,7 @@ from exl2nb.converter.calibration import read_calibration
 from exl2nb.converter.job import ConversionJob
 from exl2nb.converter.quantization import Rounding
 from exl2nb.converter.result import Conversion
+from exl2nb.converter.tuning import Tuning
 from exl2nb.core.progress import TextSink
 from exl2nb.eval.text import token_rows
 from exl2nb.tokenizer.tokenizer import Tokenizer
@@ -47,6 +48,12 @@ IDEAS: dict[str, dict[str, Any]] = {
     "ten times the damping": {"rounding": {"damping": 0.3}},
     "32 rows": {"rows": 32},
     "plans tried": {"polish": True},
+    "tuned": {"tuned": {}},
+    "tuned, codes fixed": {"tuned": {"codes": False}},
+    "tuned, steps alone": {"tuned": {"codes": False, "vectors": False, "embedding": False}},
+    "tuned, one pass": {"tuned": {"passes": 1}},
+    "tuned, half the travel": {"tuned": {"travel": 0.05}},
+    "tuned, twice the travel": {"tuned": {"travel": 0.2}},
 }
 ROLES = ("q", "k", "v", "o", "gate", "up", "down")
 
@@ -85,6 +92,7 @@ def convert(
         work_dir=work,
         rounding=rounding,
         polish=idea.get("polish", False),
+        tuning=Tuning(**idea["tuned"]) if "tuned" in idea else None,
     )
     with menus_of(idea):
         done = job.run(TextSink() if args.progress else None)

@@ -71,6 +71,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         "device": done.device,
         "resumed_layers": done.resumed_layers,
         "quality": done.quality.to_dict() if done.quality else None,
+        **({"tuned": done.tuned.to_dict()} if done.tuned else {}),
         "matrices": {matrix.key: matrix.bpw for matrix in done.matrices},
     }
     ours = read_config(done.path)["architectures"][0] in ARCHS
@@ -146,7 +147,7 @@ def add_calibration(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=int, help="calibration rows (default: by --effort)")
     parser.add_argument("--length", type=int, help="tokens a row (default: by --effort)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--effort", default="quick", help="quick (default), full or thorough")
+    parser.add_argument("--effort", default="quick", help="quick (default), full, thorough, or tuned: learns from the dense model")
     parser.add_argument("--device", help="auto (default: the GPU where there is one), cpu or cuda: where the work is done")
     parser.add_argument(
         "--generic",

@@ -11,7 +11,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -241,13 +241,19 @@ class Rows:
     """Token rows, int32 `(n, S)` each, from different places of one text, so that nothing is judged by what it was made from.
 
     hessians: rows for the Hessians that rounding uses. sensitivity: rows for gradients, which set the allocation; empty where there is a
-    single row, which then serves for both. report: kept out of everything but the report. name: of the text.
+    single row, which then serves for both. report: kept out of everything but the report. name: of the text. tuning, choosing: rows that
+    tuning learns from (those for Hessians and sensitivity may be among them), and that it stops by. second: of a text of another kind,
+    `second_name`, for the report.
     """
 
     hessians: Tensor
     sensitivity: Tensor
     report: Tensor
     name: str
+    tuning: Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.int32))
+    choosing: Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.int32))
+    second: Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.int32))
+    second_name: str = ""
 
     @classmethod
     def of(cls, ids: Tensor, report: Tensor, name: str) -> Rows:
@@ -272,7 +278,8 @@ class Rows:
 
     def split(self) -> dict[str, int]:
         """How many rows serve for what."""
-        return {"hessians": self.used, "sensitivity": len(self.sensitivity), "report": len(self.report)}
+        tuned = {"tuning": len(self.tuning), "choosing": len(self.choosing)} if len(self.tuning) else {}
+        return {"hessians": self.used, "sensitivity": len(self.sensitivity), "report": len(self.report), **tuned}
 
 
 def read_calibration(source: Source, render: Render | None = None) -> tuple[str, str]:
@@ -384,6 +391,13 @@ def calibration_rows(encoder: Tokenizer, text: str, *, rows: int, length: int, s
     return torch.tensor(ids[: count * length], dtype=torch.int32).view(count, length)[places].contiguous()
 
 
+def unknown_share(encoder: Tokenizer, ids: Tensor) -> float:
+    """How many of some tokens are the one for what the tokenizer does not know."""
+    special = getattr(encoder, "special_tokens", {})
+    unknown = encoder.encode(special["unk_token"], add_special=False) if "unk_token" in special else []
+    return float((ids == unknown[0]).float().mean()) if len(unknown) == 1 else 0.0
+
+
 def check_known(encoder: Tokenizer, ids: Tensor, name: str) -> None:
     """See whether a text is in a language of the tokenizer.
 
@@ -391,9 +405,7 @@ def check_known(encoder: Tokenizer, ids: Tensor, name: str) -> None:
         OptionError: much of it is unknown. A tokenizer that falls back on bytes knows everything; where much of the text comes out as parts
             of characters that its vocabulary lacks, a CalibrationWarning says so.
     """
-    special = getattr(encoder, "special_tokens", {})
-    unknown = encoder.encode(special["unk_token"], add_special=False) if "unk_token" in special else []
-    share = float((ids == unknown[0]).float().mean()) if len(unknown) == 1 else 0.0
+    share = unknown_share(encoder, ids)
     if share > MAX_UNKNOWN:
         raise OptionError(
             f"calibration {name}: {100 * share:.0f} % of its tokens are unknown to the model's tokenizer, expected at most "
@@ -450,6 +462,32 @@ def split_rows(encoder: Tokenizer, text: str, *, rows: int, extra: int, length: 
             raise
         return part(found, more)
     raise AssertionError("unreachable: zero extra rows either work or raise")
+
+
+def tuning_rows(
+    encoder: Tokenizer, text: str, *, rows: int, tuning: int, choosing: int, extra: int, length: int, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Rows for a conversion that is tuned: as many for tuning as the text gives, up to `tuning` and at least `rows`.
+
+    Returns:
+        int32 `(n, length)` each: calibration rows, which are among the next; rows for tuning, for choosing, for the report.
+
+    Raises:
+        OptionError: the text has too few tokens for `rows` and those for choosing.
+    """
+    most, choosing = max(rows, tuning), min(choosing, max(2, rows // 4))
+    while True:
+        try:
+            found = calibration_rows(encoder, text, rows=most + choosing + extra, length=length, seed=seed)
+            break
+        except OptionError:
+            if most == rows and not extra:
+                raise
+            extra = extra if most > rows else 0
+            most = max(rows, most * 3 // 4)
+    kept, report = part(found, extra)
+    kept, chosen = part(kept, choosing)
+    return part(kept, rows)[1] if rows < len(kept) else kept, kept, chosen, report
 
 
 AT_ONCE = 32  # sequences that are written together

@@ -21,9 +21,10 @@ from exl2nb.converter.pipeline import Pipeline
 from exl2nb.converter.quantization import Rounding
 from exl2nb.converter.result import Conversion
 from exl2nb.converter.settings import REPORT_ROWS, pick_device, settings
+from exl2nb.converter.tuning import Tuning
 from exl2nb.converter.weights import DenseWeights
 from exl2nb.converter.work import Context, JobContext, Work, make_directory
-from exl2nb.core.errors import ConversionError, Interrupted, UnknownArchitecture
+from exl2nb.core.errors import ConversionError, Interrupted, OptionError, UnknownArchitecture
 from exl2nb.core.options import check_flag
 from exl2nb.core.progress import Progress, Sink
 from exl2nb.io import hub
@@ -56,7 +57,8 @@ class ConversionJob:
         rows, length: calibration rows and tokens per row; None = what `effort` says.
         report_rows: further rows of the same text, never calibrated on, for the quality in the report; fewer where the text is short.
         seed: of the rows and of the random changes that the sweep sends back.
-        effort: "quick", "full" or "thorough".
+        effort: "quick", "full" or "thorough": calibration rows and their length; "tuned": as many as "thorough" has tokens, and what the
+            file holds then learns from the dense model (converter.tuning); dense models that fit memory several times over.
         work_dir: keeps work in progress and the measurement for later runs; None = a hidden folder next to `dst`, removed at the end.
         measurement: a Measurement, or a file written by its `save`, of the same model; None = measure.
         rounding: how codes are chosen (converter.quantization.Rounding).
@@ -64,6 +66,7 @@ class ConversionJob:
             experts.
         vision_bits: of the linears of a vision tower's blocks, as `head_bits`, rounded to the nearest level; None = the tower is stored as
             it is. Loading makes fp16 or fp32 of them again: files become smaller, memory does not.
+        tuning: what learns and from how much (converter.tuning.Tuning), with any effort; None: as `effort` says.
         device: "cpu", "cuda" or "auto": the GPU where there is one that can be used; None = the variable EXL2NB_DEVICE, or "auto". Files
             made on a GPU differ in bits from those made on the CPU, not in quality.
         generic: convert linear by linear through Transformers (converter.generic), for architectures that are not in our table; None: those
@@ -95,6 +98,7 @@ class ConversionJob:
         rounding: Rounding | None = None,
         polish: bool = False,
         vision_bits: int | None = None,
+        tuning: Tuning | None = None,
         device: str | torch.device | None = None,
         generic: bool | None = None,
     ) -> None:
@@ -117,7 +121,10 @@ class ConversionJob:
             polish=polish,
             measurement=measurement,
             vision_bits=vision_bits,
+            tuning=tuning,
         )
+        if self.settings.tuning is not None and generic:
+            raise OptionError("convert: effort is 'tuned' and generic is True, expected one of them; use effort='thorough'")
         self.src = src
         self.dst = Path(os.path.realpath(dst)) if os.path.islink(dst) else Path(dst)
         if self.dst.exists() and (not self.dst.is_dir() or any(self.dst.iterdir())):
@@ -176,7 +183,7 @@ class ConversionJob:
         """Do it.
 
         Args:
-            sink: takes the events of stages "calibrate", "equalize", "measure", "allocate", "polish", "quantize" and "write".
+            sink: takes the events of stages "calibrate", "equalize", "measure", "allocate", "polish", "quantize", "tune" and "write".
 
         Raises:
             ConversionError: the target cannot be reached, the disk is full, a saved measurement belongs to another model.
@@ -197,7 +204,9 @@ class ConversionJob:
     def _planned(self, plan: Callable[..., Planned]) -> Planned:
         asked = self.settings
         config = read_model_config(hub.resolve(self.src))
-        return plan(config, rows=asked.rows, length=asked.length, report_rows=asked.report_rows, polish=asked.polish)
+        return plan(
+            config, rows=asked.rows, length=asked.length, report_rows=asked.report_rows, polish=asked.polish, tuned=asked.tuning is not None
+        )
 
     def measure(self, sink: Sink | None = None) -> Measurement:
         """Only measure: what `run` would do first. Writes nothing under `dst`.
@@ -220,6 +229,8 @@ class ConversionJob:
         if config is None:
             from exl2nb.converter.generic import GenericPipeline
 
+            if self.settings.tuning is not None:
+                raise OptionError(f"{src}: its architecture is not in our table, and effort is 'tuned'; use effort='thorough'")
             with torch.inference_mode(False), torch.no_grad(), self._filed() as work:
                 context = JobContext(work=work, sink=sink, check=self.check_cancelled)
                 yield GenericPipeline(self.settings, src, self.dst, self.device, context)

@@ -17,17 +17,19 @@ if TYPE_CHECKING:
     from exl2nb.converter.calibration import Source
     from exl2nb.converter.measurement import Measurement
     from exl2nb.converter.quantization import Rounding
+    from exl2nb.converter.tuning import Tuning
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How much calibration: rows and tokens per row."""
+    """How much calibration: rows and tokens per row; and whether the result is tuned (converter.tuning)."""
 
     rows: int
     length: int
+    tuned: bool = False
 
 
-EFFORTS = {"quick": Effort(32, 512), "full": Effort(80, 512), "thorough": Effort(128, 1024)}
+EFFORTS = {"quick": Effort(32, 512), "full": Effort(80, 512), "thorough": Effort(128, 1024), "tuned": Effort(128, 512, tuned=True)}
 
 
 class MeasureOptions(TypedDict, total=False):
@@ -37,7 +39,7 @@ class MeasureOptions(TypedDict, total=False):
     rows: int | None
     length: int | None
     seed: int
-    effort: Literal["quick", "full", "thorough"]
+    effort: Literal["quick", "full", "thorough", "tuned"]
     work_dir: str | os.PathLike[str] | None
     device: str | torch.device | None
     generic: bool | None
@@ -55,6 +57,7 @@ class ConvertOptions(MeasureOptions, total=False):
     rounding: Rounding | None
     polish: bool
     vision_bits: int | None
+    tuning: Tuning | None
 
 
 DEFAULTS: dict[str, Any] = {"report_rows": 8, "seed": 0, "effort": "quick", "polish": False}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
+
 from exl2nb.converter.hessian import AT_ONCE, MOST_IN_F64, ROWS_PER_BATCH, block_of, gpu_rows, input_of
 from exl2nb.converter.pipeline import HELD_STATISTICS
 from exl2nb.converter.polish import LENGTH, ROUNDED_ON, ROWS
@@ -12,6 +14,7 @@ from exl2nb.converter.quantization import HELD_BYTES
 from exl2nb.converter.quantization import WORKING as BOTH
 from exl2nb.converter.sensitivity import DISK_BYTES, HOST_BYTES, WORKING, kept_streams
 from exl2nb.converter.streams import STREAM_BYTES, in_memory
+from exl2nb.converter.tuning import needed_bytes
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.layout import Linear, head_linear, layer_linears
 from exl2nb.ops.bf16x3 import PIECE, RESULT
@@ -31,7 +34,7 @@ SPLIT = 20  # bytes per number of a factor while it is split (ops.bf16x3)
 class Planned:
     """Bytes at the worst moment of each stage, the interpreter and its libraries (some 0.4 GB) not counted.
 
-    held: throughout: statistics. sweep, measure, polish, quantize: on top of that. disk: of streams in files of the work folder.
+    held: throughout: statistics. sweep, measure, polish, quantize, tune: on top of that. disk: of streams in files of the work folder.
     """
 
     held: int
@@ -40,11 +43,12 @@ class Planned:
     polish: int
     quantize: int
     disk: int = 0
+    tune: int = 0
 
     @property
     def nbytes(self) -> int:
         """The bound."""
-        return int(SLACK * (self.held + max(self.sweep, self.measure, self.polish, self.quantize)))
+        return int(SLACK * (self.held + max(self.sweep, self.measure, self.polish, self.quantize, self.tune)))
 
 
 class _Sizes:
@@ -70,7 +74,7 @@ class _Sizes:
         self.sparse = any(config.experts(layer) is not None for layer in range(config.num_layers))
 
 
-def planned(config: ModelConfig, *, rows: int, length: int, report_rows: int = 0, polish: bool = False) -> Planned:
+def planned(config: ModelConfig, *, rows: int, length: int, report_rows: int = 0, polish: bool = False, tuned: bool = False) -> Planned:
     """What a conversion on the CPU will take."""
     s = _Sizes(config, rows, length, report_rows)
     factor, square = FACTOR * s.widest * s.widest, FLOAT * s.widest * s.widest
@@ -95,10 +99,13 @@ def planned(config: ModelConfig, *, rows: int, length: int, report_rows: int = 0
             layer + max(2 * forward + 3 * s.moment, s.moment + factor, PER_WEIGHT * s.largest + square),
         ),
         disk=max(disk, BOTH * (FLOAT * math.prod(s.quantize) - _in_memory(s.quantize, BOTH))),
+        tune=needed_bytes(config, torch.device("cpu"), s.length) if tuned else 0,
     )
 
 
-def planned_on_gpu(config: ModelConfig, *, rows: int, length: int, report_rows: int = 0, polish: bool = False) -> Planned:
+def planned_on_gpu(
+    config: ModelConfig, *, rows: int, length: int, report_rows: int = 0, polish: bool = False, tuned: bool = False
+) -> Planned:
     """GPU memory of a conversion, not counting the driver and the libraries (0.8 GiB on an H200) and what torch keeps for later.
 
     Arguments as of `planned`. Partly run layers are not counted: they are held only where a sixth of the GPU is enough for them
@@ -131,6 +138,7 @@ def planned_on_gpu(config: ModelConfig, *, rows: int, length: int, report_rows: 
         polish=trial if polish and not s.sparse else 0,
         quantize=BOTH * _in_memory(s.quantize, BOTH) + max(rounded, 2 * head + max(head // 2, logits), layer),
         disk=disk,
+        tune=needed_bytes(config, torch.device("cuda"), s.length) if tuned else 0,
     )
 
 

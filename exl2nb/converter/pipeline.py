@@ -18,15 +18,20 @@ from exl2nb.converter.allocation import Allocation, check_overrides
 from exl2nb.converter.calibration import (
     DATE,
     DEMO,
+    MAX_UNKNOWN,
     MIXED,
+    PACKAGED,
     SELF,
     Rows,
     Source,
+    calibration_rows,
     check_known,
     check_like,
     part,
     read_calibration,
     split_rows,
+    tuning_rows,
+    unknown_share,
     write_text,
 )
 from exl2nb.converter.equalization import equalize
@@ -39,9 +44,10 @@ from exl2nb.converter.sensitivity import LayerStatistics, sweep
 from exl2nb.converter.settings import Settings, describe_device
 from exl2nb.converter.sizes import CacheShape
 from exl2nb.converter.tower import block_linears, quantized_tower
+from exl2nb.converter.tuning import CHOOSING, STEP_TOKENS, Tuned, check_tunable, tune
 from exl2nb.converter.weights import DenseWeights
 from exl2nb.converter.work import HEAD, REVISION, Context, JobContext, Work, hash_of
-from exl2nb.core.errors import ConversionError, OptionError
+from exl2nb.core.errors import ConversionError, OptionError, TokenizerError
 from exl2nb.core.progress import Forecast, Phase
 from exl2nb.io.hf_config import read_config, read_json
 from exl2nb.model.config import ModelConfig
@@ -144,19 +150,28 @@ REPORT = "conversion.json"  # in the model directory
 
 
 def assemble(
-    context: Context, dst: Path, src: Path, key: str, result: Conversion, quantization: dict[str, Any], vision_bits: int | None = None
+    context: Context,
+    dst: Path,
+    src: Path,
+    key: str,
+    result: Conversion,
+    quantization: dict[str, Any],
+    *,
+    vectors: Mapping[str, Tensor] | None = None,
+    vision_bits: int | None = None,
 ) -> None:
     """Write the directory; it appears when everything in it is complete.
 
     Args:
         context: the dense model's tensors that are stored as they are, and the folder of the quantised layers.
         src: the dense model's, for everything but weights.
-        quantization: `quantization_config` of its config.json. vision_bits: of a tower's linears; None = as they are.
+        quantization: `quantization_config` of its config.json.
+        vectors: tensors by name that take the place of the dense model's. vision_bits: of a tower's linears; None = as they are.
     """
     with context.steps("write", total=len(result.matrices), unit="matrices") as step:
         write_model(
             dst,
-            _tensors(context, key, step, src, vision_bits),
+            _tensors(context, key, step, src, vectors or {}, vision_bits),
             config=read_config(src),
             source_dir=src,
             quantization_config=quantization,
@@ -164,13 +179,15 @@ def assemble(
         )
 
 
-def _tensors(context: Context, key: str, step: Callable[[str], None], src: Path, vision_bits: int | None) -> Iterator[tuple[str, Tensor]]:
+def _tensors(
+    context: Context, key: str, step: Callable[[str], None], src: Path, vectors: Mapping[str, Tensor], vision_bits: int | None
+) -> Iterator[tuple[str, Tensor]]:
     weights, work, config = context.weights, context.work, context.weights.config
     for name in end_vectors(config):
-        yield name, weights.stored(name)
+        yield name, vectors[name] if name in vectors else weights.stored(name)
     for layer in (*range(config.num_layers), HEAD):
         for name, shape in (layer_vectors(config, layer) if layer != HEAD else {}).items():
-            yield name, weights.stored(name, shape)
+            yield name, vectors[name] if name in vectors else weights.stored(name, shape)
         linears = layer_linears(config, layer) if layer != HEAD else {"head": head_linear(config)}
         packed = work.load(key, layer, linears)
         if packed is None:
@@ -186,7 +203,7 @@ def _tensors(context: Context, key: str, step: Callable[[str], None], src: Path,
             yield from quantized_tower(store, block_linears(config, src), vision_bits, context.check)
 
 
-def forecast(asked: Settings, config: ModelConfig, *, last: str = "write") -> Forecast:
+def forecast(asked: Settings, config: ModelConfig, device: torch.device, *, last: str = "write") -> Forecast:
     """What the stages cost one beside the other, up to stage `last`: seconds on the demo model, 8 rows of 128 tokens, 2 cores."""
     layers, known = config.num_layers, asked.measurement is not None
     matrices = sum(len(layer_linears(config, layer)) for layer in range(layers)) + 1
@@ -199,9 +216,18 @@ def forecast(asked: Settings, config: ModelConfig, *, last: str = "write") -> Fo
         Phase("allocate", 1, 0.1),
         Phase("polish", 2 * (layers + 1) if asked.polish else 0, 3.5),
         Phase("quantize", layers + 1, 3.5),
+        Phase("tune", *_tuning_cost(asked, layers, device)),
         Phase("write", matrices, 0.01),
     ]
     return Forecast(phases[: max(at for at, phase in enumerate(phases) if phase.stage == last) + 1])
+
+
+def _tuning_cost(asked: Settings, layers: int, device: torch.device) -> tuple[int, float]:
+    """Steps of tuning, and what one costs beside a layer's forward pass over the calibration rows: five passes through all layers."""
+    if asked.tuning is None:
+        return 0, 1.0
+    steps = asked.tuning.steps(asked.tuning.most_rows(device), asked.length)
+    return steps, 5 * 0.5 * layers * STEP_TOKENS / (asked.rows * asked.length)
 
 
 T = TypeVar("T")
@@ -255,7 +281,13 @@ class Run(Generic[C]):
         }
 
     def result(
-        self, measurement: Measurement, allocation: Allocation, made: Made, rows: Rows, polished: Polished | None = None
+        self,
+        measurement: Measurement,
+        allocation: Allocation,
+        made: Made,
+        rows: Rows,
+        polished: Polished | None = None,
+        tuned: Tuned | None = None,
     ) -> Conversion:
         """Before it is written."""
         head_bits = self.settings.wanted["head_bits"]
@@ -271,8 +303,9 @@ class Run(Generic[C]):
             calibration={**rows.facts(), "split": rows.split()},
             resumed_layers=made.resumed,
             measurement=measurement,
-            quality=made.quality,
+            quality=tuned.quality if tuned else made.quality,
             polished=polished,
+            tuned=tuned,
             device=self.device.type,
             asked={**self.settings.wanted, **({"frozen": True} if "frozen" in self.settings.wanted else {})},
         )
@@ -298,7 +331,7 @@ class Pipeline(Run[Context]):
 
     def __init__(self, settings: Settings, src: Path, dst: Path, context: Context) -> None:
         self.weights, self.config = context.weights, context.weights.config
-        whole = dataclasses.replace(context, forecast=forecast(settings, self.config))
+        whole = dataclasses.replace(context, forecast=forecast(settings, self.config, context.weights.device))
         super().__init__(settings, src, dst, self.weights.device, whole)
         self.length = min(settings.length, self.config.max_position_embeddings)
 
@@ -308,6 +341,8 @@ class Pipeline(Run[Context]):
             raise OptionError("convert: polish is True and the model has experts, expected a dense one; leave polish out")
         if self.settings.vision_bits is not None and not (isinstance(self.weights.store, ModelStore) and self.weights.store.untouched()):
             raise OptionError(f"convert: vision_bits is {self.settings.vision_bits} and {self.src} has no vision tower; leave it out")
+        if self.settings.tuning is not None:
+            check_tunable(self.config, self.device, self.length)
         linears = [linear for layer in range(self.config.num_layers) for linear in layer_linears(self.config, layer).values()]
         self.check_names([*linears, head_linear(self.config)])
         rows = self.timed("calibrate", self.calibrate)
@@ -318,25 +353,28 @@ class Pipeline(Run[Context]):
             polished = self.timed("polish", lambda: self.polish(rows, measurement, allocation))
             allocation = polished.allocation
         quantize = functools.partial(quantize_model, self.context, rows, measurement, allocation, key, self.settings.rounding)
-        made = self.timed("quantize", quantize)
-        result = self.result(measurement, allocation, made, rows, polished)
-        self.timed(
-            "write", lambda: assemble(self.context, self.dst, self.src, made.key, result, self.written(result), self.settings.vision_bits)
-        )
-        self.context.work.forget(made.key, self.config.num_layers)
+        made, tuned = self.timed("quantize", quantize), None
+        if self.settings.tuning is not None:
+            tuned = self.timed("tune", functools.partial(tune, self.context, rows, made, self.settings.tuning, self.settings.seed))
+        result = self.result(measurement, allocation, made, rows, polished, tuned)
+        key, vectors = (made.key, None) if tuned is None else (tuned.key, tuned.vectors)
+        written, bits = self.written(result), self.settings.vision_bits
+        self.timed("write", lambda: assemble(self.context, self.dst, self.src, key, result, written, vectors=vectors, vision_bits=bits))
+        for done in {made.key, key}:
+            self.context.work.forget(done, self.config.num_layers)
         return self.finished(result)
 
     def measure(self) -> Measurement:
         """Only the measurement."""
-        self.context = dataclasses.replace(self.context, forecast=forecast(self.settings, self.config, last="measure"))
+        self.context = dataclasses.replace(self.context, forecast=forecast(self.settings, self.config, self.device, last="measure"))
         return self.measurement(self.calibrate())[0]
 
     def calibrate(self) -> Rows:
         """Calibration rows, and rows for the report."""
         with self.context.meter("calibrate", total=1, unit="texts") as meter:
             tokenizer = Tokenizer.load(self.src)
-            rows = Rows.of(*self._rows(tokenizer))
-            for found in (rows.calibrating, rows.report):
+            rows = Rows.of(*self._rows(tokenizer)) if self.settings.tuning is None else self._tuning_rows(tokenizer)
+            for found in (rows.calibrating, rows.report, rows.tuning, rows.choosing, rows.second):
                 if found.numel() and (int(found.max()) >= self.config.vocab_size or int(found.min()) < 0):
                     raise ConversionError(
                         f"{self.src}: the tokenizer gives id {int(found.max())}; expected 0 to {self.config.vocab_size - 1}: "
@@ -352,9 +390,29 @@ class Pipeline(Run[Context]):
             rows = asked.rows + asked.report_rows
             found = write_text(self.src, tokenizer, rows=rows, length=self.length, seed=asked.seed, sink=self.context.sink)
             return *part(found, asked.report_rows), "written by the model"
-        if source is None:
-            source = DEMO if self.weights.fingerprint() == _demo_fingerprint() else MIXED
-        return cut_rows(tokenizer, source, asked, self.length)
+        return cut_rows(tokenizer, self._source(), asked, self.length)
+
+    def _source(self) -> Source:
+        given = self.settings.calibration
+        return given if given is not None else DEMO if self.weights.fingerprint() == _demo_fingerprint() else MIXED
+
+    def _tuning_rows(self, tokenizer: Tokenizer) -> Rows:
+        """The same, with rows to learn from, to choose by, and of a second text."""
+        asked, tuning = self.settings, self.settings.tuning
+        assert tuning is not None
+        counts = {"rows": asked.rows, "tuning": tuning.most_rows(self.device), "choosing": CHOOSING, "extra": asked.report_rows}
+        if asked.calibration == SELF:
+            written = write_text(self.src, tokenizer, rows=asked.rows + 8 + asked.report_rows, length=self.length, seed=asked.seed)
+            kept, report = part(written, asked.report_rows)
+            learning, choosing = part(kept, 8)
+            ids, name = learning, "written by the model"
+        else:
+            text, name = read_text(tokenizer, self._source())
+            ids, learning, choosing, report = tuning_rows(tokenizer, text, **counts, length=self.length, seed=asked.seed)
+            check_known(tokenizer, learning, name)
+        rows = Rows.of(ids, report, name)
+        second, found = second_rows(tokenizer, name, asked.report_rows, self.length)
+        return dataclasses.replace(rows, tuning=learning, choosing=choosing, second=found, second_name=second)
 
     def measurement(self, rows: Rows) -> tuple[Measurement, str]:
         """The measurement given, the one in the work folder, or a new one; and the key of the statistics on these rows."""
@@ -388,11 +446,29 @@ def _demo_fingerprint() -> str:
 
 def cut_rows(tokenizer: Tokenizer, source: Source, asked: Settings, length: int) -> tuple[Tensor, Tensor, str]:
     """Calibration rows, rows for the report and the text's name, of any source but SELF."""
-    template = "default" in tokenizer.templates.templates
-    text, name = read_calibration(source, functools.partial(_talk, tokenizer) if template else None)
+    text, name = read_text(tokenizer, source)
     ids, held_out = split_rows(tokenizer, text, rows=asked.rows, extra=asked.report_rows, length=length, seed=asked.seed)
     check_known(tokenizer, ids, name)
     return ids, held_out, name
+
+
+def read_text(tokenizer: Tokenizer, source: Source) -> tuple[str, str]:
+    """Text and name of any source but SELF, conversations in the model's template."""
+    template = "default" in tokenizer.templates.templates
+    return read_calibration(source, functools.partial(_talk, tokenizer) if template else None)
+
+
+def second_rows(tokenizer: Tokenizer, name: str, rows: int, length: int) -> tuple[str, Tensor]:
+    """Name and rows of a packaged text of another kind than text `name`, for the report; no rows where the tokenizer cannot read it."""
+    none = torch.empty(0, length, dtype=torch.int32)
+    if not rows:
+        return "", none
+    text, second = read_text(tokenizer, DEMO if name == PACKAGED[MIXED][0] else MIXED)
+    try:
+        found = calibration_rows(tokenizer, text, rows=rows, length=length)
+    except (OptionError, TokenizerError):
+        return "", none
+    return (second, found) if unknown_share(tokenizer, found) <= MAX_UNKNOWN else ("", none)
 
 
 def _talk(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> str:

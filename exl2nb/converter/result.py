@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from exl2nb.converter.polish import Polished
+    from exl2nb.converter.tuning import Tuned
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,7 @@ class Conversion:
     weight files. matrices: in running order, the head last. seconds: per stage. measurement: pass it to the next conversion of this model.
     resumed_layers: layers taken over from an interrupted run. quality: on held-out rows of the calibration text, None without any.
     device: "cpu" or "cuda", where it was computed. polished: what the polish stage found, None where it did not run.
+    tuned: what tuning found, None where it did not run; the matrices' losses are those before it.
     asked: the target, the head's bits, overrides and whether choices were frozen, as they were given.
     """
 
@@ -138,6 +140,7 @@ class Conversion:
     quality: Quality | None = None
     device: str = "cpu"
     polished: Polished | None = None
+    tuned: Tuned | None = None
     asked: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -173,6 +176,7 @@ class Conversion:
             "predicted_kl": self.predicted_kl,
             "polished": self.polished.to_dict() if self.polished else None,
             "quality": self.quality.to_dict() if self.quality else None,
+            **({"tuned": self.tuned.to_dict()} if self.tuned else {}),
             "unseen": list(self.unseen),
             "matrices": [{**{name: getattr(m, name) for name in names}, "share": m.predicted_kl / total} for m in self.matrices],
         }
@@ -208,7 +212,7 @@ class Conversion:
 
     def _quality_line(self) -> str:
         unseen = f"\n{len(self.unseen)} matrices of experts without a calibration token" if self.unseen else ""
-        return (f"\n{self.quality}" if self.quality else "") + unseen
+        return (f"\n{self.quality}" if self.quality else "") + (f"\n{self.tuned}" if self.tuned else "") + unseen
 
     def __repr__(self) -> str:
         return f"Conversion({str(self.path)!r}, bpw={self.bpw:.4f}, head_bits={self.head_bits}, nbytes={self.nbytes})"

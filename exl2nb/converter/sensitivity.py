@@ -240,11 +240,11 @@ def _backward(config: ModelConfig, layer: int, weights: Mapping[str, Tensor], x:
     tokens: dict[str, list[Tensor]] = {}
     for place in (*batches(config, x, 0, used), *batches(config, x, used, len(x))):
         part, upper, tape = x[place], gradient[place], _Tape()
-        with torch.enable_grad(), tape, _repeatable(x):
+        with torch.enable_grad(), tape, repeatable(x):
             leaf = part.detach().requires_grad_(True)
             out = reference.block(config, layer, weights, leaf, tape.capture)
             change = (out * upper).sum()  # its gradient at out is upper; to hand that over instead would import a second of sympy
-        with _repeatable(x):
+        with repeatable(x):
             gradient[place] = torch.autograd.grad(change, leaf)[0]
         del out, change
         if place.start >= used or used == len(x):
@@ -281,7 +281,7 @@ def _backward(config: ModelConfig, layer: int, weights: Mapping[str, Tensor], x:
     )
 
 
-def _repeatable(x: Stream) -> AbstractContextManager[object]:
+def repeatable(x: Stream) -> AbstractContextManager[object]:
     """Attention whose gradients are the same every time; CUDA's fused kernels add in any order."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 

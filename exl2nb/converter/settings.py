@@ -16,6 +16,7 @@ from exl2nb.converter.keywords import EFFORTS
 from exl2nb.converter.measurement import HEAD_BITS, Measurement
 from exl2nb.converter.quantization import Rounding
 from exl2nb.converter.sizes import parse_bytes
+from exl2nb.converter.tuning import Tuning
 from exl2nb.core import env
 from exl2nb.core.errors import DeviceError, OptionError
 from exl2nb.core.options import check_keywords, check_range, shown
@@ -73,6 +74,7 @@ class Settings:
     polish: bool
     measurement: Measurement | str | os.PathLike[str] | None
     vision_bits: int | None = None
+    tuning: Tuning | None = None
 
 
 def settings(
@@ -92,6 +94,7 @@ def settings(
     polish: bool,
     measurement: Measurement | str | os.PathLike[str] | None,
     vision_bits: int | None = None,
+    tuning: Tuning | None = None,
 ) -> Settings:
     """Check the options and fill in what was left out.
 
@@ -121,6 +124,8 @@ def settings(
         raise OptionError(f"convert: polish is {polish!r}; expected True or False")
     if polish and rows == 1:
         raise OptionError("convert: polish is True and rows is 1; expected 2 rows or more: one of them judges")
+    if tuning is not None and not isinstance(tuning, Tuning):
+        raise OptionError(f"convert: tuning is {shown(tuning)}; expected a Tuning (exl2nb.converter.tuning)")
     if head_bits not in (None, "auto"):
         head_mix(head_bits)  # type: ignore[arg-type]
     kept = read_choices(frozen) if frozen is not None else {}
@@ -140,6 +145,7 @@ def settings(
         polish=polish,
         measurement=measurement,
         vision_bits=vision_bits,
+        tuning=tuning if tuning is not None else Tuning() if EFFORTS[effort].tuned else None,
     )
 
 

@@ -30,7 +30,9 @@ from exl2nb.quant.exl2 import Exl2Tensors
 
 REVISION = 7  # of the algorithm: part of every hash, so that work of an older one is never taken over
 HEAD = -1  # layer index of the head
-OWN = re.compile(r"\.?(measure|measurement|statistics|scales|trial|layer)-[0-9a-f]{1,16}(-(head|\d{4,}))?\.(json|safetensors)(\..*\.tmp)?")
+OWN = re.compile(
+    r"\.?(measure|measurement|statistics|scales|trial|tune|layer)-[0-9a-f]{1,16}(-(head|\d{4,}))?\.(json|safetensors)(\..*\.tmp)?"
+)
 Packed = dict[str, tuple[Exl2Tensors, float]]  # module key -> tensors, loss
 
 
@@ -111,6 +113,14 @@ class Work:
         found = (_read(self._path("trial", key)) or {}).get("kl")
         return found if found is not None and found.shape == shape and found.dtype == torch.float64 else None
 
+    def save_tuning(self, key: str, state: Mapping[str, Tensor]) -> None:
+        """Keep how far tuning came."""
+        _write(self._path("tune", key), state)
+
+    def load_tuning(self, key: str) -> dict[str, Tensor] | None:
+        """Read what `save_tuning` wrote; None where it is missing or damaged, and tuning begins again."""
+        return _read(self._path("tune", key))
+
     def has_statistics(self, key: str, layers: int) -> bool:
         """Whether those of every layer are there and whole; reads them."""
         return all(self.load_statistics(key, layer) is not None for layer in range(layers))
@@ -152,7 +162,8 @@ class Work:
             return None
 
     def forget(self, key: str, layers: int) -> None:
-        """Remove the quantised layers and the head."""
+        """Remove the quantised layers and the head, and how far their tuning came."""
+        self._path("tune", key).unlink(missing_ok=True)
         for layer in (*range(layers), HEAD):
             self.quantized(key, layer).unlink(missing_ok=True)
 

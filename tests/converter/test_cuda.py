@@ -10,6 +10,7 @@ from exl2nb.io import safetensors
 from tests.model.tiny import edit
 
 from .test_job import OPTIONS, convert, output, write_model
+from .test_tuning import TUNED
 
 pytestmark = pytest.mark.gpu
 MORE = {**OPTIONS, "rows": 24}
@@ -22,6 +23,15 @@ def test_the_same_bytes_twice_and_as_good_as_the_cpus(source, tmp_path):
     assert (first.device, cpu.device) == ("cuda", "cpu")
     assert first.quality.kl == pytest.approx(cpu.quality.kl, rel=0.25)
     assert first.predicted_kl == pytest.approx(cpu.predicted_kl, rel=0.15)
+
+
+def test_tuned_with_the_same_bytes_twice_and_as_well_as_the_cpus(source, tmp_path):
+    first, second, cpu = (convert(source, tmp_path / str(i), **TUNED, device=device) for i, device in enumerate(("cuda", "cuda", "cpu")))
+    assert output(first.path) == output(second.path)
+    assert (first.path / "conversion.json").read_bytes() == (second.path / "conversion.json").read_bytes()
+    assert first.tuned.chosen > 0
+    assert first.quality.kl == pytest.approx(cpu.quality.kl, rel=0.25)
+    assert first.quality.kl < 0.9 * first.tuned.before.kl
 
 
 def test_measured_alike(source):

@@ -1,0 +1,420 @@
+"""Tuning: what a quantised model's file holds learns from the dense model, end to end. Knows nothing of files or budgets.
+
+The loss is the KL of the predictions, dense || quantised, on rows of the calibration text. Codes, largest steps, norms, biases and the
+embedding learn together (Adam, straight-through), so errors of one layer are made up for by others; layer by layer no method sees that.
+Rows for learning, for choosing and for the report share nothing. After every part of the way the model, rounded as the file will hold
+it, is judged on the rows for choosing; the best one is taken, and if none is better than the beginning, that.
+
+A number of gradients per code is little evidence. With N tokens and M codes, noise alone moves the estimate of a code's gradient by about
+2 sqrt(M / 12 N) of what a change of it would have to gain: 2.2 for 11.5 million codes and 0.8 million tokens. So a code must collect
+evidence before it changes (`converter.grid`), and what few numbers decide (steps, norms) is safe at any number of tokens.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from exl2nb.converter.calibration import Rows
+from exl2nb.converter.grid import Grid
+from exl2nb.converter.hessian import ROWS_PER_BATCH, batches, gpu_rows
+from exl2nb.converter.quantization import Made
+from exl2nb.converter.result import Quality, judge
+from exl2nb.converter.sensitivity import repeatable
+from exl2nb.converter.weights import DenseWeights
+from exl2nb.converter.work import HEAD, Context, Packed, hash_of
+from exl2nb.core.errors import ConversionError, OptionError
+from exl2nb.core.options import check_flag, check_range
+from exl2nb.core.show import size_text
+from exl2nb.model import reference
+from exl2nb.model.config import ModelConfig
+from exl2nb.model.layout import Linear, end_vectors, head_linear, layer_linears, linears
+
+Weights = dict[str, Tensor]
+ON_GPU, ON_CPU = 1600, 320  # rows, if not told: of 512 tokens, four times, 320 are 60 TFLOP for the demo model: 12 minutes of two cores
+STEP_TOKENS = 8192  # of one step
+PARTS = 8  # of the way: after each one the model is judged and filed
+WARM_UP = 0.05  # of the way
+CHOOSING = 32  # rows
+# how far a number may go if every gradient points the same way, over the square root of the steps of a pass: of a step of the grid, or of
+# its own size. Gradients that are noise move it 1.2 times as far, whatever the number of steps: for a code a quarter of what changes it
+TRAVEL = {"codes": 0.1, "scales": 0.01, "vectors": 0.005, "embedding": 0.015}
+FIRST, SECOND = 0.9, 0.99  # decay of Adam's moments
+PER_WEIGHT = 40  # bytes: dense, latent, rounded, gradient, two moments, steps, what is kept
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What learns, and from how much. Each switch turns one part off, for ablations.
+
+    codes: of all matrices. scales: the largest step of each group. vectors: norms and biases. embedding: its table, and learned positions.
+    rows: at most, from the calibration text; None: 1600, on the CPU 320. passes: how often every row is seen. travel: how far a code may
+    go, in steps of its grid over the square root of the steps of a pass, if every gradient points the same way: above 0.1 less evidence
+    changes a code.
+    """
+
+    codes: bool = True
+    scales: bool = True
+    vectors: bool = True
+    embedding: bool = True
+    rows: int | None = None
+    passes: int = 4
+    travel: float = TRAVEL["codes"]
+
+    def __post_init__(self) -> None:
+        switches = [getattr(self, name) for name in TRAVEL]
+        for name, value in zip(TRAVEL, switches):
+            check_flag(f"Tuning: {name}", value)
+        if not any(switches):
+            raise OptionError("Tuning: every part is off; expected one of codes, scales, vectors, embedding to be on")
+        for name, value, high in (("rows", self.rows, 1 << 16), ("passes", self.passes, 64)):
+            if value is not None and (type(value) is not int or not 1 <= value <= high):
+                raise OptionError(f"Tuning: {name} is {value!r}; expected a whole number from 1 to {high}")
+        check_range("travel", self.travel, 0.001, 10, where="Tuning")
+
+    def most_rows(self, device: torch.device) -> int:
+        """Rows to learn from, at most."""
+        return self.rows if self.rows is not None else ON_CPU if device.type == "cpu" else ON_GPU
+
+    def steps(self, rows: int, length: int) -> int:
+        """Steps of the whole way."""
+        return self.passes * -(-rows // rows_per_step(rows, length))
+
+
+def rows_per_step(rows: int, length: int) -> int:
+    """Rows of one step: STEP_TOKENS, fewer where there is little text, so that there are PARTS steps at least."""
+    return max(1, min(STEP_TOKENS // length, rows // PARTS))
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What the stage found. key: of the layers filed. vectors: norms and embedding by name, f16, as they are stored.
+
+    history: (step, KL on the rows just learned from, KL on the rows for choosing) after every part of the way, the beginning first.
+    chosen: which of them was taken. quality, before: on the rows for the report. second_kl: of the text `second`, of another kind, before
+    and after; None where there is none.
+    """
+
+    key: str
+    vectors: Weights = field(repr=False)
+    history: tuple[tuple[int, float, float], ...]
+    chosen: int
+    quality: Quality | None
+    before: Quality | None
+    second: str
+    second_kl: tuple[float, float] | None
+    options: Tuning
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "options": asdict(self.options),
+            "history": [dict(zip(("step", "train_kl", "choosing_kl"), entry)) for entry in self.history],
+            "chosen": self.chosen,
+            "report_kl_before": None if self.before is None else self.before.kl,
+            "second": self.second,
+            "second_kl": None if self.second_kl is None else list(self.second_kl),
+        }
+
+    def __str__(self) -> str:
+        _, train, choosing = self.history[self.chosen]
+        line = f"tuned: KL {train:.5f} on its rows, {choosing:.5f} on rows for choosing (before {self.history[0][2]:.5f})"
+        return line if self.second_kl is None else f"{line}; {self.second}: {self.second_kl[1]:.5f} (before {self.second_kl[0]:.5f})"
+
+
+def needed_bytes(config: ModelConfig, device: torch.device, length: int) -> int:
+    """Memory that tuning takes: every matrix several times over, and the activations of one batch through all layers."""
+    weights = sum(linear.in_features * linear.out_features for linear in linears(config))
+    vectors = sum(math.prod(shape) for shape in end_vectors(config).values())
+    rows = min(max(1, STEP_TOKENS // length), gpu_rows(config, length) if device.type == "cuda" else ROWS_PER_BATCH)
+    inner = 20 * config.hidden_size + 14 * config.q_size + 12 * config.intermediate_size
+    scores = 2 * config.num_heads * length if device.type == "cuda" else 0
+    return PER_WEIGHT * weights + 20 * vectors + 4 * rows * length * (config.num_layers * (inner + scores) + 8 * config.vocab_size)
+
+
+def check_tunable(config: ModelConfig, device: torch.device, length: int) -> None:
+    """Refuse a model that cannot be tuned before anything is measured.
+
+    Raises:
+        OptionError: it has experts. ConversionError: the whole model does not fit at once.
+    """
+    if any(map(config.experts, range(config.num_layers))):
+        raise OptionError("convert: effort 'tuned' and the model has experts, expected a dense one; use effort='thorough'")
+    if device.type == "cuda":
+        there = torch.cuda.get_device_properties(device).total_memory
+    else:
+        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    needed = needed_bytes(config, device, length)
+    if needed > 0.9 * there:
+        raise ConversionError(
+            f"convert: effort 'tuned' tunes all layers at once and needs {size_text(needed)} of memory, found {size_text(there)} on "
+            f"{device}; use effort='thorough', or a device with more"
+        )
+
+
+class _Student:
+    """The quantised model as tensors that learn, with Adam's moments.
+
+    Args:
+        packed: matrices by key. dense: all tensors of the dense model by name, f32. steps: of one pass.
+    """
+
+    def __init__(self, config: ModelConfig, packed: Packed, dense: Weights, tuning: Tuning, steps: int, device: torch.device) -> None:
+        self.grids = {
+            line.key: Grid(packed[line.key][0], line.out_features, device, dense[f"{line.key}.weight"]) for line in linears(config)
+        }
+        matrices = {f"{linear.key}.{part}" for linear in linears(config) for part in ("weight", "bias")}
+        self.vectors = {name: tensor.clone() for name, tensor in dense.items() if name not in matrices}
+        names = config.names
+        table = {f"{names.embed}.weight", f"{names.positions}.weight"}
+        travel = {name: far * math.sqrt(steps) for name, far in {**TRAVEL, "codes": tuning.travel}.items()}
+        learning: list[tuple[Tensor, Tensor]] = []  # with how far each may go
+        for grid in self.grids.values():
+            if tuning.codes:
+                learning.append((grid.latent, grid.latent.new_tensor(travel["codes"])))
+            if tuning.scales:
+                learning.append((grid.scale_max, travel["scales"] * grid.scale_max.clone()))
+            if tuning.vectors and grid.bias is not None:
+                learning.append((grid.bias, travel["vectors"] * grid.bias.abs().mean()))
+        for name, tensor in self.vectors.items():
+            part = "embedding" if name in table else "vectors"
+            if getattr(tuning, part):
+                learning.append((tensor, travel[part] * tensor.abs().mean()))
+        self.learning = [tensor.requires_grad_(True) for tensor, _ in learning]
+        self._travel = [far for _, far in learning]
+        self.first, self.second = ([torch.zeros_like(one) for one in self.learning] for _ in range(2))
+
+    def weights(self) -> Weights:
+        """All tensors of the network as it is loaded; differentiable."""
+        made = {name: _through_f16(tensor) for name, tensor in self.vectors.items()}
+        for key, grid in self.grids.items():
+            made[f"{key}.weight"] = grid.weight()
+            if grid.bias is not None:
+                made[f"{key}.bias"] = _through_f16(grid.bias)
+        return made
+
+    def move(self, gradients: list[Tensor], step: int, share: float) -> None:
+        """One step of Adam. step: counted from 0. share: of the way."""
+        for at, gradient in enumerate(gradients):
+            first = self.first[at].lerp_(gradient, 1 - FIRST)
+            second = self.second[at].mul_(SECOND).addcmul_(gradient, gradient, value=1 - SECOND)
+            size = (second / (1 - SECOND ** (step + 1))).sqrt_().add_(1e-20)
+            self.learning[at].sub_(first / size * (share / (1 - FIRST ** (step + 1)) * self._travel[at]))
+
+    def keep(self) -> Weights:
+        """What the files will hold, by key and part."""
+        kept = {name: tensor.detach().half().cpu() for name, tensor in self.vectors.items()}
+        for key, grid in self.grids.items():
+            kept |= {f"{key}.{part}": tensor for part, tensor in grid.keep().items()}
+        return kept
+
+    def packed(self, kept: Weights, losses: Mapping[str, float]) -> Packed:
+        """The matrices of what `keep` gave."""
+        parts = ("codes", "scale_max", "bias")
+        return {
+            key: (grid.packed({part: kept[f"{key}.{part}"] for part in parts if f"{key}.{part}" in kept}), losses[key])
+            for key, grid in self.grids.items()
+        }
+
+
+def _through_f16(tensor: Tensor) -> Tensor:
+    """Rounded to f16, with the gradient of what it was."""
+    return tensor + (tensor.detach().half().float() - tensor.detach())
+
+
+def _shares(steps: int) -> list[float]:
+    """How much of the way each step goes: a short warm-up, then a cosine to zero; they add up to 1."""
+    raw = [min(1.0, (at + 1) / (1 + WARM_UP * steps)) * (1 + math.cos(math.pi * at / steps)) for at in range(steps)]
+    return [value / sum(raw) for value in raw]
+
+
+def _order(rows: int, each: int, passes: int, seed: int) -> Iterator[Tensor]:
+    """Row numbers of every step: all rows once in each pass, in another order."""
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(passes):
+        yield from torch.randperm(rows, generator=generator).split(each)
+
+
+class _Trainer:
+    """The way from the beginning to the end, in parts."""
+
+    def __init__(self, config: ModelConfig, teacher: Weights, student: _Student, rows: Rows, tuning: Tuning, seed: int) -> None:
+        self._config, self._teacher, self.student, self._rows = config, teacher, student, rows
+        each = rows_per_step(*rows.tuning.shape)
+        self._steps = list(_order(len(rows.tuning), each, tuning.passes, seed))
+        self._share = _shares(len(self._steps))
+        self.parts = [round(len(self._steps) * part / PARTS) for part in range(PARTS + 1)]
+        self.history: list[tuple[int, float, float]] = []
+        self.best: Weights = {}
+
+    def part(self, number: int, step: Callable[[str], None]) -> None:
+        """Go one part of the way, and judge; number 0: only judge."""
+        losses = []
+        for at in range(self.parts[number - 1] if number else 0, self.parts[number]):
+            losses.append(self._step(at))
+            step(f"KL {losses[-1]:.5f}")
+        choosing = kl_of(self._config, self._teacher, self.student.weights(), self._rows.choosing)
+        train = (
+            sum(losses) / len(losses)
+            if losses
+            else kl_of(self._config, self._teacher, self.student.weights(), self._rows.tuning[: len(self._rows.choosing)])
+        )
+        if not self.history or choosing < min(entry[2] for entry in self.history):
+            self.best = self.student.keep()
+        self.history.append((self.parts[number], train, choosing))
+
+    def _step(self, at: int) -> float:
+        ids, teacher, config = self._rows.tuning[self._steps[at]], self._teacher, self._config
+        with torch.enable_grad():
+            made = self.student.weights()
+        leaves = {name: tensor.detach().requires_grad_(tensor.requires_grad) for name, tensor in made.items()}
+        names = [name for name, leaf in leaves.items() if leaf.requires_grad]
+        total, loss = [torch.zeros_like(leaves[name]) for name in names], 0.0
+        for part in batches(config, teacher[f"{config.names.embed}.weight"].new_empty(*ids.shape, 0), 0, len(ids)):
+            with repeatable(leaves[names[0]]):
+                with torch.enable_grad():
+                    found = _divergence(config, teacher, leaves, ids[part].to(total[0].device)).sum() / ids.numel()
+                for sums, gradient in zip(total, torch.autograd.grad(found, [leaves[name] for name in names], allow_unused=True)):
+                    sums += 0 if gradient is None else gradient
+            loss += float(found.detach())
+        gradients = torch.autograd.grad([made[name] for name in names], self.student.learning, total)
+        if not math.isfinite(loss):
+            raise ConversionError(f"tune: the KL is {loss} at step {at}; expected a finite number; use effort='thorough'")
+        self.student.move(list(gradients), at, self._share[at])
+        return loss
+
+    def state(self) -> Weights:
+        """Everything that the rest of the way depends on, by name."""
+        numbered = {
+            f"{kind}.{at}": tensor
+            for kind, tensors in (("learning", self.student.learning), ("first", self.student.first), ("second", self.student.second))
+            for at, tensor in enumerate(tensors)
+        }
+        best = {f"best.{name}": tensor for name, tensor in self.best.items()}
+        return {"history": torch.tensor(self.history, dtype=torch.float64), **numbered, **best}
+
+    def restore(self, state: Weights) -> None:
+        """Stand where `state` was taken."""
+        self.history = [(int(step), train, choosing) for step, train, choosing in state["history"].tolist()]
+        self.best = {name.removeprefix("best."): tensor for name, tensor in state.items() if name.startswith("best.")}
+        for kind, tensors in (("learning", self.student.learning), ("first", self.student.first), ("second", self.student.second)):
+            for at, tensor in enumerate(tensors):
+                tensor.copy_(state[f"{kind}.{at}"])
+
+
+def _divergence(config: ModelConfig, teacher: Weights, student: Weights, ids: Tensor) -> Tensor:
+    """KL of every token's prediction, nats: ids int `(B, S)` -> f32 `(B, S)`."""
+    with torch.no_grad():
+        wanted = reference.logits(config, teacher, ids).log_softmax(-1)
+    found = reference.logits(config, student, ids).log_softmax(-1)
+    return (wanted.exp() * (wanted - found)).sum(-1)
+
+
+def kl_of(config: ModelConfig, teacher: Weights, student: Weights, ids: Tensor) -> float:
+    """Mean KL(teacher || student) on rows int `(R, S)`, nats per token."""
+    embedding, total = teacher[f"{config.names.embed}.weight"], 0.0
+    with torch.no_grad():
+        for part in batches(config, embedding.new_empty(*ids.shape, 0), 0, len(ids)):
+            total += float(_divergence(config, teacher, student, ids[part].to(embedding.device)).sum(dtype=torch.float64))
+    return total / max(1, ids.numel())
+
+
+def _judged(config: ModelConfig, teacher: Weights, student: Weights, ids: Tensor) -> Quality | None:
+    if not len(ids):
+        return None
+    streams = []
+    for weights in (teacher, student):
+        x = reference.embed(config, weights, ids.to(weights[f"{config.names.embed}.weight"].device))
+        for layer, part in itertools.product(range(config.num_layers), batches(config, x, 0, len(x))):
+            x[part] = reference.block(config, layer, weights, x[part])
+        streams.append(x)
+    return judge(config, ids, (teacher, streams[0]), (student, streams[1]))
+
+
+def tune(context: Context, rows: Rows, made: Made, tuning: Tuning, seed: int) -> Tuned:
+    """Tune a quantised model and file its layers under a key of their own; a killed job goes on after its last part.
+
+    Args:
+        context: the dense model, and where the quantised layers are filed.
+        rows: with those for tuning, for choosing, for the report and of a second text.
+        made: what was quantised.
+        seed: of the order of the rows.
+    """
+    weights, work, config = context.weights, context.work, context.weights.config
+    texts = [found.numpy().tobytes() for found in (rows.tuning, rows.choosing)]
+    key = hash_of("tuned", made.key, tuning, seed, weights.device.type, *texts)
+    packed = _packed(context, made.key)
+    teacher = _dense(weights)
+    steps = tuning.steps(*rows.tuning.shape) // tuning.passes
+    student = _Student(config, packed, teacher, tuning, steps, weights.device)
+    before = student.weights()
+    second = [kl_of(config, teacher, before, rows.second)] if len(rows.second) else []
+    del before
+    trainer = _Trainer(config, teacher, student, rows, tuning, seed)
+    with context.meter("tune", total=trainer.parts[-1], unit="steps") as meter:
+
+        def step(detail: str) -> None:
+            context.check()
+            meter.step(detail=detail)
+
+        state = work.load_tuning(key)
+        if state is not None:
+            trainer.restore(state)
+            meter.at(trainer.parts[len(trainer.history) - 1])
+        for number in range(len(trainer.history), PARTS + 1):
+            trainer.part(number, step)
+            work.save_tuning(key, trainer.state())
+        best = trainer.best
+        final = student.packed(best, {name: loss for name, (_, loss) in packed.items()})
+        for layer in (*range(config.num_layers), HEAD):
+            work.save(key, layer, {linear.key: final[linear.key] for linear in _layer(config, layer).values()})
+    vectors = {name: best[name] for name in student.vectors}
+    found: Weights = {name: tensor.to(weights.device).float() for name, tensor in vectors.items()}
+    for linear in linears(config):
+        grid = Grid(final[linear.key][0], linear.out_features, weights.device)
+        found[f"{linear.key}.weight"] = grid.weight()
+        if grid.bias is not None:
+            found[f"{linear.key}.bias"] = grid.bias
+    second += [kl_of(config, teacher, found, rows.second)] if second else []
+    choosing = [entry[2] for entry in trainer.history]
+    return Tuned(
+        key=key,
+        vectors=vectors,
+        history=tuple(trainer.history),
+        chosen=choosing.index(min(choosing)),
+        quality=_judged(config, teacher, found, rows.report),
+        before=made.quality,
+        second=rows.second_name if second else "",
+        second_kl=(second[0], second[1]) if second else None,
+        options=tuning,
+    )
+
+
+def _layer(config: ModelConfig, layer: int) -> dict[str, Linear]:
+    return {"head": head_linear(config)} if layer == HEAD else layer_linears(config, layer)
+
+
+def _packed(context: Context, key: str) -> Packed:
+    """All quantised matrices, of the files of the work folder."""
+    found: Packed = {}
+    for layer in (*range(context.weights.config.num_layers), HEAD):
+        part = context.work.load(key, layer, _layer(context.weights.config, layer))
+        if part is None:
+            raise ConversionError(f"{context.work.quantized(key, layer)}: was damaged or removed meanwhile; run the conversion again")
+        found |= part
+    return found
+
+
+def _dense(weights: DenseWeights) -> Weights:
+    """Every tensor of the dense model, f32, scaled as the quantised one is."""
+    found = weights.ends()
+    for layer in range(weights.config.num_layers):
+        found |= weights.layer(layer)
+    return found

@@ -1,0 +1,221 @@
+"""Tuning: weights as the loader has them, gradients, less KL on rows that nobody learned from, the same bytes after an interruption."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from exl2nb.cli import main
+from exl2nb.converter import tuning as stage
+from exl2nb.converter.calibration import calibration_rows, tuning_rows
+from exl2nb.converter.grid import Grid
+from exl2nb.converter.job import ConversionJob
+from exl2nb.converter.tuning import Tuning, kl_of, needed_bytes, rows_per_step
+from exl2nb.core.errors import ConversionError, Interrupted, OptionError
+from exl2nb.io.shards import TensorStore
+from exl2nb.model.layout import linears, vectors
+from exl2nb.model.loader import read_model_config
+from exl2nb.quant.exl2 import Exl2Tensors, encode
+from exl2nb.tokenizer.tokenizer import Tokenizer
+
+from .test_job import CONFIG, OPTIONS, convert, output, write_model
+
+TEXT = [" ".join(f"w{(i * i + 7 * i + i // 90) % 90}" for i in range(9000))]
+TUNED = {"bpw": 3.0, "effort": "tuned", "calibration": TEXT, "rows": 12, "length": 32, "tuning": Tuning(rows=128, passes=6, travel=0.2)}
+
+
+@pytest.fixture
+def packed():
+    generator = torch.Generator().manual_seed(0)
+    groups = [(5, 32), (3, 32), (2, 32)]
+    codes = torch.cat([torch.randint(1 << bits, (rows, 40), generator=generator, dtype=torch.uint8) for bits, rows in groups])
+    index = torch.randint(16, (3, 40), generator=generator, dtype=torch.uint8)
+    scale_max = torch.tensor([0.1, 0.003, 0.05], dtype=torch.float16)
+    bias = torch.randn(40, generator=generator).half()
+    return encode(codes, index, scale_max, groups, torch.randperm(96, generator=generator), bias=bias)
+
+
+@pytest.fixture(scope="module")
+def tuned(source, tmp_path_factory):
+    return convert(source, tmp_path_factory.mktemp("out") / "tuned", **TUNED)
+
+
+def test_a_grid_computes_what_the_loader_computes(packed):
+    grid = Grid(packed, 40, torch.device("cpu"))
+    assert torch.equal(grid.weight(), packed.reconstruct()[:, :40].T.float())
+    again = grid.packed(grid.keep())
+    for name, tensor in packed.tensors("m").items():
+        assert torch.equal(again.tensors("m")[name], tensor), name
+    grid.latent += 100  # beyond the ends of every grid
+    grid.scale_max *= 1e9
+    assert torch.isfinite(grid.packed(grid.keep()).reconstruct()).all()
+    assert torch.equal(grid.packed(grid.keep()).reconstruct()[:, :40].T.float(), grid.weight())
+
+
+def test_gradients_of_codes_and_scales(packed):
+    grid = Grid(packed, 40, torch.device("cpu"))
+    with torch.enable_grad():
+        grid.latent.requires_grad_(True), grid.scale_max.requires_grad_(True)
+        weight = grid.weight()
+        upper = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
+        to_latent, to_scale = torch.autograd.grad(weight, [grid.latent, grid.scale_max], upper)
+    steps = grid.steps(grid.scale_max.detach())[:, grid.rows]
+    torch.testing.assert_close(to_latent, upper * steps)
+    exact = torch.stack([(upper * weight.detach())[:, grid.rows == g].sum() / grid.scale_max[g].detach() for g in range(3)])
+    torch.testing.assert_close(to_scale, exact, rtol=5e-3, atol=5e-3)
+    with torch.enable_grad():
+        at_the_end = (grid.latent.detach() + 100).requires_grad_(True)
+        grid.latent = at_the_end
+        assert not torch.autograd.grad(grid.weight().sum(), at_the_end)[0].any()
+
+
+def test_tuned_is_closer_on_rows_that_nobody_learned_from(tuned, source, tmp_path):
+    assert tuned.tuned.chosen > 0
+    first, *_, last = tuned.tuned.history
+    assert first[0] == 0
+    assert last[0] == TUNED["tuning"].steps(128, 32) == 6 * stage.PARTS
+    assert tuned.quality.kl < 0.9 * tuned.tuned.before.kl
+    plain = convert(source, tmp_path / "plain", **{**TUNED, "effort": "full", "tuning": None})
+    assert plain.tuned is None
+    assert "tuned" not in plain.to_dict()
+    report = json.loads((tuned.path / "conversion.json").read_text())
+    assert report["tuned"]["history"][0]["choosing_kl"] == pytest.approx(first[2])
+    assert report["tuned"]["report_kl_before"] > report["quality"]["kl"]
+    assert report["calibration"]["split"]["tuning"] == 128
+    assert "tuned: KL" in str(tuned)
+    assert tuned.nbytes == plain.nbytes, "tuning costs no byte"
+
+
+def test_the_report_is_about_what_is_on_disk(tuned, source):
+    config, ids = read_model_config(source), torch.randint(3, 90, (4, 32), generator=torch.Generator().manual_seed(9))
+    with TensorStore(source) as store:
+        dense = {name: store.read(name).float() for name in store.names()}
+    with TensorStore(tuned.path) as store:
+        made = {name: store.read(name).float() for name in vectors(config)}
+        for linear in linears(config):
+            matrix = Exl2Tensors.read(store, linear.key, in_features=linear.in_features, out_features=linear.out_features)
+            made[f"{linear.key}.weight"] = matrix.reconstruct()[:, : linear.out_features].T.float()
+            if linear.bias:
+                made[f"{linear.key}.bias"] = matrix.bias.float()
+    tokenizer = Tokenizer.load(source)
+    _, learned, choosing, report = tuning_rows(tokenizer, "\n".join(TEXT), rows=12, tuning=128, choosing=stage.CHOOSING, extra=8, length=32)
+    assert kl_of(config, dense, made, report) == pytest.approx(tuned.quality.kl, rel=1e-3)
+    assert kl_of(config, dense, made, choosing) == pytest.approx(tuned.tuned.history[tuned.tuned.chosen][2], rel=1e-3)
+    assert not {tuple(row) for row in learned.tolist()} & {tuple(row) for row in (*choosing.tolist(), *report.tolist())}
+    assert kl_of(config, dense, made, ids) > 0
+
+
+def test_the_same_bytes_after_an_interruption(tuned, source, tmp_path):
+    job = ConversionJob(source, tmp_path / "out", **TUNED, work_dir=tmp_path / "work")
+
+    def stop(event):
+        if event.stage == "tune" and event.done == 7:
+            job.cancel()
+
+    with pytest.raises(Interrupted):
+        job.run(stop)
+    assert list((tmp_path / "work").glob("tune-*.safetensors"))
+    assert not (tmp_path / "out").exists()
+    begun = []
+    again = convert(source, tmp_path / "out", **TUNED, work_dir=tmp_path / "work", sink=lambda event: begun.append(event))
+    assert output(again.path) == output(tuned.path)
+    assert (again.path / "conversion.json").read_bytes() == (tuned.path / "conversion.json").read_bytes()
+    steps = [event for event in begun if event.stage == "tune"]
+    assert (steps[-1].done, steps[-1].state) == (steps[-1].total, "done")
+    assert not [path for path in (tmp_path / "work").iterdir() if path.name.startswith(("tune-", "layer-"))], "nothing is left of it"
+    shares = [event.work_share for event in begun if event.work_share is not None]
+    assert shares[-1] == pytest.approx(1, abs=1e-6)
+
+
+def test_parts_can_be_turned_off(tuned, source, tmp_path, monkeypatch):
+    quick = dataclasses.replace(TUNED["tuning"], passes=1, codes=False, embedding=False)
+    floats = convert(source, tmp_path / "floats", **{**TUNED, "tuning": quick}, work_dir=tmp_path / "work")
+    plain = convert(
+        source, tmp_path / "plain", **{**TUNED, "tuning": dataclasses.replace(quick, vectors=False)}, work_dir=tmp_path / "work"
+    )
+    with TensorStore(tuned.path) as all_of_it, TensorStore(floats.path) as some, TensorStore(plain.path) as least:
+        code, embedding, norm = "model.layers.0.mlp.up_proj.q_weight", "model.embed_tokens.weight", "model.norm.weight"
+        assert torch.equal(some.read(code), least.read(code))
+        assert not torch.equal(some.read(code), all_of_it.read(code))
+        assert not torch.equal(some.read(norm), least.read(norm))
+        assert torch.equal(some.read(embedding), least.read(embedding))
+        assert not torch.equal(some.read(embedding), all_of_it.read(embedding))
+        assert not torch.equal(some.read("model.layers.0.self_attn.q_proj.bias"), least.read("model.layers.0.self_attn.q_proj.bias"))
+    monkeypatch.setitem(stage.TRAVEL, "scales", 1e6)  # a way on which everything gets worse
+    worse = convert(source, tmp_path / "worse", **{**TUNED, "tuning": dataclasses.replace(quick, vectors=False)})
+    assert worse.tuned.chosen == 0
+    assert worse.quality.kl == pytest.approx(worse.tuned.before.kl, rel=1e-3)
+
+
+def test_rows_of_a_short_text(source):
+    tokenizer = Tokenizer.load(source)
+    options = {"rows": 6, "choosing": 32, "length": 32}
+    ids, learned, choosing, report = tuning_rows(tokenizer, " ".join(f"w{i % 90}" for i in range(400)), tuning=100, extra=2, **options)
+    assert len(ids) == 6 <= len(learned) < 10
+    assert (len(choosing), len(report)) == (2, 2)
+    assert {tuple(row) for row in ids.tolist()} <= {tuple(row) for row in learned.tolist()}
+    with pytest.raises(OptionError, match="rows of 32 tokens need"):
+        tuning_rows(tokenizer, "w1 w2 w3", tuning=100, extra=2, **options)
+    assert rows_per_step(1600, 512) == 16
+    assert rows_per_step(4, 512) == 1
+    assert len(calibration_rows(tokenizer, " ".join(f"w{i % 90}" for i in range(400)), rows=3, length=32)) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"tuning": "much"}, OptionError, "expected a Tuning"),
+        ({"effort": "tuned", "generic": True}, OptionError, "effort is 'tuned' and generic is True"),
+        ({"effort": "heroic"}, OptionError, "quick, full, thorough, tuned"),
+    ],
+)
+def test_wrong_options_are_named(source, tmp_path, options, error, says):
+    with pytest.raises(error, match=says):
+        ConversionJob(source, tmp_path / "out", bpw=4.0, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"rows": 0}, "rows"),
+        ({"passes": 1.5}, "passes"),
+        ({"travel": 0}, "travel"),
+        ({"codes": 1}, "codes"),
+        ({name: False for name in stage.TRAVEL}, "every part is off"),
+    ],
+)
+def test_wrong_tuning_is_named(options, says):
+    with pytest.raises(OptionError, match=says):
+        Tuning(**options)
+
+
+def test_what_cannot_be_tuned_is_refused_before_the_work(source, tmp_path, monkeypatch):
+    monkeypatch.setattr(stage, "PER_WEIGHT", 1 << 50)
+    with pytest.raises(ConversionError, match="tunes all layers at once and needs .* use effort='thorough'"):
+        convert(source, tmp_path / "large", **TUNED)
+    assert not list(tmp_path.iterdir())
+    experts = {**CONFIG, "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 1}
+    experts["attention_bias"] = False
+    with pytest.raises(OptionError, match="the model has experts"):
+        convert(write_model(tmp_path / "sparse", **experts), tmp_path / "out", **{**OPTIONS, "effort": "tuned"})
+
+
+def test_memory_grows_with_the_model(source):
+    config = read_model_config(source)
+    twice = dataclasses.replace(config, num_layers=2 * config.num_layers, windows=config.windows * 2)
+    cpu = torch.device("cpu")
+    assert needed_bytes(config, cpu, 64) < needed_bytes(twice, cpu, 64) < 3 * needed_bytes(config, cpu, 64)
+    job = ConversionJob(source, source.parent / "never", **TUNED)
+    assert job.memory().tune == needed_bytes(config, cpu, 32)
+    assert job.gpu_memory().tune > 0
+    assert ConversionJob(source, source.parent / "never", **OPTIONS, bpw=4.0).memory().tune == 0
+
+
+def test_command_line(source, tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT[0][:20000])
+    options = ["--bpw", "3", "--effort", "tuned", "--calibration", str(text), "--rows", "8", "--length", "16", "--device", "cpu"]
+    assert main(["convert", str(source), str(tmp_path / "out"), *options, "--json", "--quiet"]) == 0
+    assert json.loads((tmp_path / "out" / "conversion.json").read_text())["tuned"]["options"]["codes"] is True
+    assert json.loads(capsys.readouterr().out)["tuned"]["chosen"] >= 0
