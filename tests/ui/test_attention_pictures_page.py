@@ -63,7 +63,7 @@ def test_a_token_is_chosen_and_its_patches_are_said(page, made):
     assert canvas.evaluate(alpha, [int(least_column), int(least_row)]) > 60
     boxes.first.get_by_role("application").focus()
     page.keyboard.press("ArrowRight")
-    assert "gets" in page.locator(".exl2nb-inside-line").first.inner_text()
+    assert "gets" in page.locator(".exl2nb-seen-line").inner_text()
     assert page.get_by_role("img", name="Picture 1 as the model saw it").count() == 2
 
 

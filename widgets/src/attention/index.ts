@@ -1,5 +1,5 @@
 // AttentionView: a map of the heads by how far their attention moves, the heads of a layer as thumbnails, one head large with its difference.
-import type { AttentionViewState, Patterns } from "../protocol.gen";
+import type { AttentionViewState, LookedAt, Patterns } from "../protocol.gen";
 import type { State } from "../shared/afm";
 import { h, setAttributes } from "../shared/dom";
 import { percent, visible } from "../shared/format";
@@ -44,7 +44,7 @@ class AttentionViewer extends InsideView<AttentionViewState> {
     (index) => this.set({ token: this.firstWord + index }),
   );
   private readonly pictures = h("div", { class: "exl2nb-larges" });
-  private readonly seenLine = h("div", { class: "exl2nb-inside-line exl2nb-muted", "aria-live": "polite" });
+  private readonly seenLine = h("div", { class: "exl2nb-seen-line exl2nb-muted", "aria-live": "polite" });
   private readonly seenPart: HTMLElement;
   private one: Pattern[] = [];
 
@@ -88,7 +88,12 @@ class AttentionViewer extends InsideView<AttentionViewState> {
 
   /** The first token after the last picture. */
   private get firstWord(): number {
-    return 1 + Math.max(-1, ...this.widget.get("_result").pictures.flatMap((picture) => picture.tokens));
+    return 1 + Math.max(-1, ...this.shownPictures.flatMap((picture) => picture.tokens));
+  }
+
+  /** Results that were stored by an earlier version have none. */
+  private get shownPictures(): LookedAt[] {
+    return this.widget.get("_result").pictures ?? [];
   }
 
   private get side(): number {
@@ -180,8 +185,8 @@ class AttentionViewer extends InsideView<AttentionViewState> {
   }
 
   private drawWords(): void {
-    const { names, pictures, size, tokens } = this.widget.get("_result");
-    this.seenPart.hidden = !pictures.length;
+    const { names, size, tokens } = this.widget.get("_result");
+    this.seenPart.hidden = !this.shownPictures.length;
     if (this.seenPart.hidden) return;
     const { firstWord } = this;
     const cells = Array.from({ length: tokens - firstWord }, (_, i) => {
@@ -194,7 +199,8 @@ class AttentionViewer extends InsideView<AttentionViewState> {
 
   /** The pictures as the model saw them, dark where the token does not look: of the reference, and of the model compared with it. */
   private drawSeen(): void {
-    const { answer, labels, pictures, tokens } = this.widget.get("_result");
+    const { answer, labels, tokens } = this.widget.get("_result");
+    const pictures = this.shownPictures;
     if (!pictures.length) return;
     const { firstWord, layer, head, side, token } = this;
     this.seenTitle.textContent = `Layer ${layer}, head ${head}: where ${this.word(token)} looks`;
