@@ -143,7 +143,9 @@ def test_parts_can_be_turned_off(tuned, source, tmp_path, monkeypatch):
         assert not torch.equal(some.read(embedding), all_of_it.read(embedding))
         assert not torch.equal(some.read("model.layers.0.self_attn.q_proj.bias"), least.read("model.layers.0.self_attn.q_proj.bias"))
     monkeypatch.setitem(stage.TRAVEL, "scales", 1e6)  # a way on which everything gets worse
-    worse = convert(source, tmp_path / "worse", **{**TUNED, "tuning": dataclasses.replace(quick, vectors=False)})
+    worse = convert(
+        source, tmp_path / "worse", **{**TUNED, "tuning": dataclasses.replace(quick, vectors=False, rows=64)}, work_dir=tmp_path / "work"
+    )
     assert worse.tuned.chosen == 0
     assert worse.quality.kl == pytest.approx(worse.tuned.before.kl, rel=1e-3)
 
@@ -214,7 +216,7 @@ def test_memory_grows_with_the_model(source):
 
 def test_command_line(source, tmp_path, capsys):
     text = tmp_path / "text.txt"
-    text.write_text(TEXT[0][:20000])
+    text.write_text(TEXT[0][:4000])
     options = ["--bpw", "3", "--effort", "tuned", "--calibration", str(text), "--rows", "8", "--length", "16", "--device", "cpu"]
     assert main(["convert", str(source), str(tmp_path / "out"), *options, "--json", "--quiet"]) == 0
     assert json.loads((tmp_path / "out" / "conversion.json").read_text())["tuned"]["options"]["codes"] is True
