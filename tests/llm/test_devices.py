@@ -40,7 +40,7 @@ def _logits(model: object) -> torch.Tensor:
     cache = KVCache(model.cache_spec(512), device=model.placement)
     steps = [([*range(5, 105)], 0, "all"), *(([7 + i], 100 + i, "last") for i in range(3))]
     found = [model.forward(Batch.single(ids, start=start, pages=[0, 1], logit_rows=rows), cache) for ids, start, rows in steps]
-    batch = Batch.single([3, 4, 5], start=103, pages=[0, 1], logit_rows="all")
+    batch = Batch.single([3, 4, 5], start=103, pages=[0, 1], logit_rows="all", device=model.device)
     return torch.cat([*found, model.forward_by_ops(batch, cache)])
 
 
