@@ -260,12 +260,16 @@ class GpuExecutor:
             ids = torch.zeros(len(rows), dtype=torch.int32, device=self._device)
             results, top_ids, top_logprobs = sample_rows(chosen, params, counts, None, ids, None, None, None, None, 1, False, bias)
             sampled = results[0].cpu(), top_ids.cpu(), top_logprobs.cpu()
+            if self._model.ranks is not None:
+                self._model.ranks.check()
             drawn = torch.zeros(len(draws), dtype=torch.int32, device=self._device)
             drawn[torch.tensor(rows, device=self._device)] = ids
             self._drawn = drawn
         else:
             self._drawn = None
             torch.cuda.current_stream(self._device).synchronize()
+            if self._model.ranks is not None:
+                self._model.ranks.check()
         return _CompletedStep(rows, wanted, sampled, raw)
 
 
@@ -275,7 +279,7 @@ class _Graph:
     def __init__(self, model: Model, cache: KVCache, rows: int, width: int, counted: bool, moved: bool, lora: LoraBuffers | None) -> None:
         self.rows, self.width = rows, width
         device = torch.device(cache.device)
-        self._model = model
+        self._model, self._cache = model, cache
         self._state = torch.zeros(rows * (5 + width), dtype=torch.int32, device=device)
         parts = self._state.split([rows, rows, rows, rows, rows, rows * width])
         self.ids, self._positions, self._lens, self._steps, adapters, table = parts
@@ -299,6 +303,8 @@ class _Graph:
             )  # fmt: skip
             drawn = model.capped(logits), self._params, self._counts, self._steps, self.ids, self._positions, self._lens
             _, top_ids, top_logprobs = sample_rows(*drawn, None, None, RING, True, self._bias, self._results)
+            if model.ranks is not None:
+                model.ranks.share(self._state[: 3 * rows])  # tokens, positions, lengths of the next step
             return top_ids, top_logprobs
 
         self._kept = kernels, logits, bounds, lora  # the graph knows their addresses only
@@ -307,6 +313,8 @@ class _Graph:
     def capture(self) -> _Graph:
         """Record the step."""
         device = self._state.device
+        if self._model.ranks is not None:
+            self._model.ranks.record(self._cache, self.rows, self.width)
         self.step()  # with no sequence at all: nothing is written to the cache; loads the kernels, which a capture forbids
         with _capturing:
             torch.cuda.synchronize(device)
@@ -334,6 +342,9 @@ class _Graph:
         self._state.copy_(host, non_blocking=True)
         if fed is not None:
             self.ids[:n] = fed
+        if self._model.ranks is not None:
+            self._model.ranks.set_rows(self._cache, rows, self.width, host[5 * rows :])
+            self._model.ranks.share(self._state[: 3 * rows])
         if self._counts is not None:
             fresh = [] if step.feed is None else [row for row, source in enumerate(step.feed.tolist()) if source >= 0]
             tokens = self.ids[torch.tensor(fresh, device=self.ids.device, dtype=torch.int64)]
@@ -344,6 +355,8 @@ class _Graph:
 
     def replay(self, tops: list[int]) -> PendingStep:
         """Enqueue the step for the first rows; tops: number of alternatives of each."""
+        if self._model.ranks is not None:
+            self._model.ranks.replay(self._cache, self.rows, self.width)
         with launch_lock(self._state.device):
             self._graph.replay()
         alternatives = None
@@ -353,18 +366,22 @@ class _Graph:
         done.record()
         slot = self._count % RING
         self._count += 1
-        return _PendingGraph(done, self._results[slot], tops, alternatives)
+        return _PendingGraph(done, self._results[slot], tops, alternatives, self._model)
 
 
 class _PendingGraph:
     """A replayed graph that may still run."""
 
-    def __init__(self, done: torch.cuda.Event, results: Tensor, tops: list[int], alternatives: tuple[Tensor, ...] | None) -> None:
-        self._done, self._results, self._tops, self._alternatives = done, results, tops, alternatives
+    def __init__(
+        self, done: torch.cuda.Event, results: Tensor, tops: list[int], alternatives: tuple[Tensor, ...] | None, model: Model
+    ) -> None:
+        self._done, self._results, self._tops, self._alternatives, self._model = done, results, tops, alternatives, model
 
     def result(self) -> list[Sampled | np.ndarray]:
         """Wait for the graph; then one entry per row."""
         self._done.synchronize()
+        if self._model.ranks is not None:
+            self._model.ranks.check()
         ids, logprobs = self._alternatives if self._alternatives is not None else (None, None)
         return [*_sampled(self._results[: len(self._tops)].clone(), ids, logprobs, self._tops)]
 

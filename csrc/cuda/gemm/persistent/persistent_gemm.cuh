@@ -18,6 +18,7 @@
 #include "cuda/gemm/persistent/int8_mma.cuh"
 #include "cuda/gemm/skinny/skinny_gemm.cuh"
 #include "cuda/runtime/lamport.cuh"
+#include "cuda/runtime/peers.cuh"
 
 namespace exl2nb {
 
@@ -34,6 +35,7 @@ struct PersistentOp {
   void* clear = nullptr;
   int clear_count = 0;
   bool lamport = false;
+  Peers peers{};  // third op: its sums are exchanged with the other ranks before they are added
 };
 // Most rows per launch; 0: these GEMMs cannot be chained. Three or four of a layer, or one that stores its sums.
 int persistent_tokens(const PersistentOp* ops, int count);
@@ -87,6 +89,7 @@ struct PersistentState {
   uint64_t bars[kNumBarriers];
   float factors[kPersistentTokens];
   int set;
+  unsigned exchange;  // the number of the third GEMM's
   PersistentEpilogue now[kMaxGemms];
   PersistentOutput owned[2][kMaxOwnedStrips * 16];  // of both residual GEMMs
 };
@@ -107,6 +110,8 @@ struct PersistentArgs {
   uint4* clear;  // as in PersistentOp
   int clear_count;
   bool lamport;
+  Peers peers;
+  int first_row;  // of this launch among the rows that are exchanged
   PersistentSmem smem;
 };
 
@@ -312,6 +317,7 @@ __device__ __forceinline__ int owned_column(const PersistentGemm& P, const Consu
 
 // Once per launch: epilogue parameters and the output columns of both residual GEMMs.
 __device__ __forceinline__ void prepare_epilogue(const PersistentArgs& C, const ConsumerWarp& w) {
+  if (C.peers.size && threadIdx.x == kConsumerThreads - 1) state(w).exchange = exchange_number(C.peers);
   if (const int q = threadIdx.x - kConsumerThreads / 2; q >= 0 && q < C.count) {
     const PersistentGemm& P = C.gemm[q];
     const GemmArgs& A = P.a;
@@ -359,12 +365,27 @@ __device__ __forceinline__ void add_residual(const PersistentArgs& C, const Pers
   }
   const PersistentOutput* const owned = state(w).owned[q / 2] + w.lane;
   float squares = 0.f;
+  const auto product = [&](const PersistentOutput& o) {
+    return sum_partials(partials(w) + o.sums + m * 16, M) * state(w).factors[m] + o.bias;
+  };
+  // All of the CTA's columns are on their way to the other ranks before it waits for theirs.
+  const bool shared = q == 2 && C.peers.size;
+  const auto place = [&](int k) {
+    return static_cast<int64_t>(C.first_row + m) * P.a.residual_stride + owned_column(P, w, w.lane + 32 * k);
+  };
+  if (shared)
+#pragma unroll 1
+    for (int k = 0; k < kMaxOwnedStrips / 2; k++)
+      if (const PersistentOutput o = owned[32 * k]; o.sums != PersistentOutput::kNone)
+        send(C.peers, state(w).exchange, place(k), product(o));
 #pragma unroll
   for (int k = 0; k < kMaxOwnedStrips / 2; k++) {
     const PersistentOutput o = owned[32 * k];
     if (!__any_sync(0xffffffffu, o.sums != PersistentOutput::kNone)) break;
     if (o.sums == PersistentOutput::kNone) continue;
-    const float v = w.residual[k] + o.other * (sum_partials(partials(w) + o.sums + m * 16, M) * state(w).factors[m] + o.bias);
+    float y = product(o);
+    if (shared) y = take_sum(C.peers, state(w).exchange, place(k), y);
+    const float v = w.residual[k] + o.other * y;
     w.residual[k] = v;
     squares = fmaf(v, v, squares);
     if (o.to) {
