@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,13 @@ EXCHANGES = 200  # of a captured run
 
 
 def directory(root: Path, name: str) -> Path:
-    shape, _, bpw = name.partition(":")
-    path = root / f"{shape}-{bpw}"
+    """Of a model SHAPE:BPW or SHAPE/LAYERS:BPW, made once."""
+    named, _, bpw = name.partition(":")
+    kind, _, layers = named.partition("/")
+    shape = replace(SHAPES[kind], num_hidden_layers=int(layers)) if layers else SHAPES[kind]
+    path = root / f"{named.replace('/', '-')}-{bpw}"
     if not (path / "config.json").exists():
-        make(SHAPES[shape], path, bpw=float(bpw))
+        make(shape, path, bpw=float(bpw))
     return path
 
 
@@ -52,7 +56,9 @@ def decode(task: dict[str, Any], write: Any) -> None:
     begun = time.perf_counter()
     room = max(context + task["tokens"] for context in task["contexts"])
     pages = -(-room // 256) + max(task["batches"])  # the requests share their prompt
-    with ex.load(path, context=room, cache_tokens=256 * pages + 4096, progress=None, **options_of(task["way"], task["gpus"], task["cpu"])) as llm:
+    with ex.load(
+        path, context=room, cache_tokens=256 * pages + 4096, progress=None, **options_of(task["way"], task["gpus"], task["cpu"])
+    ) as llm:
         loaded = time.perf_counter() - begun
         read = llm.model.bytes_per_token
         for context in task["contexts"]:
@@ -65,16 +71,25 @@ def decode(task: dict[str, Any], write: Any) -> None:
                     count, ids = 0, list[int]()
                     for event in llm.batch([prompt] * batch, max_tokens=task["tokens"], temperature=0, ignore_eos=True):
                         last = time.perf_counter()
-                        first = first or last
+                        if not first:
+                            first, count = last, -len(event.tokens)  # what came with the first event is not counted
                         count += len(event.tokens)
                         if event.id == 0:
-                            ids += event.tokens
+                            ids += [token.id for token in event.tokens]
                     if batch == 1:
                         texts.append(tuple(ids))
-                    if turn and (speed := (count - batch) / (last - first)) > best:
+                    if turn and (speed := count / max(last - first, 1e-9)) > best:
                         best, steps = speed, 1e3 * batch / speed
                 found = {"context": context, "batch": batch, "tok_s": round(best, 1), "step_ms": round(steps, 3)}
-                write(found | {"read_bytes": read, "load_s": round(loaded, 1), "repeats": len(set(texts)) <= 1, "ids": list(texts[0][:16]) if texts else []})
+                write(
+                    found
+                    | {
+                        "read_bytes": read,
+                        "load_s": round(loaded, 1),
+                        "repeats": len(set(texts)) <= 1,
+                        "ids": list(texts[0][:16]) if texts else [],
+                    }
+                )
 
 
 def exchange(task: dict[str, Any], write: Any) -> None:
@@ -125,7 +140,9 @@ def exchanging(rank: int, task: dict[str, Any], out: str) -> None:
                 times.append((time.perf_counter() - begun) / EXCHANGES * 1e6)
             if rank == 0:
                 with open(out, "a") as file:
-                    file.write(json.dumps({"part": "exchange", "gpus": size, "rows": rows, "kind": kind, "us": round(min(times), 2)}) + "\n")
+                    file.write(
+                        json.dumps({"part": "exchange", "gpus": size, "rows": rows, "kind": kind, "us": round(min(times), 2)}) + "\n"
+                    )
     store.set(f"done {rank}", "1")
     for other in range(size):
         store.get(f"done {other}")
@@ -171,7 +188,7 @@ PARTS = {"yardstick": yardstick, "make": making, "exchange": exchange, "decode":
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--shapes", nargs="+", default=["llama2-70b:2.55", "llama3-8b:4.0"], help="SHAPE:BPW")
+    parser.add_argument("--shapes", nargs="+", default=["llama2-70b:2.55", "llama3-8b:4.0"], help="SHAPE:BPW, or SHAPE/LAYERS:BPW")
     parser.add_argument("--gpus", nargs="+", type=int, default=[1, 2, 4, 8])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 64])
     parser.add_argument("--contexts", nargs="+", type=int, default=[1024])

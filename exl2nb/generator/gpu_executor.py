@@ -16,7 +16,8 @@ from exl2nb.core.errors import GenerationError
 from exl2nb.core.log import logger
 from exl2nb.core.progress import Meter, Sink
 from exl2nb.generator.executor import Draw, PendingStep, Step
-from exl2nb.model.gpu import formats_of, mixes_adapters
+from exl2nb.model.gpu import mixes_adapters
+from exl2nb.model.model import DecodeInputs
 from exl2nb.ops import kernel_code, out_of_memory
 from exl2nb.ops.cuda_sample import TOP, Row, pack_rows, sample_rows
 from exl2nb.ops.gpu import LoraBuffers, launch_lock
@@ -132,7 +133,7 @@ class GpuExecutor:
 
     def __init__(self, model: Model, cache: KVCache) -> None:
         self._model, self._cache = model, cache
-        self._device = torch.device(cache.device)
+        self._device = torch.device(model.draw_device)
         self._graphed = env.get("EXL2NB_CUDA_GRAPHS", "1") == "1"
         self._graphs: dict[tuple[int, int, bool, bool, LoraBuffers | None], _Graph | None] = {}  # None: could not be captured
         self._drawn: Tensor | None = None  # ids drawn by the last launch, by logit row
@@ -147,7 +148,7 @@ class GpuExecutor:
         """
         with torch.cuda.device(self._device):
             step = _Graph(self._model, self._cache, 1, 1, False, False, None).step
-            kernels = [*kernel_code.noted(step), *self._model.gpu.kernels(self._cache), *PROMPT_KERNELS]
+            kernels = [*kernel_code.noted(step), *self._model.kernels(self._cache), *PROMPT_KERNELS]
             units = kernel_code.missing(kernels, *torch.cuda.get_device_capability(self._device))
             if not units:
                 return
@@ -157,7 +158,7 @@ class GpuExecutor:
     def can_draw(self, state: SamplerState) -> bool:
         """Whether the sampling kernel knows every filter of the request."""
         drawn = DRAWN.issuperset(state.params.changed) and self._model.rope_switch is None
-        return drawn and writable(state.params, self._model.gpu.vocab)
+        return drawn and writable(state.params, self._model.outputs)
 
     def launch(self, step: Step) -> PendingStep:
         """Enqueue a step; returns before it has run.
@@ -198,7 +199,8 @@ class GpuExecutor:
 
     def copy(self, source: int, target: int) -> None:
         """Copy one page in every layer."""
-        self._cache.copy_page(source, target)
+        with self._model.in_order():
+            self._cache.copy_page(source, target)
 
     def close(self) -> None:
         """Wait for the GPU, drop the graphs."""
@@ -278,7 +280,7 @@ class _Graph:
 
     def __init__(self, model: Model, cache: KVCache, rows: int, width: int, counted: bool, moved: bool, lora: LoraBuffers | None) -> None:
         self.rows, self.width = rows, width
-        device = torch.device(cache.device)
+        device = torch.device(model.draw_device)
         self._model, self._cache = model, cache
         self._state = torch.zeros(rows * (5 + width), dtype=torch.int32, device=device)
         parts = self._state.split([rows, rows, rows, rows, rows, rows * width])
@@ -289,25 +291,20 @@ class _Graph:
         self._params = torch.zeros(rows, 48, dtype=torch.uint8, device=device)
         self._results = torch.zeros(RING, rows, 4, dtype=torch.int32).pin_memory()
         self._count = 0
-        bounds = torch.arange(rows + 1, dtype=torch.int32, device=device)
-        forward = model.gpu
-        logits = torch.zeros(rows, forward.vocab, device=device)
-        self._counts = torch.zeros(rows, forward.vocab, dtype=torch.int16, device=device) if counted else None
-        self._bias = torch.zeros(rows, forward.vocab, device=device) if moved else None
-        kernels, formats, heads = forward.step_kernels(rows), formats_of(cache), (cache.spec.num_kv_heads, cache.spec.head_dim)
+        logits = torch.zeros(rows, model.outputs, device=device)
+        self._counts = torch.zeros(rows, model.outputs, dtype=torch.int16, device=device) if counted else None
+        self._bias = torch.zeros(rows, model.outputs, device=device) if moved else None
+        forward = model.decode_step(cache, DecodeInputs(self.ids, self._positions, self._lens, self._table), logits, adapted)
 
         def step() -> tuple[Tensor, Tensor]:
-            kernels.run(
-                self.ids, self._positions, self._table, bounds, self._lens, None, cache.k, cache.v, formats, heads, logits,
-                lora=adapted,
-            )  # fmt: skip
+            forward()
             drawn = model.capped(logits), self._params, self._counts, self._steps, self.ids, self._positions, self._lens
             _, top_ids, top_logprobs = sample_rows(*drawn, None, None, RING, True, self._bias, self._results)
             if model.ranks is not None:
                 model.ranks.share(self._state[: 3 * rows])  # tokens, positions, lengths of the next step
             return top_ids, top_logprobs
 
-        self._kept = kernels, logits, bounds, lora  # the graph knows their addresses only
+        self._kept = forward, logits, lora  # the graph knows their addresses only
         self.step = step
 
     def capture(self) -> _Graph:

@@ -199,14 +199,14 @@ def _load_ranks(
     """A rank for each device."""
     from exl2nb.model.parallel import load_parallel
 
-    listed = isinstance(devices, Sequence) and not isinstance(devices, str) and all(isinstance(name, str) for name in devices)
-    if not listed or len(devices) < 2 or len({name.partition(":")[0] for name in devices}) > 1:
+    names = [*devices] if isinstance(devices, Sequence) and not isinstance(devices, str) else []
+    if len(names) < 2 or len({name.partition(":")[0] if isinstance(name, str) else "" for name in names}) > 1:
         raise OptionError(
             f"load: parallel='tensor' with devices={shown(devices)}; expected the device of each rank, at least two: GPUs, as in "
             "['cuda:0', 'cuda:1'], or 'cpu' for each"
         )
     options = {"context": context, "rope": rope, "deterministic": deterministic, "progress": progress}
-    return load_parallel(folder, [pick_device(name) for name in devices], **options)
+    return load_parallel(folder, [pick_device(name) for name in names], **options)
 
 
 def _spans(folder: Path, devices: DeviceChoice, *, context: int | None, cache: str, cache_tokens: int | None) -> list[Span]:

@@ -414,7 +414,7 @@ class ParallelModel(RankModel):
             try:
                 while left:
                     left = left[process.stdin.write(left) :]
-            except OSError as error:
+            except (OSError, ValueError) as error:  # ValueError: closed, because another rank has ended
                 raise self._lost(error) from error
 
     def forward_by_ops(self, *_: Any, **__: Any) -> NoReturn:

@@ -1,4 +1,7 @@
-"""Ranks on GPUs: the logits of one GPU, for layers of every kind and steps of every size."""
+"""Ranks on GPUs: the logits of one GPU, for layers of every kind and steps of every size.
+
+Two ranks may have one GPU: their kernels then wait for each other's turn, so a step takes long, and one kind of layers must do.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +29,11 @@ def batches(vocab: int) -> list[Batch]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_moe-bias", "cohere"])
 @pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_moe-bias", "cohere"])
 def test_the_logits_of_one_gpu(name: str, size: int, tmp_path: Path) -> None:
+    if (name, size) != ("llama", 2) and torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} GPUs, there are {torch.cuda.device_count()}")
     moe = {"moe_intermediate_size": 256} if "moe" in name else {}
     folder = write_exl2(write(name, build(name, **SHAPE, **moe), tmp_path / "dense"), tmp_path / "exl2")
     whole = load_model(folder, device="cuda")
