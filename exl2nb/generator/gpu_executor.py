@@ -235,6 +235,8 @@ class GpuExecutor:
             return _Graph(self._model, self._cache, rows, width, counted, moved, lora).capture()
         except RuntimeError as error:
             torch.cuda.set_stream(before)  # a failed capture leaves its own stream current
+            if self._model.ranks is not None:
+                raise self._model.ranks.lost(error) from error  # they have run what this one has not
             reason = str(error).splitlines()[0]
             logger.warning("steps of %d requests cannot be captured (%s): they are launched kernel by kernel, more slowly", rows, reason)
             return None

@@ -26,6 +26,7 @@ from datetime import timedelta
 from functools import partial
 from itertools import pairwise
 from math import prod
+from struct import Struct
 from typing import Any, NoReturn
 
 import torch
@@ -44,7 +45,6 @@ from exl2nb.model.gpu import GpuForward, formats_of
 from exl2nb.model.layers import MLP, Attention, Layer, ResidualAdd, RoutedMLP, Step
 from exl2nb.model.loader import Builder, read_model_config
 from exl2nb.model.model import Model, Network
-from exl2nb.model.rank import COMMAND
 from exl2nb.model.rope import RopeOverride
 from exl2nb.model.sources import Source, find_sources
 from exl2nb.model.split import Span
@@ -58,6 +58,7 @@ START_S, EXCHANGE_S, END_S = 600.0, 60.0, 2.0  # until all ranks have loaded; of
 UNIT = 32  # columns and rows of an EXL2 matrix come in such
 # Commands: a step; a page to copy; a cache to make or to drop; the end; of captured steps: one to record, its sequences, to run it.
 FORWARD, COPY, MAKE, DROP, CLOSE, RECORD, ROWS, REPLAY = range(8)
+COMMAND = Struct("<9q")  # what, which cache, what it needs; then bytes that follow
 LARGEST = 64  # tokens of a step that goes through the step kernels of GPUs
 WATCH_S = 0.05  # between looks at the other ranks' processes
 FIELDS = ("input_ids", "positions", "slot_mapping", "block_table", "cu_seqlens", "context_lens", "logit_rows")
@@ -309,7 +310,7 @@ class ParallelModel(RankModel):
         self.processes, self._broken = list(processes), ""
         self._caches, self._dropped, self._closing = 0, list[int](), threading.Event()
         if isinstance(group, Peers):
-            threading.Thread(target=self._watch, args=(group,), name="exl2nb ranks", daemon=True).start()
+            threading.Thread(target=self._watch, name="exl2nb ranks", daemon=True).start()
 
     @property
     def draws(self) -> bool:
@@ -343,14 +344,17 @@ class ParallelModel(RankModel):
         try:
             return self.run(batch, cache)
         except RuntimeError as error:
-            raise self._lost(error) from error
+            raise self.lost(error) from error
 
     def forward_gpu(self, batch: Batch, cache: KVCache, *, ids: Tensor | None = None) -> Tensor:
         """As `Model.forward_gpu`; `check` says afterwards whether all ranks took part."""
         self._tell_step(batch, cache, known=ids is None)
-        if ids is not None:
-            self.share(ids)
-        return self.run(batch, cache, ids)
+        try:
+            if ids is not None:
+                self.share(ids)
+            return self.run(batch, cache, ids)
+        except RuntimeError as error:  # the others are in the middle of a step that this one does not take
+            raise self.lost(error) from error
 
     def _tell_step(self, batch: Batch, cache: KVCache, *, known: bool) -> None:
         self.check()
@@ -415,7 +419,7 @@ class ParallelModel(RankModel):
                 while left:
                     left = left[process.stdin.write(left) :]
             except (OSError, ValueError) as error:  # ValueError: closed, because another rank has ended
-                raise self._lost(error) from error
+                raise self.lost(error) from error
 
     def forward_by_ops(self, *_: Any, **__: Any) -> NoReturn:
         """Raises OptionError: hidden states need the model in one process."""
@@ -462,16 +466,15 @@ class ParallelModel(RankModel):
         if self._broken:
             raise GenerationError(f"{self._broken}; close the model and load it again")
 
-    def _watch(self, group: Peers) -> None:
+    def _watch(self) -> None:
         """On a thread: ends the waiting of kernels when a rank has ended."""
         while not self._closing.wait(WATCH_S):
             if any(process.poll() is not None for process in self.processes):
-                self._lost(None)
-                group.stop()
+                self.lost(None)
                 return
 
-    def _lost(self, error: Exception | None) -> GenerationError:
-        """What to say when an exchange has failed: the rank that ended, or the exchange's own words."""
+    def lost(self, error: Exception | None) -> GenerationError:
+        """What to say when a step has failed: the rank that ended, or the error's own words. The other ranks are ended."""
         deadline = time.monotonic() + 1  # a process that was killed may still be ending
         gone: list[str] = []
         while not gone and time.monotonic() < deadline:
@@ -479,6 +482,8 @@ class ParallelModel(RankModel):
             gone = [f"rank {rank} ended (exit code {code})" for rank, code in enumerate(codes, 1) if code is not None]
             time.sleep(0.02)
         self._broken = self._broken or "tensor parallel: " + (", ".join(gone) or str(error).splitlines()[0][:200])
+        if isinstance(self.group, Peers):
+            self.group.stop()
         end(self.processes, wait_s=0)
         return GenerationError(f"{self._broken}; close the model and load it again")
 

@@ -8,27 +8,25 @@ from __future__ import annotations
 
 import json
 import os
-import struct
 import sys
 import threading
 from contextlib import suppress
 from datetime import timedelta
 from queue import SimpleQueue
-
-COMMAND = struct.Struct("<9q")  # what, which cache, what it needs; then bytes that follow
+from struct import Struct
 
 
 def main() -> None:
     """Load, say so, and carry out what rank 0 says."""
     task = json.loads(sys.argv[1])
-    commands: SimpleQueue[tuple[tuple[int, ...], bytes]] = SimpleQueue()
-    threading.Thread(target=_receive, args=(commands,), daemon=True).start()
     import torch
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-    from exl2nb.model.parallel import HOST, START_S, Rank, RankModel, meet, read_part
+    from exl2nb.model.parallel import COMMAND, HOST, START_S, Rank, RankModel, meet, read_part
     from exl2nb.model.rope import RopeOverride
 
+    commands: SimpleQueue[tuple[tuple[int, ...], bytes]] = SimpleQueue()
+    threading.Thread(target=_receive, args=(commands, COMMAND), daemon=True).start()
     store = TCPStore(HOST, task["port"], is_master=False, timeout=timedelta(seconds=START_S))
     rank, size, device, code = task["rank"], task["size"], task["device"], 0
     try:
@@ -48,11 +46,11 @@ def main() -> None:
     os._exit(code)  # noqa: TID251 - without waiting for threads of torch
 
 
-def _receive(commands: SimpleQueue[tuple[tuple[int, ...], bytes]]) -> None:
+def _receive(commands: SimpleQueue[tuple[tuple[int, ...], bytes]], header: Struct) -> None:
     """Read commands, also while a step runs: the end of what started this process ends it in the middle of an exchange."""
     with open(0, "rb", closefd=False) as file:
-        while len(head := file.read(COMMAND.size)) == COMMAND.size:
-            *numbers, follows = COMMAND.unpack(head)
+        while len(head := file.read(header.size)) == header.size:
+            *numbers, follows = header.unpack(head)
             commands.put((tuple(numbers), file.read(follows)))
     os._exit(0)  # noqa: TID251 - in the middle of an exchange
 

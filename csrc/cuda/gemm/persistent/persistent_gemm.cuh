@@ -316,8 +316,9 @@ __device__ __forceinline__ int owned_column(const PersistentGemm& P, const Consu
 }
 
 // Once per launch: epilogue parameters and the output columns of both residual GEMMs.
+template <bool RANKS>
 __device__ __forceinline__ void prepare_epilogue(const PersistentArgs& C, const ConsumerWarp& w) {
-  if (C.peers.size && threadIdx.x == kConsumerThreads - 1) state(w).exchange = exchange_number(C.peers);
+  if (RANKS && threadIdx.x == kConsumerThreads - 1) state(w).exchange = exchange_number(C.peers);
   if (const int q = threadIdx.x - kConsumerThreads / 2; q >= 0 && q < C.count) {
     const PersistentGemm& P = C.gemm[q];
     const GemmArgs& A = P.a;
@@ -354,7 +355,7 @@ __device__ __forceinline__ void arrive_stored(const PersistentEpilogue& now, con
 }
 
 // Epilogue kResidual: warp m owns row m. The next GEMM's input is stored first.
-template <int CHUNKS>
+template <int CHUNKS, bool RANKS>
 __device__ __forceinline__ void add_residual(const PersistentArgs& C, const PersistentGemm& P, int q, const PersistentEpilogue& now,
                                              ConsumerWarp& w) {
   const int M = tokens_of<CHUNKS>(P), m = M == 1 ? 0 : w.warp;
@@ -369,7 +370,7 @@ __device__ __forceinline__ void add_residual(const PersistentArgs& C, const Pers
     return sum_partials(partials(w) + o.sums + m * 16, M) * state(w).factors[m] + o.bias;
   };
   // All of the CTA's columns are on their way to the other ranks before it waits for theirs.
-  const bool shared = q == 2 && C.peers.size;
+  const bool shared = RANKS && q == 2;
   const auto place = [&](int k) {
     return static_cast<int64_t>(C.first_row + m) * P.a.residual_stride + owned_column(P, w, w.lane + 32 * k);
   };
@@ -628,7 +629,7 @@ __device__ __forceinline__ void run_work_item(const PersistentArgs& C, const Per
 }
 
 // GEMM q and its epilogue.
-template <int CHUNKS, WeightKind WEIGHTS>
+template <int CHUNKS, WeightKind WEIGHTS, bool RANKS>
 __device__ __forceinline__ void run_gemm(const PersistentArgs& C, int q, const Int8Input<CHUNKS>& in, ConsumerWarp& w) {
   const PersistentGemm& P = C.gemm[q];
   const half2* const steps = image_of(C, w.shared, q).steps;
@@ -648,7 +649,7 @@ __device__ __forceinline__ void run_gemm(const PersistentArgs& C, int q, const I
     consumer_sync();
     round++;
     if (now.residual) {  // one round only
-      add_residual<CHUNKS>(C, P, q, now, w);
+      add_residual<CHUNKS, RANKS>(C, P, q, now, w);
     } else {
       write_outputs<CHUNKS>(C, P, now, w);
       if (round == P.rounds && q + 1 < C.count) arrive_stored(now, w);
@@ -663,7 +664,8 @@ __device__ __forceinline__ void run_gemm(const PersistentArgs& C, int q, const I
 #endif  // __CUDA_ARCH__ >= 900
 
 #ifdef __CUDACC__
-template <int CHUNKS, WeightKind WEIGHTS>
+// RANKS: the sums of the third GEMM are exchanged with other ranks; a kernel of its own, as these registers are missing elsewhere.
+template <int CHUNKS, WeightKind WEIGHTS, bool RANKS>
 __global__ void __launch_bounds__(kPersistentThreads, 1) persistent_gemm(const __grid_constant__ PersistentArgs C) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) uint8_t dynamic[];
@@ -698,7 +700,7 @@ __global__ void __launch_bounds__(kPersistentThreads, 1) persistent_gemm(const _
     return;
   }
   ConsumerWarp w{shared, bars, block, warp, lane, warp / kWarpsPerSet, 0, 0, {}};
-  prepare_epilogue(C, w);
+  prepare_epilogue<RANKS>(C, w);
   barrier_wait(bars + kImagesFull, 0);
 #pragma unroll 1
   for (int q = 0; q < C.count; q++) {
@@ -713,7 +715,7 @@ __global__ void __launch_bounds__(kPersistentThreads, 1) persistent_gemm(const _
     if (q == 0 && P.a.epilogue == kResidual) load_residual(C, w);
     quantize_inputs<CHUNKS>(C, x, q, w);
     consumer_sync();
-    run_gemm<CHUNKS, WEIGHTS>(C, q, in, w);
+    run_gemm<CHUNKS, WEIGHTS, RANKS>(C, q, in, w);
   }
   if (C.count == 1) return;
   // Counters of GEMMs that this launch does not have, and the number of launches. No CTA of this launch reads them any more.
