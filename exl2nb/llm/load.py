@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from exl2nb.llm.plan import DeviceChoice
 
 CONTEXT = 4096  # tokens, where the caller does not say and the model allows more: a cache that fits small machines
-PARALLEL = ("layers", "tensor")
 CACHE_TOKENS = 4096  # at least, so that several short requests run together on a model with a short context
 
 
@@ -182,6 +181,8 @@ def pick_device(device: str | None) -> str:
 
 def _chosen_devices(device: str | None, devices: DeviceChoice | None, gpu_layers: int | None, parallel: str) -> DeviceChoice | None:
     """What to split the model over, or None."""
+    from exl2nb.llm.plan import PARALLEL
+
     if parallel not in PARALLEL:
         raise OptionError(f"load: parallel is {shown(parallel)}; expected one of {', '.join(PARALLEL)}")
     if sum(value is not None for value in (device, devices, gpu_layers)) > 1:

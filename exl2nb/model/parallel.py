@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -50,7 +50,7 @@ from exl2nb.model.sources import Source, find_sources
 from exl2nb.model.split import Span
 from exl2nb.model.store import ModelStore, open_store
 from exl2nb.ops.gpu import launch_lock
-from exl2nb.ops.peers import MOST_RANKS, Peers
+from exl2nb.ops.peers import MOST_RANKS, Peers, nbytes
 from exl2nb.quant.exl2 import Exl2Tensors
 
 HOST = "127.0.0.1"
@@ -112,9 +112,9 @@ def bounds(total: int, size: int, unit: int = 1) -> list[int]:
     return [min(total, units * rank // size * unit) for rank in range(size + 1)]
 
 
-def check_parallel(config: ModelConfig, sources: Mapping[str, Source], size: int) -> None:
-    """Raise OptionError where a model cannot be divided among so many ranks; says why."""
-    unit = UNIT if any(source.kind == "exl2" for source in sources.values()) else 1
+def check_parallel(config: ModelConfig, formats: Collection[str], size: int, *, where: str = "load") -> None:
+    """Raise OptionError where a model with matrices in these formats cannot be divided among so many ranks; says why."""
+    unit = UNIT if "exl2" in formats else 1
     heads = f"{config.num_heads} heads and {config.num_kv_heads} KV heads"
     moe = [found for layer in range(config.num_layers) if (found := config.experts(layer)) is not None]
     narrow = min([config.intermediate_size, *(one.intermediate_size for one in moe), *(one.shared_size or unit * size for one in moe)])
@@ -122,11 +122,24 @@ def check_parallel(config: ModelConfig, sources: Mapping[str, Source], size: int
         (config.num_kv_heads % size != 0, f"{heads} do not divide by {size}"),
         (config.head_dim * (config.num_kv_heads // size) % unit != 0, f"a rank's KV heads have no multiple of {unit} columns"),
         (config.qk_norm == "full", "a norm over all heads needs them on one rank"),
-        (any(source.kind == "gptq" for source in sources.values()), "GPTQ files are not divided: convert the model to EXL2"),
+        ("gptq" in formats, "GPTQ files are not divided: convert the model to EXL2"),
         (narrow < unit * size, f"{narrow} channels of an MLP are too few for {size} ranks"),
     ):
         if wrong:
-            raise OptionError(f"load: parallel='tensor' over {size} devices: {why}; take another number of devices, or parallel='layers'")
+            raise OptionError(
+                f"{where}: parallel='tensor' over {size} devices: {why}; take another number of devices, or parallel='layers'"
+            )
+
+
+def widest(config: ModelConfig, size: int) -> int:
+    """Numbers that a rank sends at most for a token."""
+    vocab = bounds(config.vocab_size, size, UNIT)
+    return max(config.hidden_size, config.num_heads * config.head_dim // size, *(b - a for a, b in pairwise(vocab)))
+
+
+def buffer_bytes(config: ModelConfig, size: int) -> int:
+    """Bytes of the buffer of a rank on a GPU."""
+    return nbytes(size, LARGEST * widest(config, size))
 
 
 class ShardBuilder(Builder):
@@ -617,7 +630,7 @@ def read_part(
     config = read_model_config(directory, rope=rope)
     with open_store(config, directory) as store, ops.on_device(device):
         sources = find_sources(config, store)
-        check_parallel(config, sources, size)
+        check_parallel(config, {source.kind for source in sources.values()}, size)
         builder = ShardBuilder(config, store, sources, device=device, widen=widen, rank=rank, size=size)
         with Meter("load", total=config.num_layers + 2, unit="layers", sink=progress) as meter:
             embedding, layers, head = builder.span(Span(device, 0, config.num_layers), meter)
@@ -647,8 +660,7 @@ def meet(
         return [bytes.fromhex(store.get(name).decode()) for name in names]
 
     vocab = bounds(config.vocab_size, size, UNIT)
-    widest = max(config.hidden_size, config.num_heads * config.head_dim // size, *(b - a for a, b in pairwise(vocab)))
-    return Peers(rank, size, numbers=LARGEST * widest, vocab=vocab, device=torch.device(device), swap=swap)
+    return Peers(rank, size, numbers=LARGEST * widest(config, size), vocab=vocab, device=torch.device(device), swap=swap)
 
 
 def load_parallel(
@@ -709,7 +721,7 @@ def load_parallel(
 def _check_divides(directory: str | os.PathLike[str], rope: RopeOverride, size: int) -> None:
     config = read_model_config(directory, rope=rope)
     with open_store(config, directory) as store:
-        check_parallel(config, find_sources(config, store), size)
+        check_parallel(config, {source.kind for source in find_sources(config, store).values()}, size)
 
 
 def _wait(store: Store, processes: Sequence[subprocess.Popen[bytes]], names: list[str]) -> None:

@@ -26,6 +26,11 @@ class _Handle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_char * 64),)  # CUipcMemHandle
 
 
+def nbytes(size: int, numbers: int) -> int:
+    """Bytes of a rank's buffer for so many ranks that send so many numbers each."""
+    return HEADER_BYTES + SLOTS * size * numbers * NUMBER_BYTES
+
+
 class Peers:
     """The exchange buffers of all ranks, as one rank sees them.
 
@@ -50,11 +55,10 @@ class Peers:
         self._driver = ctypes.CDLL("libcuda.so.1")
         with torch.cuda.device(device):
             torch.zeros(1, device=device)  # makes the context current
-            nbytes = HEADER_BYTES + SLOTS * size * numbers * NUMBER_BYTES
             own, handle = ctypes.c_uint64(), _Handle()
-            self._ask("cuMemAlloc_v2", ctypes.byref(own), ctypes.c_size_t(nbytes))
+            self._ask("cuMemAlloc_v2", ctypes.byref(own), ctypes.c_size_t(nbytes(size, numbers)))
             self._own = own.value
-            self._ask("cuMemsetD8_v2", own, ctypes.c_ubyte(0), ctypes.c_size_t(nbytes))
+            self._ask("cuMemsetD8_v2", own, ctypes.c_ubyte(0), ctypes.c_size_t(nbytes(size, numbers)))
             torch.cuda.synchronize(device)
             self._ask("cuIpcGetMemHandle", ctypes.byref(handle), own)
             addresses = []

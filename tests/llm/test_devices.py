@@ -215,9 +215,31 @@ def test_the_plan_knows_a_card_that_is_not_there() -> None:
     assert all(share.total <= 230 << 20 for share in planned.shares if share.device != "cpu")
 
 
+def test_the_plan_of_ranks() -> None:
+    one, two = ex.plan(DEMO), ex.plan(DEMO, devices=["cpu", "cpu"], parallel="tensor")
+    assert isinstance(two, SplitPlan) and two.parallel == "tensor"
+    first, second = two.shares
+    assert first == second and first.first == 0 and first.last == LAYERS
+    assert 0.5 * one.weights < first.weights < 0.75 * one.weights  # the embedding and attention's output matrix are whole
+    assert first.cache * 2 == one.cache
+    with ex.load(DEMO, devices=["cpu", "cpu"], parallel="tensor", progress=None) as llm:
+        assert first.weights == pytest.approx(llm.model.weight_bytes, rel=0.02)
+    assert "1/2 of each layer" in str(two) and "1/2 of each layer" in two._repr_html_() and two.to_dict()["parallel"] == "tensor"
+    gpus = ex.plan(DEMO, devices=["cuda:0", "cuda:1"], parallel="tensor")
+    assert gpus.shares[0].work > first.work, "the buffers of exchanges"
+    for devices, message in ((["cpu"] * 5, "do not divide by 5"), ("auto", "at least two GPUs"), (["cpu", "cuda"], "at least two GPUs")):
+        with pytest.raises(OptionError, match=message):
+            ex.plan(DEMO, devices=devices, parallel="tensor")
+    for options in ({"devices": ["cpu"], "parallel": "both"}, {"parallel": "tensor"}):
+        with pytest.raises(OptionError, match="plan: parallel"):
+            ex.plan(DEMO, **options)
+
+
 def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "demo", "--devices", "cuda:0=5 layers,cpu=rest", "--json"]) == 0
     assert '"first": 7' in capsys.readouterr().out.replace("\n", " ")
+    assert main(["plan", "demo", "--devices", "cpu,cpu", "--parallel", "tensor"]) == 0
+    assert "1/2 of each layer" in capsys.readouterr().out
     assert main(["generate", "demo", "--prompt", "It was", "--devices", "cpu,cpu", "--max-tokens", "3", "--quiet"]) == 0
     assert main(["generate", "demo", "--prompt", "It was", "--devices", "cpu=lots", "--quiet"]) != 0
 
