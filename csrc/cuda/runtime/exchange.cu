@@ -12,9 +12,11 @@ __global__ void __launch_bounds__(256) exchange_rows(const __grid_constant__ Exc
   const unsigned number = exchange_number(p);
   const int first = blockIdx.x * blockDim.x + threadIdx.x, step = gridDim.x * blockDim.x;
   const int mine = a.sum ? 0 : p.rank, own = a.first[mine + 1] - a.first[mine];
+  if (first == 0 && own == 0) send(p, number, 0, 0.f);  // every rank waits for every other: see peers.cuh
   for (int i = first; i < a.rows * own; i += step) send(p, number, i, __ldcg(a.x + i / own * a.x_stride + i % own));
   for (int from = 0; from < (a.sum ? 1 : p.size); from++) {
     const int width = a.first[from + 1] - a.first[from];
+    if (first == 0 && width == 0 && from != p.rank) take(p, number, from, 0);
     for (int i = first; i < a.rows * width; i += step) {
       const int row = i / width, column = a.first[from] + i % width;
       const bool here = a.sum || from == p.rank;

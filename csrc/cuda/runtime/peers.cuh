@@ -3,7 +3,7 @@
 //
 // A number travels with the number of its exchange in one store of 8 bytes, so no fence and no counter orders anything, and nothing is ever
 // cleared. Exchanges alternate between two slots: a rank that begins exchange n + 2 has everyone's numbers of exchange n + 1, and those
-// were sent after everyone had read exchange n. Source: the protocol "LL" of NCCL.
+// were sent after everyone had read exchange n. So every rank sends something in every exchange. Source: the protocol "LL" of NCCL.
 //
 //   buffer:  header (256 bytes): exchanges so far | slot 0: rank 0's numbers, rank 1's .. | slot 1: rank 0's numbers, ..
 #pragma once
@@ -29,6 +29,16 @@ inline Peers read_peers(const int64_t* w) {
 }
 
 #ifdef __CUDACC__
+#ifndef EXL2NB_PEERS_ON_HOST  // tests/ops/peers_host.cpp
+__device__ __forceinline__ void store_far(uint64_t* p, uint64_t v) {
+  asm volatile("st.relaxed.sys.global.u64 [%0],%1;" ::"l"(p), "l"(v) : "memory");
+}
+__device__ __forceinline__ uint64_t load_far(const uint64_t* p) {
+  uint64_t v;
+  asm volatile("ld.relaxed.sys.global.u64 %0,[%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+#endif
 // The number of the current exchange, which its data carry.
 __device__ __forceinline__ unsigned exchange_number(const Peers& p) {
   return __ldcg(reinterpret_cast<const unsigned*>(p.buffer[p.rank])) + static_cast<unsigned>(p.exchange) + 1;
@@ -40,13 +50,12 @@ __device__ __forceinline__ uint64_t* peer_place(const Peers& p, int to, int from
 __device__ __forceinline__ void send(const Peers& p, unsigned number, int64_t i, float v) {
   const uint64_t word = static_cast<uint64_t>(number) << 32 | __float_as_uint(v);
   for (int to = 0; to < p.size; to++)
-    if (to != p.rank) asm volatile("st.relaxed.sys.global.u64 [%0],%1;" ::"l"(peer_place(p, to, p.rank, number, i)), "l"(word) : "memory");
+    if (to != p.rank) store_far(peer_place(p, to, p.rank, number, i), word);
 }
 __device__ __forceinline__ float take(const Peers& p, unsigned number, int from, int64_t i) {
   const uint64_t* const at = peer_place(p, p.rank, from, number, i);
   for (unsigned turn = 1;; turn++) {
-    uint64_t word;
-    asm volatile("ld.relaxed.sys.global.u64 %0,[%1];" : "=l"(word) : "l"(at) : "memory");
+    const uint64_t word = load_far(at);
     if (static_cast<unsigned>(word >> 32) == number) return __uint_as_float(static_cast<unsigned>(word));
     if (turn % 4096 == 0 && *reinterpret_cast<const volatile int*>(p.stop)) return 0.f;
   }
