@@ -507,6 +507,8 @@ class ParallelModel(RankModel):
 class SharedCache(KVCache):
     """Rank 0's pools. number: of the cache, with every rank. shared: whether the others have made theirs."""
 
+    whole = False
+
     def __init__(self, spec: CacheSpec, model: ParallelModel, number: int) -> None:
         super().__init__(spec, model.device)
         self._model, self.number, self.shared = model, number, False

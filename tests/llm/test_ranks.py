@@ -69,9 +69,12 @@ def test_stop_leaves_it_usable(ranks: ex.LLM) -> None:
     assert ranks.generate("It was", max_tokens=2, temperature=0).finish_reason == "length"
 
 
-def test_what_ranks_do_not_do_has_a_name(ranks: ex.LLM) -> None:
+def test_what_ranks_do_not_do_has_a_name(ranks: ex.LLM, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="the model runs as 2 ranks"):
         ranks.trace("It was", capture=["*"])
+    for call in (ranks.cache.save, ranks.cache.load):
+        with pytest.raises(OptionError, match="the model runs as several ranks"):
+            call(tmp_path / "pages.safetensors")
     assert "each of 2 ranks" in repr(ranks.model)
 
 
