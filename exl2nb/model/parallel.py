@@ -305,7 +305,7 @@ class RankModel(Model):
 class ParallelModel(RankModel):
     """Rank 0, which tells the others what to run; made by `load_parallel`.
 
-    processes: of the other ranks.
+    processes: of the other ranks. store: where they say why they end.
     """
 
     def __init__(
@@ -314,13 +314,14 @@ class ParallelModel(RankModel):
         network: Network,
         group: Group | Peers,
         processes: Sequence[subprocess.Popen[bytes]],
+        store: Store,
         *,
         context: int,
         device: str = "cpu",
         deterministic: bool = False,
     ) -> None:
         super().__init__(config, network, group, context=context, device=device, deterministic=deterministic)
-        self.processes, self._broken = list(processes), ""
+        self.processes, self._store, self._broken = list(processes), store, ""
         self._caches, self._dropped, self._closing = 0, list[int](), threading.Event()
         if isinstance(group, Peers):
             threading.Thread(target=self._watch, name="exl2nb ranks", daemon=True).start()
@@ -492,7 +493,7 @@ class ParallelModel(RankModel):
         gone: list[str] = []
         while not gone and time.monotonic() < deadline:
             codes = [process.poll() for process in self.processes]
-            gone = [f"rank {rank} ended (exit code {code})" for rank, code in enumerate(codes, 1) if code is not None]
+            gone = [f"rank {rank} ended ({reason(self._store, rank, code)})" for rank, code in enumerate(codes, 1) if code is not None]
             time.sleep(0.02)
         self._broken = self._broken or "tensor parallel: " + (", ".join(gone) or str(error).splitlines()[0][:200])
         if isinstance(self.group, Peers):
@@ -714,7 +715,7 @@ def load_parallel(
         wait = partial(_wait, store, processes)
         wait([f"loaded {rank}" for rank in range(1, size)])
         group = meet(config, 0, size, store, here, wait)
-        return ParallelModel(config, network, group, processes, context=longest, device=here, deterministic=deterministic)
+        return ParallelModel(config, network, group, processes, store, context=longest, device=here, deterministic=deterministic)
     except BaseException:
         end(processes, wait_s=0)
         raise
@@ -731,11 +732,18 @@ def _wait(store: Store, processes: Sequence[subprocess.Popen[bytes]], names: lis
     while not store.check(names):
         for rank, process in enumerate(processes, 1):
             if (code := process.poll()) is not None:
-                why = store.get(f"failed {rank}").decode() if store.check([f"failed {rank}"]) else f"exit code {code}"
-                raise GenerationError(f"tensor parallel: rank {rank} ended while it was loading: {why[:500]}")
+                raise GenerationError(f"tensor parallel: rank {rank} ended while it was loading: {reason(store, rank, code)}")
         if time.monotonic() > deadline:
             raise GenerationError(f"tensor parallel: the ranks did not load within {START_S:g} s")
         time.sleep(0.02)
+
+
+def reason(store: Store, rank: int, code: int) -> str:
+    """Why a rank has ended: what it said, or its exit code."""
+    with suppress(RuntimeError):
+        if store.check([f"failed {rank}"]):
+            return store.get(f"failed {rank}").decode()[:500]
+    return f"exit code {code}"
 
 
 def end(processes: Sequence[subprocess.Popen[bytes]], *, wait_s: float = END_S) -> None:
