@@ -4,10 +4,12 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <cstring>
 #include <optional>
 #include <vector>
 
+#include "cuda/runtime/exchange.h"
 #include "cuda/runtime/launch.h"
 #include "cuda/runtime/step.h"
 #include "format/gpu_layout.h"
@@ -199,13 +201,44 @@ int64_t lora_sums_of(const Tensor& program, int64_t width) {
   return lora_sums({program.const_data_ptr<int64_t>(), program.numel()}, width);
 }
 
+Peers peers_of(const char* op, const Tensor& words) {
+  require(op, "peers", words, ScalarType::Long, kPeerWords, false);
+  const Peers p = read_peers(words.const_data_ptr<int64_t>());
+  STD_TORCH_CHECK(p.size > 0 && p.size <= kMaxRanks && p.rank >= 0 && p.rank < p.size && p.stop, op, ": peers is not what Peers wrote");
+  return p;
+}
+
+// The parts of rows f32 that the ranks have, side by side, or their sums, in as many exchanges as the buffers of the ranks take.
+void exchange_cuda(const Tensor& peers, const Tensor& x, std::vector<int64_t> widths, bool sum, Tensor& out) {
+  const char* op = "gpu_exchange";
+  const DeviceGuard guard(x.get_device_index());
+  ExchangeArgs a{};
+  a.peers = peers_of(op, peers), a.sum = sum;
+  const int parts = sum ? 1 : a.peers.size, own = sum ? 0 : a.peers.rank;
+  STD_TORCH_CHECK(int(widths.size()) == parts, op, ": there are ", widths.size(), " widths; expected ", parts);
+  int64_t widest = 1;
+  for (int r = 0; r < parts; r++) a.first[r + 1] = a.first[r] + int(widths[size_t(r)]), widest = std::max(widest, widths[size_t(r)]);
+  const int64_t width = widths[size_t(own)], rows = out.numel() / std::max(1, a.first[parts]), most = a.peers.words / widest;
+  require(op, "x", x, ScalarType::Float, rows * width);
+  require(op, "out", out, ScalarType::Float, rows * a.first[parts]);
+  STD_TORCH_CHECK(most > 0, op, ": the buffers of the ranks are smaller than a row of ", widest);
+  a.x_stride = width, a.out_stride = a.first[parts];
+  for (int64_t first = 0; first < rows; first += most, a.peers.exchange++) {
+    a.rows = int(std::min(most, rows - first));
+    a.x = x.const_data_ptr<float>() + first * width, a.out = static_cast<float*>(out.mutable_data_ptr()) + first * a.out_stride;
+    require_ok(op, exchange_launch(a, stream_of(out), false), x, out);
+  }
+  require_ok(op, exchanges_done(a.peers, a.peers.exchange, stream_of(out), false), out);
+}
+
 // The formats of the pools: 0 f16, 1 f32, 2 Q8, 3 Q4, 4 fp8 (csrc/format/pool.h). The caller has checked the numbers
 // in the tensors.
 void step_cuda(const Tensor& program, Tensor& workspace, int64_t capacity, const Tensor& ids, const Tensor& positions,
                const Tensor& block_table, const Tensor& cu_seqlens, const Tensor& context_lens, const std::optional<Tensor>& logit_rows,
                std::vector<Tensor> k_pools, std::vector<Tensor> v_pools, int64_t k_format, int64_t v_format, int64_t num_kv_heads,
                int64_t head_dim, Tensor& logits, bool pdl, int64_t stream_k_from, const std::optional<Tensor>& lora,
-               const std::optional<Tensor>& adapters, const std::optional<Tensor>& lora_sums, int64_t lora_width) {
+               const std::optional<Tensor>& adapters, const std::optional<Tensor>& lora_sums, int64_t lora_width,
+               const std::optional<Tensor>& peers) {
   const char* op = "gpu_step";
   require(op, "program", program, ScalarType::Long, -1, false);
   require(op, "workspace", workspace, ScalarType::Byte, -1);
@@ -225,12 +258,18 @@ void step_cuda(const Tensor& program, Tensor& workspace, int64_t capacity, const
   const Program ops(program.const_data_ptr<int64_t>(), program.numel());
   std::string wrong = step_workspace(ops, int(capacity), bytes, width);
   STD_TORCH_CHECK(wrong.empty(), op, ": ", wrong);
+  GpuStep s{};
+  if (peers) {
+    s.peers = peers_of(op, *peers);
+    const int64_t* const bounds = peers->const_data_ptr<int64_t>() + 4 + kMaxRanks;
+    std::copy(bounds, bounds + kMaxRanks + 1, s.vocab);
+    width = s.vocab[s.peers.size];
+  }
   STD_TORCH_CHECK(logits.numel() == rows * width, op, ": logits has ", logits.numel(), " elements; expected ", rows, " x ", width);
   STD_TORCH_CHECK(ops.head() || !logit_rows, op, ": the program has no head; expected no logit_rows");
   std::vector<void*> k, v;
   for (size_t i = 0; i < k_pools.size(); i++) k.push_back(k_pools[i].mutable_data_ptr()), v.push_back(v_pools[i].mutable_data_ptr());
   const DeviceGuard guard(ids.get_device_index());
-  GpuStep s{};
   s.ids = ids.const_data_ptr<int32_t>(), s.positions = positions.const_data_ptr<int32_t>();
   s.logit_rows = logit_rows ? logit_rows->const_data_ptr<int32_t>() : nullptr, s.logit_count = int(rows);
   s.tokens = int(T), s.capacity = int(capacity), s.stream_k_from = int(stream_k_from);
@@ -270,6 +309,7 @@ STABLE_TORCH_LIBRARY_IMPL(exl2nb, CUDA, m) {
   m.impl("gpu_unpack_into", TORCH_BOX(&exl2nb::unpack_into));
   m.impl("gpu_blob_head", TORCH_BOX(&exl2nb::blob_head));
   m.impl("gpu_step", TORCH_BOX(&exl2nb::step_cuda));
+  m.impl("gpu_exchange", TORCH_BOX(&exl2nb::exchange_cuda));
 }
 STABLE_TORCH_LIBRARY_IMPL(exl2nb, CPU, m) {
   m.impl("gpu_step_bytes", TORCH_BOX(&exl2nb::step_bytes));

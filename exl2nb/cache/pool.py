@@ -42,8 +42,10 @@ class KVCache:
         OptionError: the cache is larger than the memory of this machine; names both and what to lower.
 
     Attributes:
-        device: the one device, or all of them, as "cpu+cuda:0".
+        device: the one device, or all of them, as "cpu+cuda:0". whole: False where other processes have the rest of its heads.
     """
+
+    whole = True
 
     def __init__(self, spec: CacheSpec, device: str | Sequence[str] = "cpu") -> None:
         places = [device] * spec.num_layers if isinstance(device, str) else [*device]

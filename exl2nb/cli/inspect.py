@@ -45,9 +45,9 @@ def run_plan(args: argparse.Namespace, console: Console) -> int:
     devices = args.devices if args.gpu_layers is None else gpu_layers(args.gpu_layers)
     loras = [path for path, _ in args.lora or ()]
     found = (
-        plan(directory, device=args.device, free=free, loras=loras, **sizes)
+        plan(directory, device=args.device, parallel=args.parallel or "layers", free=free, loras=loras, **sizes)
         if devices is None
-        else plan(directory, devices=devices, loras=loras, **sizes)
+        else plan(directory, devices=devices, parallel=args.parallel or "layers", loras=loras, **sizes)
     )
     console.result(found.to_dict(), str(found))
     return 0

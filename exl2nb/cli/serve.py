@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import signal
+import threading
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from exl2nb.cli.console import Console
 from exl2nb.cli.models import LOAD_OPTIONS, add_cache_option, add_load_options, add_lora_option, load_loras, locate, locate_demo
 from exl2nb.core.errors import OptionError
 
+if TYPE_CHECKING:
+    from exl2nb.server.options import ServerOptions
+
+ON = ("on", "replicas", "replica_gpus")
 LOADING = ("cache", "context", "cache_tokens", "max_sequences", *LOAD_OPTIONS)
 
 
@@ -37,6 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stream-interval-ms", type=float, metavar="MS", help="tokens that come within it join in one event (default 33; 0 = never)"
     )
+    parser.add_argument("--on", choices=("here", "ray"), help="ray: replicas on a Ray cluster, or on one that is started here")
+    parser.add_argument("--replicas", metavar="N|MIN:MAX", help="with --on ray: how many, or as many as requests need (default 1)")
+    parser.add_argument("--replica-gpus", type=float, metavar="N", help="with --on ray: GPUs of a replica (default 1 where there are any)")
     add_cache_option(parser, "fp16")
     parser.set_defaults(cache=None)
     parser.add_argument("--context", type=int, help="tokens of prompt and answer together")
@@ -55,7 +64,12 @@ def run(args: argparse.Namespace, console: Console) -> int:
     given = _given(args)
     name = given.pop("model", None)
     loading, adapters = {key: given.pop(key) for key in LOADING if key in given}, args.lora
+    on, replicas, gpus = (given.pop(key, None) for key in ON)
     options = ServerOptions.of(**given)
+    if on == "ray":
+        return _on_ray(name, options, {"replicas": replicas or 1, "gpus": gpus, "loading": loading, "adapters": adapters or ()}, console)
+    if replicas is not None or gpus is not None:
+        raise OptionError("serve: replicas are for --on ray")
     if name is None and options.model_dir is None:
         raise OptionError("serve: no model was given; name one, or give --model-dir so that clients can load one")
     llm = None
@@ -79,13 +93,30 @@ def run(args: argparse.Namespace, console: Console) -> int:
     return 0
 
 
+def _on_ray(name: str | None, options: ServerOptions, given: dict[str, Any], console: Console) -> int:
+    """Replicas until a signal ends them."""
+    from exl2nb.server.replicas import serve_replicas
+
+    if name is None:
+        raise OptionError("serve: --on ray needs a model")
+    revision = given["loading"].pop("revision", None)
+    ended = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: ended.set())  # noqa: TID251 - of a command's own process
+    with serve_replicas(str(locate(name, console.sink, revision=revision)), options, **given) as served:
+        console.result({"url": served.url, "model": name}, f"serving {name} at {served.url}")
+        while not ended.wait(1):
+            pass
+    return 0
+
+
 def _given(args: argparse.Namespace) -> dict[str, Any]:
     """Options of the file and of the command line together."""
     from exl2nb.eval.text import read_text
     from exl2nb.server.options import ServerOptions, read_config, read_keys
     from exl2nb.tokenizer.instruct import INSTRUCT
 
-    known = [*(field.name for field in fields(ServerOptions)), *LOADING, "model", "api_key_file"]
+    known = [*(field.name for field in fields(ServerOptions)), *LOADING, *ON, "model", "api_key_file"]
     given = read_config(args.config, known) if args.config is not None else {}
     given |= {key: value for key in known if (value := getattr(args, key, None)) is not None}
     if (path := given.pop("api_key_file", None)) is not None:

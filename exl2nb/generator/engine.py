@@ -408,8 +408,8 @@ class Engine:
         loop, scheduler = self.loop, self.loop.scheduler
         try:
             # an interrupt inside Thread.start can leave a thread behind, unknown to the engine, beside its successor: only one may run
-            numbered = self.cache.device.startswith("cuda:") and "+" not in self.cache.device  # this thread begins on the first GPU
-            place = torch.cuda.device(self.cache.device) if numbered else nullcontext()
+            last = self.cache.device.rpartition("+")[2]  # where tokens are drawn; this thread begins on the first GPU
+            place = torch.cuda.device(last) if last.startswith("cuda:") else nullcontext()
             with self._run_lock, torch.inference_mode(), place:
                 while True:
                     idle = not (scheduler.running or scheduler.waiting or loop.in_flight)

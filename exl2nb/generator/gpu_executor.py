@@ -16,7 +16,8 @@ from exl2nb.core.errors import GenerationError
 from exl2nb.core.log import logger
 from exl2nb.core.progress import Meter, Sink
 from exl2nb.generator.executor import Draw, PendingStep, Step
-from exl2nb.model.gpu import formats_of, mixes_adapters
+from exl2nb.model.gpu import mixes_adapters
+from exl2nb.model.model import DecodeInputs
 from exl2nb.ops import kernel_code, out_of_memory
 from exl2nb.ops.cuda_sample import TOP, Row, pack_rows, sample_rows
 from exl2nb.ops.gpu import LoraBuffers, launch_lock
@@ -132,7 +133,7 @@ class GpuExecutor:
 
     def __init__(self, model: Model, cache: KVCache) -> None:
         self._model, self._cache = model, cache
-        self._device = torch.device(cache.device)
+        self._device = torch.device(model.draw_device)
         self._graphed = env.get("EXL2NB_CUDA_GRAPHS", "1") == "1"
         self._graphs: dict[tuple[int, int, bool, bool, LoraBuffers | None], _Graph | None] = {}  # None: could not be captured
         self._drawn: Tensor | None = None  # ids drawn by the last launch, by logit row
@@ -147,7 +148,7 @@ class GpuExecutor:
         """
         with torch.cuda.device(self._device):
             step = _Graph(self._model, self._cache, 1, 1, False, False, None).step
-            kernels = [*kernel_code.noted(step), *self._model.gpu.kernels(self._cache), *PROMPT_KERNELS]
+            kernels = [*kernel_code.noted(step), *self._model.kernels(self._cache), *PROMPT_KERNELS]
             del step
             torch.cuda.empty_cache()  # the memory of those steps
             units = kernel_code.missing(kernels, *torch.cuda.get_device_capability(self._device))
@@ -159,7 +160,7 @@ class GpuExecutor:
     def can_draw(self, state: SamplerState) -> bool:
         """Whether the sampling kernel knows every filter of the request."""
         drawn = DRAWN.issuperset(state.params.changed) and self._model.rope_switch is None
-        return drawn and writable(state.params, self._model.gpu.vocab)
+        return drawn and writable(state.params, self._model.outputs)
 
     def launch(self, step: Step) -> PendingStep:
         """Enqueue a step; returns before it has run.
@@ -200,7 +201,8 @@ class GpuExecutor:
 
     def copy(self, source: int, target: int) -> None:
         """Copy one page in every layer."""
-        self._cache.copy_page(source, target)
+        with self._model.in_order():
+            self._cache.copy_page(source, target)
 
     def close(self) -> None:
         """Wait for the GPU, drop the graphs."""
@@ -235,6 +237,8 @@ class GpuExecutor:
             return _Graph(self._model, self._cache, rows, width, counted, moved, lora).capture()
         except RuntimeError as error:
             torch.cuda.set_stream(before)  # a failed capture leaves its own stream current
+            if self._model.ranks is not None:
+                raise self._model.ranks.lost(error) from error  # they have run what this one has not
             reason = str(error).splitlines()[0]
             logger.warning("steps of %d requests cannot be captured (%s): they are launched kernel by kernel, more slowly", rows, reason)
             return None
@@ -262,12 +266,16 @@ class GpuExecutor:
             ids = torch.zeros(len(rows), dtype=torch.int32, device=self._device)
             results, top_ids, top_logprobs = sample_rows(chosen, params, counts, None, ids, None, None, None, None, 1, False, bias)
             sampled = results[0].cpu(), top_ids.cpu(), top_logprobs.cpu()
+            if self._model.ranks is not None:
+                self._model.ranks.check()
             drawn = torch.zeros(len(draws), dtype=torch.int32, device=self._device)
             drawn[torch.tensor(rows, device=self._device)] = ids
             self._drawn = drawn
         else:
             self._drawn = None
             torch.cuda.current_stream(self._device).synchronize()
+            if self._model.ranks is not None:
+                self._model.ranks.check()
         return _CompletedStep(rows, wanted, sampled, raw)
 
 
@@ -276,8 +284,8 @@ class _Graph:
 
     def __init__(self, model: Model, cache: KVCache, rows: int, width: int, counted: bool, moved: bool, lora: LoraBuffers | None) -> None:
         self.rows, self.width = rows, width
-        device = torch.device(cache.device)
-        self._model = model
+        device = torch.device(model.draw_device)
+        self._model, self._cache = model, cache
         self._state = torch.zeros(rows * (5 + width), dtype=torch.int32, device=device)
         parts = self._state.split([rows, rows, rows, rows, rows, rows * width])
         self.ids, self._positions, self._lens, self._steps, adapters, table = parts
@@ -287,28 +295,27 @@ class _Graph:
         self._params = torch.zeros(rows, 48, dtype=torch.uint8, device=device)
         self._results = torch.zeros(RING, rows, 4, dtype=torch.int32).pin_memory()
         self._count = 0
-        bounds = torch.arange(rows + 1, dtype=torch.int32, device=device)
-        forward = model.gpu
-        logits = torch.zeros(rows, forward.vocab, device=device)
-        self._counts = torch.zeros(rows, forward.vocab, dtype=torch.int16, device=device) if counted else None
-        self._bias = torch.zeros(rows, forward.vocab, device=device) if moved else None
-        kernels, formats, heads = forward.step_kernels(rows), formats_of(cache), (cache.spec.num_kv_heads, cache.spec.head_dim)
+        logits = torch.zeros(rows, model.outputs, device=device)
+        self._counts = torch.zeros(rows, model.outputs, dtype=torch.int16, device=device) if counted else None
+        self._bias = torch.zeros(rows, model.outputs, device=device) if moved else None
+        forward = model.decode_step(cache, DecodeInputs(self.ids, self._positions, self._lens, self._table), logits, adapted)
 
         def step() -> tuple[Tensor, Tensor]:
-            kernels.run(
-                self.ids, self._positions, self._table, bounds, self._lens, None, cache.k, cache.v, formats, heads, logits,
-                lora=adapted,
-            )  # fmt: skip
+            forward()
             drawn = model.capped(logits), self._params, self._counts, self._steps, self.ids, self._positions, self._lens
             _, top_ids, top_logprobs = sample_rows(*drawn, None, None, RING, True, self._bias, self._results)
+            if model.ranks is not None:
+                model.ranks.share(self._state[: 3 * rows])  # tokens, positions, lengths of the next step
             return top_ids, top_logprobs
 
-        self._kept = kernels, logits, bounds, lora  # the graph knows their addresses only
+        self._kept = forward, logits, lora  # the graph knows their addresses only
         self.step = step
 
     def capture(self) -> _Graph:
         """Record the step."""
         device = self._state.device
+        if self._model.ranks is not None:
+            self._model.ranks.record(self._cache, self.rows, self.width)
         self.step()  # with no sequence at all: nothing is written to the cache; loads the kernels, which a capture forbids
         with _capturing:
             torch.cuda.synchronize(device)
@@ -336,6 +343,9 @@ class _Graph:
         self._state.copy_(host, non_blocking=True)
         if fed is not None:
             self.ids[:n] = fed
+        if self._model.ranks is not None:
+            self._model.ranks.set_rows(self._cache, rows, self.width, host[5 * rows :])
+            self._model.ranks.share(self._state[: 3 * rows])
         if self._counts is not None:
             fresh = [] if step.feed is None else [row for row, source in enumerate(step.feed.tolist()) if source >= 0]
             tokens = self.ids[torch.tensor(fresh, device=self.ids.device, dtype=torch.int64)]
@@ -346,6 +356,8 @@ class _Graph:
 
     def replay(self, tops: list[int]) -> PendingStep:
         """Enqueue the step for the first rows; tops: number of alternatives of each."""
+        if self._model.ranks is not None:
+            self._model.ranks.replay(self._cache, self.rows, self.width)
         with launch_lock(self._state.device):
             self._graph.replay()
         alternatives = None
@@ -355,18 +367,22 @@ class _Graph:
         done.record()
         slot = self._count % RING
         self._count += 1
-        return _PendingGraph(done, self._results[slot], tops, alternatives)
+        return _PendingGraph(done, self._results[slot], tops, alternatives, self._model)
 
 
 class _PendingGraph:
     """A replayed graph that may still run."""
 
-    def __init__(self, done: torch.cuda.Event, results: Tensor, tops: list[int], alternatives: tuple[Tensor, ...] | None) -> None:
-        self._done, self._results, self._tops, self._alternatives = done, results, tops, alternatives
+    def __init__(
+        self, done: torch.cuda.Event, results: Tensor, tops: list[int], alternatives: tuple[Tensor, ...] | None, model: Model
+    ) -> None:
+        self._done, self._results, self._tops, self._alternatives, self._model = done, results, tops, alternatives, model
 
     def result(self) -> list[Sampled | np.ndarray]:
         """Wait for the graph; then one entry per row."""
         self._done.synchronize()
+        if self._model.ranks is not None:
+            self._model.ranks.check()
         ids, logprobs = self._alternatives if self._alternatives is not None else (None, None)
         return [*_sampled(self._results[: len(self._tops)].clone(), ids, logprobs, self._tops)]
 

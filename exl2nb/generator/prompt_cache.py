@@ -230,6 +230,7 @@ def save_pages(path: str | os.PathLike[str], pager: Pager, cache: KVCache, *, mo
     Raises:
         OptionError: nothing is cached; `path` is no path. ConversionError: the disk is full or the directory cannot be written.
     """
+    _check_whole(cache)
     check_path("cache.save: path", path)
     path = Path(path)
     salts, order, parents = _order(pager)
@@ -261,6 +262,7 @@ def load_pages(path: str | os.PathLike[str], pager: Pager, cache: KVCache, *, mo
             path.
         ModelNotFound: there is no such file.
     """
+    _check_whole(cache)
     check_path("cache.load: path", path)
     path = Path(path)
     with safetensors.SafetensorsFile(path) as file:
@@ -288,6 +290,11 @@ def load_pages(path: str | os.PathLike[str], pager: Pager, cache: KVCache, *, mo
             pager.table.free([page for _, page in places])
     count = sum(len(texts[row][0]) for row, _ in places)
     return CacheFile(path=path, pages=len(places), tokens=count, skipped=len(texts) - len(places))
+
+
+def _check_whole(cache: KVCache) -> None:
+    if not cache.whole:
+        raise OptionError("cache: the model runs as several ranks, each with some of the heads; saved pages need it on one device")
 
 
 def _order(pager: Pager) -> tuple[list[str], list[int], list[int]]:

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from exl2nb.llm.plan import DeviceChoice
 
 CONTEXT = 4096  # tokens, where the caller does not say and the model allows more: a cache that fits small machines
-PARALLEL = ("layers", "tensor")
 CACHE_TOKENS = 4096  # at least, so that several short requests run together on a model with a short context
 
 
@@ -69,7 +68,7 @@ def load(
             `exl2nb.plan(devices=...)` shows the split before loading.
         gpu_layers: number of layers on the GPU, the rest on the CPU; the same as devices={"cuda": "N layers", "cpu": "rest"}.
         parallel: "layers": each device has whole layers. "tensor": a process for each device, all of which run every layer together, each
-            with some of its heads and channels; on the CPU so far.
+            with some of its heads and channels; all on GPUs (["cuda:0", "cuda:1"]), or all on the CPU.
         cache: how keys and values are kept: "fp16" or "fp32"; "q8", "q6" (keys in 8 bits, values in 4) or "q4", which hold 1.9, 2.5 and 3.6
             times the tokens of fp16 in the same memory; "fp8"; or the bits of keys and values apart, as "k8v4" (4, 8 or 16 each).
         context: tokens of prompt and answer together; None = what the model allows, at most 4096. A RuntimeWarning where it is longer than
@@ -115,7 +114,7 @@ def load(
         with _fitting(folder, f"{_gib(sum(file.stat().st_size for file in folder.glob('*.safetensors') if file.is_file()))} of weights"):
             sizes = {"context": context, "cache": cache, "cache_tokens": cache_tokens}
             if parallel == "tensor":
-                model = _load_ranks(folder, chosen, context=context, rope=rope, progress=sink)
+                model = _load_ranks(folder, chosen, context=context, rope=rope, deterministic=exact, progress=sink)
             else:
                 spans = () if chosen is None else _spans(folder, chosen, **sizes)
                 model = load_model(folder, device=place, spans=spans, context=context, rope=rope, progress=sink, deterministic=exact)
@@ -182,6 +181,8 @@ def pick_device(device: str | None) -> str:
 
 def _chosen_devices(device: str | None, devices: DeviceChoice | None, gpu_layers: int | None, parallel: str) -> DeviceChoice | None:
     """What to split the model over, or None."""
+    from exl2nb.llm.plan import PARALLEL
+
     if parallel not in PARALLEL:
         raise OptionError(f"load: parallel is {shown(parallel)}; expected one of {', '.join(PARALLEL)}")
     if sum(value is not None for value in (device, devices, gpu_layers)) > 1:
@@ -193,16 +194,20 @@ def _chosen_devices(device: str | None, devices: DeviceChoice | None, gpu_layers
     return devices
 
 
-def _load_ranks(folder: Path, devices: DeviceChoice | None, *, context: int | None, rope: RopeOverride, progress: Sink | None) -> Model:
+def _load_ranks(
+    folder: Path, devices: DeviceChoice | None, *, context: int | None, rope: RopeOverride, deterministic: bool, progress: Sink | None
+) -> Model:
     """A rank for each device."""
     from exl2nb.model.parallel import load_parallel
 
-    if not isinstance(devices, Sequence) or isinstance(devices, str) or len(devices) < 2 or any(name != "cpu" for name in devices):
+    names = [*devices] if isinstance(devices, Sequence) and not isinstance(devices, str) else []
+    if len(names) < 2 or len({name.partition(":")[0] if isinstance(name, str) else "" for name in names}) > 1:
         raise OptionError(
-            f"load: parallel='tensor' with devices={shown(devices)}; expected 'cpu' once for each rank, at least twice: ranks on GPUs are "
-            "not there yet, parallel='layers' is"
+            f"load: parallel='tensor' with devices={shown(devices)}; expected the device of each rank, at least two: GPUs, as in "
+            "['cuda:0', 'cuda:1'], or 'cpu' for each"
         )
-    return load_parallel(folder, len(devices), context=context, rope=rope, progress=progress)
+    options = {"context": context, "rope": rope, "deterministic": deterministic, "progress": progress}
+    return load_parallel(folder, [pick_device(name) for name in names], **options)
 
 
 def _spans(folder: Path, devices: DeviceChoice, *, context: int | None, cache: str, cache_tokens: int | None) -> list[Span]:

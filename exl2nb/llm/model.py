@@ -103,8 +103,8 @@ class LLM(ScoringMixin, InsideMixin, ChatMixin):
             context=context,
             vocab_size=model.config.vocab_size,
             max_sequences=max_sequences,
-            max_chunk=GPU_CHUNK if model.device != "cpu" else MAX_CHUNK,
-            executor=_gpu_executor if model.device != "cpu" else None,
+            max_chunk=GPU_CHUNK if model.draw_device != "cpu" else MAX_CHUNK,
+            executor=_gpu_executor if model.draw_device != "cpu" else None,
             block_tokens=0 if vision is None or not model.config.sees_whole else vision.largest,
         )
         self.cache = PromptCache(self.engine, partial(fingerprint, path, model))

@@ -36,6 +36,7 @@ from exl2nb.model.vision.encoder import plan_encoder
 from exl2nb.ops.memory import read_memory
 from exl2nb.sampling.params import check_integer
 
+PARALLEL = ("layers", "tensor")
 RESERVE = 512 * 2**20  # bytes of a GPU that "auto" leaves to others
 PROBE_BYTES = 256 * 2**20  # read to learn what the processor reads in a second
 DeviceChoice = str | Sequence[str] | Mapping[str, str | int]
@@ -235,7 +236,8 @@ def _kind(device: str) -> str:
 class SplitPlan:
     """Bytes that a model takes on each of several devices; see `MemoryPlan` for one.
 
-    name: of the model. context, batch, cache_mode: as there. shares: in running order.
+    name: of the model. context, batch, cache_mode: as there. shares: in running order. parallel: "layers" or "tensor", as in `load`; with
+    "tensor" each device has a part of every layer.
     """
 
     name: str
@@ -243,6 +245,7 @@ class SplitPlan:
     batch: int
     cache_mode: str
     shares: tuple[Share, ...]
+    parallel: str = "layers"
 
     @property
     def total(self) -> int:
@@ -257,14 +260,17 @@ class SplitPlan:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """What one sequence decodes at most: the devices read their weights one after the other; None: a speed is not known."""
+        """What one sequence decodes at most: devices with whole layers read them one after the other, those with parts of all at the same
+        time; None: a speed is not known.
+        """
         times = [share.read / share.speed for share in self.shares if share.speed]
-        return 1 / sum(times) if len(times) == len(self.shares) and sum(times) else None
+        spent = sum(times) if self.parallel == "layers" else max(times, default=0.0)
+        return 1 / spent if len(times) == len(self.shares) and spent else None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         shares = [{**vars(share), "total": share.total} for share in self.shares]
-        names = ["name", "context", "batch", "cache_mode", "total", "fits", "tokens_per_second"]
+        names = ["name", "context", "batch", "cache_mode", "parallel", "total", "fits", "tokens_per_second"]
         return {**{name: getattr(self, name) for name in names}, "devices": shares}
 
     def verdict(self) -> str:
@@ -282,15 +288,16 @@ class SplitPlan:
         for share in self.shares:
             free = "" if share.free is None else f" of {size_text(share.free)} free"
             bar = "#" * round(40 * share.total / most)
-            lines.append(
-                f"{share.device:<8} layers {share.first:>3} to {share.last - 1:<3} {size_text(share.total):>10}{free}  {bar}".rstrip()
-            )
+            lines.append(f"{share.device:<8} {self._held(share):<17} {size_text(share.total):>10}{free}  {bar}".rstrip())
         return "\n".join([*lines, self.verdict()])
+
+    def _held(self, share: Share) -> str:
+        return f"layers {share.first:>3} to {share.last - 1:<3}" if self.parallel == "layers" else f"1/{len(self.shares)} of each layer"
 
     def _repr_html_(self) -> str:
         rows = "".join(
-            f"<tr><td>{html.escape(share.device)}</td><td>{share.first} to {share.last - 1}</td><td>{size_text(share.weights)}</td>"
-            f"<td>{size_text(share.cache)}</td><td>{size_text(share.work)}</td><td><b>{size_text(share.total)}</b></td>"
+            f"<tr><td>{html.escape(share.device)}</td><td>{self._held(share).removeprefix('layers ')}</td>"
+            f"<td>{size_text(share.weights)}</td><td>{size_text(share.cache)}</td><td>{size_text(share.work)}</td><td><b>{size_text(share.total)}</b></td>"
             f"<td>{'not known' if share.free is None else size_text(share.free)}</td></tr>"
             for share in self.shares
         )
@@ -332,6 +339,58 @@ def plan_split(
         _share(span, sizes[_kind(span.device)], config.num_layers) for span in place_layers(budgets, sizes, config.num_layers, where=where)
     ]
     return SplitPlan(name=name, context=tokens, batch=batch, cache_mode=mode, shares=tuple(shares))
+
+
+def plan_ranks(
+    path: str | os.PathLike[str],
+    *,
+    devices: DeviceChoice,
+    context: int | None = None,
+    cache: str = "fp16",
+    batch: int = 1,
+    revision: str | None = None,
+    where: str = "plan",
+) -> SplitPlan:
+    """What `load(devices=..., parallel="tensor")` puts on each device, without loading anything; arguments and errors as `plan_split`."""
+    from exl2nb.model.parallel import buffer_bytes, check_parallel  # with torch.distributed
+
+    names = [_name(name, where) for name in devices] if isinstance(devices, Sequence) and not isinstance(devices, str) else []
+    if len(names) < 2 or len({_kind(name) for name in names}) > 1:
+        raise OptionError(f"{where}: parallel='tensor' with devices={shown(devices)}; expected at least two GPUs, or 'cpu' for each rank")
+    size, kind = len(names), _kind(names[0])
+    whole = plan_split(path, devices={names[0]: "rest"}, context=context, cache=cache, batch=batch, revision=revision, where=where)
+    with metadata_folder(path, revision) as folder:
+        config, found = read_model_config(folder), inspect(folder)
+    check_parallel(config, {matrix.format for matrix in found.matrices}, size, where=where)
+    kept = sizes_of(config, found, kind, context=whole.context, batch=batch, mode=whole.cache_mode).parts
+    kept_whole = kept[0]  # every rank has the embedding, and of each layer the output matrix of attention
+    for layer in range(config.num_layers):
+        mine = [matrix for matrix in found.matrices if matrix.layer == layer]
+        undivided = sum(matrix.nbytes for matrix in mine if matrix.key == config.names.at(layer, "o"))
+        kept_whole += kept[layer + 1] * undivided // max(1, sum(matrix.nbytes for matrix in mine))
+    [share] = whole.shares
+    weights = kept_whole + -(-(share.weights - kept_whole) // size)
+    buffers = buffer_bytes(config, size) if kind == "cuda" else 0
+    shares = [
+        replace(
+            share,
+            device=name,
+            weights=weights,
+            cache=share.cache // size,
+            work=share.work + buffers,
+            read=weights - kept[0],
+            free=None if kind != "cpu" and not torch.cuda.is_available() else free_bytes(name),
+            speed=_read_speed(name) if kind != "cpu" else _shared_speed(size),
+        )
+        for name in names
+    ]
+    return replace(whole, shares=tuple(shares), parallel="tensor")
+
+
+def _shared_speed(size: int) -> float | None:
+    """Of one of several ranks on the processor, which read its memory together."""
+    speed = _read_speed("cpu")
+    return speed and speed / size
 
 
 def _share(span: Span, sizes: Sizes, layers: int) -> Share:
@@ -388,6 +447,7 @@ def plan(
     batch: int = 1,
     device: str = "cpu",
     devices: None = None,
+    parallel: str = "layers",
     free: int | None = None,
     revision: str | None = None,
     loras: Sequence[str | os.PathLike[str]] = (),
@@ -399,6 +459,7 @@ def plan(
     path: str | os.PathLike[str],
     *,
     devices: DeviceChoice,
+    parallel: str = "layers",
     context: int | None = None,
     cache: str = "fp16",
     batch: int = 1,
@@ -415,6 +476,7 @@ def plan(
     batch: int = 1,
     device: str = "cpu",
     devices: DeviceChoice | None = None,
+    parallel: str = "layers",
     free: int | None = None,
     revision: str | None = None,
     loras: Sequence[str | os.PathLike[str]] = (),
@@ -427,7 +489,7 @@ def plan(
         cache: mode of the KV cache, as in `load`.
         batch: sequences of full length in the cache (`load(cache_tokens=batch * context)`).
         device: "cpu" or "cuda": whose free memory it is compared with. "cuda" where there is no GPU assumes an H100 and needs `free`.
-        devices: several devices, as in `load`: the plan then says which layers lie where, as a `SplitPlan`.
+        devices: several devices, as in `load`: the plan then says which layers lie where, as a `SplitPlan`. parallel: as in `load`.
         free: bytes to compare with; None queries the device.
         loras: adapters to be loaded, directories or hub ids; their headers are read. On one device.
 
@@ -444,7 +506,12 @@ def plan(
     if devices is not None:
         if loras:
             raise OptionError("plan: loras with devices; adapters need a model on one device: leave one of them out")
-        return plan_split(path, devices=devices, context=context, cache=cache, batch=batch, revision=revision)
+        if parallel not in PARALLEL:
+            raise OptionError(f"plan: parallel is {shown(parallel)}; expected one of {', '.join(PARALLEL)}")
+        of = plan_ranks if parallel == "tensor" else plan_split
+        return of(path, devices=devices, context=context, cache=cache, batch=batch, revision=revision)
+    if parallel != "layers":
+        raise OptionError(f"plan: parallel={shown(parallel)} without devices; name them, as in devices=['cuda:0', 'cuda:1']")
     if device not in ("cpu", "cuda"):
         raise OptionError(f"plan: device is {device!r}; expected 'cpu' or 'cuda'")
     mode = parse_mode(cache, where="plan")

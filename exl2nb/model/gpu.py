@@ -45,8 +45,11 @@ class GpuForward:
         """The step kernels with memory for at least `tokens` tokens."""
         capacity = 1 << (tokens - 1).bit_length()
         if capacity not in self._kernels:
-            self._kernels[capacity] = gpu.StepKernels(self.program.code, capacity, self.device, stream_k_from=self.stream_k_from)
+            self._kernels[capacity] = self._new_kernels(capacity)
         return self._kernels[capacity]
+
+    def _new_kernels(self, tokens: int) -> gpu.StepKernels:
+        return gpu.StepKernels(self.program.code, tokens, self.device, stream_k_from=self.stream_k_from, peers=self.program.peers)
 
     def lora_buffers(self, table: LoraTable) -> gpu.LoraBuffers:
         """Where steps find these adapters from now on."""
@@ -60,7 +63,7 @@ class GpuForward:
     def kernels(self, cache: KVCache | CachePart, most: int = SHORT) -> list[kernel_code.KernelId]:
         """The kernels of steps of 1 to `most` tokens of one sequence, and of the products of prompts; none is launched."""
         heads = cache.spec.num_kv_heads, cache.spec.head_dim
-        scratch = gpu.StepKernels(self.program.code, most, self.device, stream_k_from=self.stream_k_from)
+        scratch = self._new_kernels(most)
         zeros = torch.zeros(most + 1, dtype=torch.int32, device=self.device)
 
         def steps() -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from exl2nb.cache.spec import PAGE_SIZE, CacheSpec
 from exl2nb.core.errors import ContextOverflow, EngineClosed, OptionError
 from exl2nb.model.batch import TENSORS, Batch
 from exl2nb.model.config import ModelConfig
-from exl2nb.model.gpu import GpuForward
+from exl2nb.model.gpu import GpuForward, formats_of
 from exl2nb.model.layers import MLP, Embedding, Head, Layer, RoutedMLP, Step, tensors_of
 from exl2nb.model.points import Edits, Point, points
 from exl2nb.model.rope import both_tables, rope_switch, rope_tables
@@ -24,7 +25,11 @@ from exl2nb.model.trace import Borrowed, Seen, Walk, forward_adapted, layers_of
 from exl2nb.ops import gpu_prefill
 from exl2nb.ops.ahead import draw_ahead, join_ahead, step_draw
 from exl2nb.ops.gpu import LoraBuffers, unpack_half
+from exl2nb.ops.kernel_code import KernelId
 from exl2nb.ops.lora import Adapter, LoraTable
+
+if TYPE_CHECKING:
+    from exl2nb.model.parallel import ParallelModel
 
 SCRATCH = 4096  # rows behind the RoPE tables of a model with three positions per token: written anew for the pictures of each step
 SMALL_MODEL_BYTES = 64 << 20  # of weights: what may still stay in a processor's cache
@@ -59,6 +64,15 @@ class Network:
                 if tensor.data_ptr() not in seen:
                     seen.add(tensor.data_ptr())
                     yield tensor
+
+
+class DecodeInputs(NamedTuple):
+    """What a step of one token a sequence reads, int32 on the GPU: ids, positions, lens `(rows,)`, table `(rows, pages)`."""
+
+    ids: Tensor
+    positions: Tensor
+    lens: Tensor
+    table: Tensor
 
 
 class Model:
@@ -96,6 +110,16 @@ class Model:
         tables = [table for table in (network.embedding.table, network.embedding.position_table) if table is not None]
         rows = sum(table.nbytes - table.nbytes // table.shape[0] for table in tables)
         return self.weight_bytes - rows - sum(layer.mlp.unused_expert_bytes for layer in network.layers if isinstance(layer.mlp, RoutedMLP))
+
+    @property
+    def ranks(self) -> ParallelModel | None:
+        """Of a model whose ranks are on GPUs: what captured steps tell them. None: it runs in this process alone."""
+        return None
+
+    @property
+    def draw_device(self) -> str:
+        """Where the logits of captured steps arrive, and tokens are drawn; "cpu": steps are not captured."""
+        return self.device
 
     @property
     def placement(self) -> str | tuple[str, ...]:
@@ -276,6 +300,39 @@ class Model:
             assert self._program is not None
             self._gpu = GpuForward(self._program, torch.device(self.device), deterministic=self.deterministic)
         return self._gpu
+
+    @property
+    def outputs(self) -> int:
+        """Numbers in a row of logits on the GPU."""
+        return self.gpu.vocab
+
+    def kernels(self, cache: KVCache) -> list[KernelId]:
+        """The kernels of the first steps of one sequence on the GPU."""
+        return self.gpu.kernels(cache)
+
+    def decode_step(
+        self, cache: KVCache, inputs: DecodeInputs, logits: Tensor, adapters: tuple[LoraBuffers, Tensor] | None
+    ) -> Callable[[], None]:
+        """What launches a step of one token a sequence on the GPU, as often as it is called; may be captured.
+
+        Args:
+            inputs: read by each call. logits: f32 `(rows, V)` to fill. adapters: as `ops.gpu.StepKernels.run` takes them.
+        """
+        rows = len(inputs.ids)
+        kernels, bounds = self.gpu.step_kernels(rows), torch.arange(rows + 1, dtype=torch.int32, device=self.device)
+        formats, heads = formats_of(cache), (cache.spec.num_kv_heads, cache.spec.head_dim)
+
+        def step() -> None:
+            kernels.run(
+                inputs.ids, inputs.positions, inputs.table, bounds, inputs.lens, None, cache.k, cache.v, formats, heads, logits,
+                lora=adapters,
+            )  # fmt: skip
+
+        return step
+
+    def in_order(self) -> AbstractContextManager[object]:
+        """Around work in torch's current streams: after captured steps that were launched, and before the next ones."""
+        return nullcontext()
 
     def forward_by_ops(self, batch: Batch, cache: KVCache, observe: Callable[[str, Tensor], None] | None = None) -> Tensor:
         """`forward` op by op, with the same bits; on the GPU as prompts run, with the batch there too.

@@ -3,9 +3,11 @@
 A rank has some heads of attention, some channels of each MLP or expert, and some columns of the output head. What attention gives is
 gathered, so every rank multiplies by the whole output matrix of attention: the rows of that matrix are stored in an order that mixes heads,
 and cutting them would change the file's groups. The channels of an MLP follow the stored order of its down matrix, so a cut falls between
-groups and no code changes. What the ranks' MLPs add to the residual stream is summed. Two exchanges a layer, by torch.distributed (gloo).
+groups and no code changes. What the ranks' MLPs add to the residual stream is summed. Two exchanges a layer: on the CPU by
+torch.distributed (gloo), on GPUs by kernels that write to each other's memory (`ops.peers`), also within captured steps.
 
-Rank 0 is the process that loaded the model. The others (`python -m exl2nb.model.rank`) wait for its commands and end with it.
+Rank 0 is the process that loaded the model. The others (`python -m exl2nb.model.rank`) wait for its commands, which come through their
+standard input, and end with it. On GPUs rank 0 alone draws tokens; the others get them from its GPU.
 """
 
 from __future__ import annotations
@@ -14,20 +16,23 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
+from functools import partial
 from itertools import pairwise
 from math import prod
+from struct import Struct
 from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed import BroadcastOptions, ProcessGroupGloo, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import ProcessGroupGloo, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from exl2nb import ops
 from exl2nb.cache.pool import KVCache
@@ -36,6 +41,7 @@ from exl2nb.core.errors import EngineClosed, GenerationError, OptionError
 from exl2nb.core.progress import Meter, Sink
 from exl2nb.model.batch import TENSORS, Batch
 from exl2nb.model.config import ModelConfig
+from exl2nb.model.gpu import GpuForward, formats_of
 from exl2nb.model.layers import MLP, Attention, Layer, ResidualAdd, RoutedMLP, Step
 from exl2nb.model.loader import Builder, read_model_config
 from exl2nb.model.model import Model, Network
@@ -43,13 +49,18 @@ from exl2nb.model.rope import RopeOverride
 from exl2nb.model.sources import Source, find_sources
 from exl2nb.model.split import Span
 from exl2nb.model.store import ModelStore, open_store
+from exl2nb.ops.gpu import launch_lock
+from exl2nb.ops.peers import MOST_RANKS, Peers, nbytes
 from exl2nb.quant.exl2 import Exl2Tensors
 
 HOST = "127.0.0.1"
 START_S, EXCHANGE_S, END_S = 600.0, 60.0, 2.0  # until all ranks have loaded; of one exchange; until a rank that was told to has ended
 UNIT = 32  # columns and rows of an EXL2 matrix come in such
-FORWARD, COPY, MAKE, DROP, CLOSE = range(5)  # commands: a step, a page to copy, a cache to make or to drop, the end
-COMMAND = 8  # numbers in a command: what, which cache, and what it needs
+# Commands: a step; a page to copy; a cache to make or to drop; the end; of captured steps: one to record, its sequences, to run it.
+FORWARD, COPY, MAKE, DROP, CLOSE, RECORD, ROWS, REPLAY = range(8)
+COMMAND = Struct("<9q")  # what, which cache, what it needs; then bytes that follow
+LARGEST = 64  # tokens of a step that goes through the step kernels of GPUs
+WATCH_S = 0.05  # between looks at the other ranks' processes
 FIELDS = ("input_ids", "positions", "slot_mapping", "block_table", "cu_seqlens", "context_lens", "logit_rows")
 
 
@@ -83,11 +94,6 @@ class Group:
         self._group.allreduce([x]).wait()
         return x
 
-    def send(self, x: Tensor) -> Tensor:
-        """Rank 0's x, in place."""
-        self._group.broadcast([x], BroadcastOptions()).wait()  # whose root is rank 0
-        return x
-
     def close(self) -> None:
         """Give up what waits, and the connections."""
         with suppress(RuntimeError):
@@ -106,9 +112,9 @@ def bounds(total: int, size: int, unit: int = 1) -> list[int]:
     return [min(total, units * rank // size * unit) for rank in range(size + 1)]
 
 
-def check_parallel(config: ModelConfig, sources: Mapping[str, Source], size: int) -> None:
-    """Raise OptionError where a model cannot be divided among so many ranks; says why."""
-    unit = UNIT if any(source.kind == "exl2" for source in sources.values()) else 1
+def check_parallel(config: ModelConfig, formats: Collection[str], size: int, *, where: str = "load") -> None:
+    """Raise OptionError where a model with matrices in these formats cannot be divided among so many ranks; says why."""
+    unit = UNIT if "exl2" in formats else 1
     heads = f"{config.num_heads} heads and {config.num_kv_heads} KV heads"
     moe = [found for layer in range(config.num_layers) if (found := config.experts(layer)) is not None]
     narrow = min([config.intermediate_size, *(one.intermediate_size for one in moe), *(one.shared_size or unit * size for one in moe)])
@@ -116,11 +122,24 @@ def check_parallel(config: ModelConfig, sources: Mapping[str, Source], size: int
         (config.num_kv_heads % size != 0, f"{heads} do not divide by {size}"),
         (config.head_dim * (config.num_kv_heads // size) % unit != 0, f"a rank's KV heads have no multiple of {unit} columns"),
         (config.qk_norm == "full", "a norm over all heads needs them on one rank"),
-        (any(source.kind == "gptq" for source in sources.values()), "GPTQ files are not divided: convert the model to EXL2"),
+        ("gptq" in formats, "GPTQ files are not divided: convert the model to EXL2"),
         (narrow < unit * size, f"{narrow} channels of an MLP are too few for {size} ranks"),
     ):
         if wrong:
-            raise OptionError(f"load: parallel='tensor' over {size} devices: {why}; take another number of devices, or parallel='layers'")
+            raise OptionError(
+                f"{where}: parallel='tensor' over {size} devices: {why}; take another number of devices, or parallel='layers'"
+            )
+
+
+def widest(config: ModelConfig, size: int) -> int:
+    """Numbers that a rank sends at most for a token."""
+    vocab = bounds(config.vocab_size, size, UNIT)
+    return max(config.hidden_size, config.num_heads * config.head_dim // size, *(b - a for a, b in pairwise(vocab)))
+
+
+def buffer_bytes(config: ModelConfig, size: int) -> int:
+    """Bytes of the buffer of a rank on a GPU."""
+    return nbytes(size, LARGEST * widest(config, size))
 
 
 class ShardBuilder(Builder):
@@ -186,19 +205,23 @@ class ShardBuilder(Builder):
         if source.kind == "dense":
             weight = self.store.read(f"{source.prefix}.weight")
             weight = weight[columns] if columns is not None else weight[:, slice(*rows or ())]
-            return ops.pack_dense((weight.float() if self.widen else weight).contiguous())
+            return ops.pack_dense((weight.float() if self.widen else weight).contiguous().to(self.device))
         exl2 = self._exl2(source)
-        exl2 = exl2.columns(columns) if columns is not None else exl2.rows(*rows or (0, 0))
+        if columns is not None:
+            named = {name: part.to(self.device) for name, part in exl2.tensors("").items()}  # a GPU picks columns sooner
+            exl2 = Exl2Tensors(**{name[1:]: part for name, part in named.items()}).columns(columns.to(self.device))
+        else:
+            exl2 = exl2.rows(*rows or (0, 0))
         outputs = len(columns) if columns is not None else source.linear.out_features
         if self.widen:
             return ops.pack_dense(exl2.reconstruct()[:, :outputs].T.float().contiguous())
         parts = (exl2.q_weight, exl2.q_scale, exl2.q_scale_max, exl2.q_groups, exl2.q_invperm)
-        return ops.pack_exl2(*parts, out_features=outputs)
+        return ops.pack_exl2(*(part.to(self.device) for part in parts), out_features=outputs)
 
     def linear_bias(self, key: str) -> Tensor:
         """The rank's part of a bias."""
         whole, columns = super().linear_bias(key), self._columns.get(key)
-        return whole if columns is None else whole[columns]
+        return whole if columns is None else whole[columns.to(whole.device)]
 
     def _exl2(self, source: Source) -> Exl2Tensors:
         linear = source.linear
@@ -209,17 +232,28 @@ class ShardBuilder(Builder):
 
 
 class RankModel(Model):
-    """A rank: its part of the network, and the step that all ranks run together."""
+    """A rank: its part of the network, and the step that all ranks run together. group: `Peers` on a GPU."""
 
-    def __init__(self, config: ModelConfig, network: Network, group: Group, *, context: int) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        network: Network,
+        group: Group | Peers,
+        *,
+        context: int,
+        device: str = "cpu",
+        deterministic: bool = False,
+    ) -> None:
         self.group = group
         self._vocab = [b - a for a, b in pairwise(bounds(config.vocab_size, group.size, UNIT))]
-        super().__init__(config, network, context=context)
+        super().__init__(config, network, context=context, device=device, deterministic=deterministic)
         self.cache_shape = config.num_layers, config.num_kv_heads // group.size, config.head_dim
 
-    def run(self, batch: Batch, cache: KVCache) -> Tensor:
-        """The rank's share of a step; logits f32 `(R, V)` on every rank."""
+    def run(self, batch: Batch, cache: KVCache, ids: Tensor | None = None) -> Tensor:
+        """The rank's share of a step; logits f32 `(R, V)` on every rank. ids: as in `Model.forward_gpu`."""
         network, batch = self._prepare(batch, cache), self._with_rope_rows(batch)
+        if self.device != "cpu":
+            return self.capped(self.gpu.run(batch, cache, ids=ids))
         step = Step(batch, cache, self._ropes)
         x = network.embedding(batch.input_ids, batch.positions)
         for layer in network.layers:
@@ -246,22 +280,51 @@ class RankModel(Model):
             added = F.rms_norm(added, (added.shape[1],), mlp.added.norm, mlp.added.eps)
         x.add_(added, alpha=mlp.added.scale)
 
+    @property
+    def gpu(self) -> GpuForward:
+        """As `Model.gpu`: its logits are those of all ranks."""
+        gpu = super().gpu
+        gpu.vocab, gpu.most = self.config.vocab_size, LARGEST
+        return gpu
+
     def _record(self, network: Network) -> None:
-        """Nothing: the layers run one by one."""
+        """On the CPU nothing: the layers run one by one."""
+        if self.device == "cpu":
+            return
+        super()._record(network)
+        assert self._program is not None
+        assert isinstance(self.group, Peers)
+        self._program.peers = self.group
+
+    def close(self) -> None:
+        """Drop every tensor, and the connections."""
+        super().close()
+        self.group.close()
 
 
 class ParallelModel(RankModel):
     """Rank 0, which tells the others what to run; made by `load_parallel`.
 
-    processes: of the other ranks.
+    processes: of the other ranks. store: where they say why they end.
     """
 
     def __init__(
-        self, config: ModelConfig, network: Network, group: Group, processes: Sequence[subprocess.Popen[bytes]], *, context: int
+        self,
+        config: ModelConfig,
+        network: Network,
+        group: Group | Peers,
+        processes: Sequence[subprocess.Popen[bytes]],
+        store: Store,
+        *,
+        context: int,
+        device: str = "cpu",
+        deterministic: bool = False,
     ) -> None:
-        super().__init__(config, network, group, context=context)
-        self.processes, self._broken = list(processes), ""
-        self._caches, self._dropped = 0, list[int]()
+        super().__init__(config, network, group, context=context, device=device, deterministic=deterministic)
+        self.processes, self._store, self._broken = list(processes), store, ""
+        self._caches, self._dropped, self._closing = 0, list[int](), threading.Event()
+        if isinstance(group, Peers):
+            threading.Thread(target=self._watch, name="exl2nb ranks", daemon=True).start()
 
     @property
     def draws(self) -> bool:
@@ -274,9 +337,14 @@ class ParallelModel(RankModel):
         return False
 
     @property
+    def ranks(self) -> ParallelModel | None:
+        """Itself, on GPUs: what the executor tells of captured steps."""
+        return None if self.device == "cpu" else self
+
+    @property
     def where(self) -> str:
         """The ranks in words."""
-        return f"each of {self.group.size} ranks on {self.device}"
+        return f"each of {self.group.size} ranks on {self.device.partition(':')[0]}"
 
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         """As `Model.forward`.
@@ -284,50 +352,88 @@ class ParallelModel(RankModel):
         Raises:
             GenerationError: a rank is gone or does not answer; the model can only be closed then.
         """
-        self._check_open()
+        if self.device != "cpu":
+            return self.forward_gpu(batch, cache)
+        self._tell_step(batch, cache, known=True)
+        try:
+            return self.run(batch, cache)
+        except RuntimeError as error:
+            raise self.lost(error) from error
+
+    def forward_gpu(self, batch: Batch, cache: KVCache, *, ids: Tensor | None = None) -> Tensor:
+        """As `Model.forward_gpu`; `check` says afterwards whether all ranks took part."""
+        self._tell_step(batch, cache, known=ids is None)
+        try:
+            if ids is not None:
+                self.share(ids)
+            return self.run(batch, cache, ids)
+        except RuntimeError as error:  # the others are in the middle of a step that this one does not take
+            raise self.lost(error) from error
+
+    def _tell_step(self, batch: Batch, cache: KVCache, *, known: bool) -> None:
+        self.check()
         if batch.adapters is not None:
             raise self._whole("adapters")
         if batch.pictures is not None:
             raise self._whole("pictures")
-        assert isinstance(cache, SharedCache), "made by new_cache"
         self._prepare(batch, cache)
-        self._open(cache)
         parts = [*TENSORS(batch), *([] if batch.long is None else [batch.long])]
-        sizes = [len(batch.input_ids), *batch.block_table.shape, len(batch.logit_rows), len(parts) - len(TENSORS(batch))]
-        self.tell(FORWARD, cache.number, *sizes)
-        try:
-            self.group.send(torch.cat([part.reshape(-1) for part in parts]))
-            return self.run(batch, cache)
-        except RuntimeError as error:
-            raise self._lost(error) from error
+        sizes = [len(batch.input_ids), *batch.block_table.shape, len(batch.logit_rows), len(parts) - len(TENSORS(batch)), not known]
+        self.tell(FORWARD, self._open(cache), *sizes, data=torch.cat([part.reshape(-1) for part in parts]))
+
+    # ---- captured steps
+
+    def record(self, cache: KVCache, rows: int, width: int) -> None:
+        """Have the other ranks capture a step of up to so many sequences and pages, and run it once without any."""
+        self.tell(RECORD, self._open(cache), rows, width)
+
+    def set_rows(self, cache: KVCache, rows: int, width: int, table: Tensor) -> None:
+        """Give the other ranks the block table int32 `(rows * width,)` of a captured step; `share` gives them the rest."""
+        self.tell(ROWS, self._open(cache), rows, width, data=table)
+
+    def replay(self, cache: KVCache, rows: int, width: int) -> None:
+        """Have the other ranks run a captured step."""
+        self.tell(REPLAY, self._open(cache), rows, width)
+
+    def share(self, numbers: Tensor) -> None:
+        """Give the other ranks numbers that are on the GPU, int32 1-D."""
+        assert isinstance(self.group, Peers)
+        self.group.share(numbers)
 
     def copied(self, cache: SharedCache, source: int, target: int) -> None:
         """Have the other ranks copy a page."""
-        self._open(cache)
-        self.tell(COPY, cache.number, source, target)
+        self.tell(COPY, self._open(cache), source, target)
 
-    def _open(self, cache: SharedCache) -> None:
+    def _open(self, cache: KVCache) -> int:
         """Have the other ranks drop the caches that are gone, and make this one. On the thread that runs the steps, as all commands."""
+        assert isinstance(cache, SharedCache), "made by new_cache"
         while self._dropped:
             self.tell(DROP, self._dropped.pop())
         if not cache.shared:
             self.tell(MAKE, cache.number, cache.spec.num_pages, int.from_bytes(cache.spec.mode.encode(), "little"))
             cache.shared = True
             weakref.finalize(cache, self._dropped.append, cache.number)
+        return cache.number
 
     def new_cache(self, spec: CacheSpec) -> KVCache:
         """A cache whose other heads are with the other ranks."""
-        self._check_open()
+        self.check()
         self._caches += 1
         return SharedCache(spec, self, self._caches)
 
-    def tell(self, *numbers: int) -> None:
-        """Send a command."""
-        self._check_open()
-        try:
-            self.group.send(torch.tensor([*numbers, *[0] * (COMMAND - len(numbers))], dtype=torch.int64))
-        except RuntimeError as error:
-            raise self._lost(error) from error
+    def tell(self, what: int, *numbers: int, data: Tensor | None = None) -> None:
+        """Send a command. data: int32 that belong to it."""
+        self.check()
+        follows = b"" if data is None else data.to(torch.int32).contiguous().numpy().tobytes()
+        message = COMMAND.pack(what, *numbers, *[0] * (7 - len(numbers)), len(follows)) + follows
+        for process in self.processes:
+            assert process.stdin is not None
+            left = memoryview(message)
+            try:
+                while left:
+                    left = left[process.stdin.write(left) :]
+            except (OSError, ValueError) as error:  # ValueError: closed, because another rank has ended
+                raise self.lost(error) from error
 
     def forward_by_ops(self, *_: Any, **__: Any) -> NoReturn:
         """Raises OptionError: hidden states need the model in one process."""
@@ -357,28 +463,41 @@ class ParallelModel(RankModel):
         """End the other ranks, drop every tensor. Harmless when repeated."""
         if self._network is None:
             return
+        self._closing.set()
         if not self._broken:
             with suppress(GenerationError, EngineClosed):
                 self.tell(CLOSE)
-        super().close()
-        self.group.close()
         end(self.processes)
+        if isinstance(self.group, Peers):
+            self.group.stop()
+            torch.cuda.synchronize(self.device)
+        super().close()
 
-    def _check_open(self) -> None:
+    def check(self) -> None:
+        """Raise what has happened to the ranks: what a step gave is theirs only if this passes after it."""
         if self._network is None:
             raise EngineClosed("the model was closed; load it again")
         if self._broken:
             raise GenerationError(f"{self._broken}; close the model and load it again")
 
-    def _lost(self, error: Exception) -> GenerationError:
-        """What to say when an exchange has failed: the rank that ended, or the exchange's own words."""
+    def _watch(self) -> None:
+        """On a thread: ends the waiting of kernels when a rank has ended."""
+        while not self._closing.wait(WATCH_S):
+            if any(process.poll() is not None for process in self.processes):
+                self.lost(None)
+                return
+
+    def lost(self, error: Exception | None) -> GenerationError:
+        """What to say when a step has failed: the rank that ended, or the error's own words. The other ranks are ended."""
         deadline = time.monotonic() + 1  # a process that was killed may still be ending
         gone: list[str] = []
         while not gone and time.monotonic() < deadline:
             codes = [process.poll() for process in self.processes]
-            gone = [f"rank {rank} ended (exit code {code})" for rank, code in enumerate(codes, 1) if code is not None]
+            gone = [f"rank {rank} ended ({reason(self._store, rank, code)})" for rank, code in enumerate(codes, 1) if code is not None]
             time.sleep(0.02)
-        self._broken = "tensor parallel: " + (", ".join(gone) or str(error).splitlines()[0][:200])
+        self._broken = self._broken or "tensor parallel: " + (", ".join(gone) or str(error).splitlines()[0][:200])
+        if isinstance(self.group, Peers):
+            self.group.stop()
         end(self.processes, wait_s=0)
         return GenerationError(f"{self._broken}; close the model and load it again")
 
@@ -389,8 +508,10 @@ class ParallelModel(RankModel):
 class SharedCache(KVCache):
     """Rank 0's pools. number: of the cache, with every rank. shared: whether the others have made theirs."""
 
+    whole = False
+
     def __init__(self, spec: CacheSpec, model: ParallelModel, number: int) -> None:
-        super().__init__(spec)
+        super().__init__(spec, model.device)
         self._model, self.number, self.shared = model, number, False
 
     def copy_page(self, source: int, target: int) -> None:
@@ -402,36 +523,99 @@ class SharedCache(KVCache):
 # ---- the other ranks
 
 
-class Rank:
-    """Another rank: carries out what rank 0 says until it says the end."""
+class RankStep:
+    """A rank's part of a captured step of up to `rows` sequences of up to `width` pages; rank 0 draws and sends the tokens."""
 
-    def __init__(self, model: RankModel) -> None:
-        self._model, self._caches = model, dict[int, KVCache]()
+    def __init__(self, model: RankModel, cache: KVCache, rows: int, width: int) -> None:
+        assert isinstance(model.group, Peers)
+        group, device = model.group, torch.device(model.device)
+        self._state = torch.zeros(rows * (3 + width), dtype=torch.int32, device=device)
+        ids, positions, lens, table = self._state.split([rows, rows, rows, rows * width])
+        self._drawn, self._table = self._state[: 3 * rows], table
+        bounds = torch.arange(rows + 1, dtype=torch.int32, device=device)
+        logits = torch.zeros(rows, model.config.vocab_size, device=device)
+        kernels, heads = model.gpu.step_kernels(rows), (cache.spec.num_kv_heads, cache.spec.head_dim)
+
+        def step() -> None:
+            kernels.run(
+                ids, positions, table.view(rows, width), bounds, lens, None, cache.k, cache.v, formats_of(cache), heads, logits
+            )  # fmt: skip
+            group.share(self._drawn)
+
+        self._step, self._group = step, group
+        self._kept = kernels, bounds, logits  # the graph knows their addresses only
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def record(self) -> None:
+        """Run it without any sequence, and capture it where it has not been."""
+        self._state.zero_()
+        self._step()
+        if self._graph is None:
+            torch.cuda.synchronize(self._state.device)
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+                self._step()
+
+    def set(self, table: Tensor) -> None:
+        """Take a block table, and what rank 0 shares."""
+        self._table.copy_(table.pin_memory(), non_blocking=True)
+        self._group.share(self._drawn)
+
+    def replay(self) -> None:
+        """Enqueue it."""
+        assert self._graph is not None, "recorded"
+        with launch_lock(self._state.device):
+            self._graph.replay()
+
+
+class Rank:
+    """Another rank: carries out what rank 0 says until it says the end. read: waits for a command; its numbers and what follows them."""
+
+    def __init__(self, model: RankModel, read: Callable[[], tuple[tuple[int, ...], bytes]]) -> None:
+        self._model, self._read = model, read
+        self._caches, self._steps = dict[int, KVCache](), dict[tuple[int, ...], RankStep]()
 
     def serve(self) -> None:
         """One command after the other."""
-        group = self._model.group
+        model = self._model
         while True:
-            kind, number, *rest = group.send(torch.zeros(COMMAND, dtype=torch.int64)).tolist()
+            (kind, number, *rest), follows = self._read()
+            data = torch.frombuffer(bytearray(follows), dtype=torch.int32) if follows else torch.empty(0, dtype=torch.int32)
+            key = (number, *rest[:2])
             if kind == FORWARD:
-                self._model.run(self._batch(*rest[:5]), self._caches[number])
+                self._forward(data, self._caches[number], *rest[:6])
+            elif kind == REPLAY:
+                self._steps[key].replay()
+            elif kind == ROWS:
+                self._steps[key].set(data)
+            elif kind == RECORD:
+                if key not in self._steps:
+                    self._steps[key] = RankStep(model, self._caches[number], *rest[:2])
+                self._steps[key].record()
             elif kind == COPY:
                 self._caches[number].copy_page(rest[0], rest[1])
             elif kind == MAKE:
                 mode = rest[1].to_bytes(8, "little").rstrip(b"\0").decode()
-                self._caches[number] = KVCache(CacheSpec(*self._model.cache_shape, rest[0], mode))
+                self._caches[number] = KVCache(CacheSpec(*model.cache_shape, rest[0], mode), model.device)
             elif kind == DROP:
+                self._steps = {known: step for known, step in self._steps.items() if known[0] != number}
                 del self._caches[number]
             else:
+                if model.device != "cpu":
+                    torch.cuda.synchronize(model.device)
                 return
 
-    def _batch(self, tokens: int, sequences: int, pages: int, rows: int, long: int) -> Batch:
+    def _forward(self, flat: Tensor, cache: KVCache, tokens: int, sequences: int, pages: int, rows: int, long: int, drawn: int) -> None:
         shapes = [(tokens,)] * 3 + [(sequences, pages), (sequences + 1,), (sequences,), (rows,)] + [(sequences,)] * long
-        flat = torch.empty(sum(map(prod, shapes)), dtype=torch.int32)
-        pieces = self._model.group.send(flat).split([prod(shape) for shape in shapes])
+        pieces = flat.split([prod(shape) for shape in shapes])
         names = [*FIELDS, *["long"] * long]
         tensors: dict[str, Any] = {name: piece.view(shape) for name, piece, shape in zip(names, pieces, shapes)}
-        return Batch(**tensors)
+        ids = None
+        if drawn:  # rank 0's GPU has drawn some of the tokens
+            assert isinstance(self._model.group, Peers)
+            ids = torch.empty(tokens, dtype=torch.int32, device=self._model.device)
+            self._model.group.share(ids)
+        self._model.run(Batch(**tensors), cache, ids)
 
 
 def read_part(
@@ -442,36 +626,74 @@ def read_part(
     context: int | None,
     rope: RopeOverride,
     widen: bool = False,
+    device: str = "cpu",
     progress: Sink | None = None,
 ) -> tuple[ModelConfig, Network, int]:
     """A rank's part of a model, and the context that it runs. widen: to fp32, as a reference."""
     config = read_model_config(directory, rope=rope)
-    with open_store(config, directory) as store:
+    with open_store(config, directory) as store, ops.on_device(device):
         sources = find_sources(config, store)
-        check_parallel(config, sources, size)
-        builder = ShardBuilder(config, store, sources, device="cpu", widen=widen, rank=rank, size=size)
+        check_parallel(config, {source.kind for source in sources.values()}, size)
+        builder = ShardBuilder(config, store, sources, device=device, widen=widen, rank=rank, size=size)
         with Meter("load", total=config.num_layers + 2, unit="layers", sink=progress) as meter:
-            embedding, layers, head = builder.span(Span("cpu", 0, config.num_layers), meter)
+            embedding, layers, head = builder.span(Span(device, 0, config.num_layers), meter)
+        if device != "cpu":
+            torch.cuda.empty_cache()
     assert embedding is not None
     assert head is not None
     return config, Network(embedding, tuple(layers), head), config.max_position_embeddings if context is None else context
 
 
-def load_parallel(
-    directory: str | os.PathLike[str], size: int, *, context: int | None, rope: RopeOverride | None = None, progress: Sink | None = None
-) -> ParallelModel:
-    """Load a model as `size` ranks: this process and `size - 1` others, each with its part of every matrix.
+def meet(
+    config: ModelConfig, rank: int, size: int, store: Store, device: str, wait: Callable[[list[str]], None] | None = None
+) -> Group | Peers:
+    """The exchanges of a rank, once all ranks have come as far as this. wait: for entries of the store, while the other ranks live.
 
     Raises:
-        OptionError: the model cannot be divided so; says why. GenerationError: a rank did not start. Otherwise as `load_model`.
+        DeviceError: the GPUs cannot write to each other's memory.
     """
-    rope = rope or RopeOverride()
-    config, network, longest = read_part(directory, 0, size, context=context, rope=rope, progress=progress)
+    if device == "cpu":
+        return Group(rank, size, store)
+
+    def swap(mine: bytes) -> list[bytes]:
+        store.set(f"memory {rank}", mine.hex())
+        names = [f"memory {other}" for other in range(size)]
+        if wait is not None:
+            wait(names)
+        return [bytes.fromhex(store.get(name).decode()) for name in names]
+
+    vocab = bounds(config.vocab_size, size, UNIT)
+    return Peers(rank, size, numbers=LARGEST * widest(config, size), vocab=vocab, device=torch.device(device), swap=swap)
+
+
+def load_parallel(
+    directory: str | os.PathLike[str],
+    devices: Sequence[str],
+    *,
+    context: int | None,
+    rope: RopeOverride | None = None,
+    deterministic: bool = False,
+    progress: Sink | None = None,
+) -> ParallelModel:
+    """Load a model as a rank for each device: this process and others, each with its part of every matrix.
+
+    Args:
+        devices: "cpu" for all, or GPUs.
+
+    Raises:
+        OptionError: the model cannot be divided so; says why. GenerationError: a rank did not start. DeviceError: the GPUs cannot write to
+        each other's memory. Otherwise as `load_model`.
+    """
+    devices = ["cuda:0" if device == "cuda" else device for device in devices]
+    rope, size, here = rope or RopeOverride(), len(devices), devices[0]
+    if here != "cpu" and size > MOST_RANKS:
+        raise OptionError(f"load: parallel='tensor' over {size} devices; expected at most {MOST_RANKS}")
+    _check_divides(directory, rope, size)
     store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=START_S))
     threads = max(1, (os.cpu_count() or size) // size)
-    processes = []
+    processes: list[subprocess.Popen[bytes]] = []
     try:
-        for rank in range(1, size):
+        for rank, device in enumerate(devices[1:], 1):
             task = {
                 "directory": os.fspath(directory),
                 "rank": rank,
@@ -479,31 +701,49 @@ def load_parallel(
                 "port": store.port,
                 "context": context,
                 "rope": asdict(rope),
+                "device": device,
+                "deterministic": deterministic,
             }
             environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
             command = [sys.executable, "-m", "exl2nb.model.rank", json.dumps(task)]
             processes.append(
-                subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment, start_new_session=True)
+                subprocess.Popen(
+                    command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment, start_new_session=True, bufsize=0
+                )
             )
-        _wait_until_loaded(store, processes)
-        group = Group(0, size, store)
-        return ParallelModel(config, network, group, processes, context=longest)
+        config, network, longest = read_part(directory, 0, size, context=context, rope=rope, device=here, progress=progress)
+        wait = partial(_wait, store, processes)
+        wait([f"loaded {rank}" for rank in range(1, size)])
+        group = meet(config, 0, size, store, here, wait)
+        return ParallelModel(config, network, group, processes, store, context=longest, device=here, deterministic=deterministic)
     except BaseException:
         end(processes, wait_s=0)
         raise
 
 
-def _wait_until_loaded(store: Store, processes: Sequence[subprocess.Popen[bytes]]) -> None:
+def _check_divides(directory: str | os.PathLike[str], rope: RopeOverride, size: int) -> None:
+    config = read_model_config(directory, rope=rope)
+    with open_store(config, directory) as store:
+        check_parallel(config, {source.kind for source in find_sources(config, store).values()}, size)
+
+
+def _wait(store: Store, processes: Sequence[subprocess.Popen[bytes]], names: list[str]) -> None:
     deadline = time.monotonic() + START_S
-    names = [f"loaded {rank}" for rank in range(1, len(processes) + 1)]
     while not store.check(names):
         for rank, process in enumerate(processes, 1):
             if (code := process.poll()) is not None:
-                why = store.get(f"failed {rank}").decode() if store.check([f"failed {rank}"]) else f"exit code {code}"
-                raise GenerationError(f"tensor parallel: rank {rank} ended while it was loading: {why[:500]}")
+                raise GenerationError(f"tensor parallel: rank {rank} ended while it was loading: {reason(store, rank, code)}")
         if time.monotonic() > deadline:
             raise GenerationError(f"tensor parallel: the ranks did not load within {START_S:g} s")
         time.sleep(0.02)
+
+
+def reason(store: Store, rank: int, code: int) -> str:
+    """Why a rank has ended: what it said, or its exit code."""
+    with suppress(RuntimeError):
+        if store.check([f"failed {rank}"]):
+            return store.get(f"failed {rank}").decode()[:500]
+    return f"exit code {code}"
 
 
 def end(processes: Sequence[subprocess.Popen[bytes]], *, wait_s: float = END_S) -> None:

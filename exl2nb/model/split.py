@@ -1,13 +1,15 @@
 """A model whose layers lie on several devices: parts of consecutive layers, run one after the other, the residual stream handed on.
 
 Every part is a program of its own. All but the first begin with a table that holds the rows of the residual stream in place of embeddings;
-all but the last end with the stream in place of logits. The host makes batches and draws tokens.
+all but the last end with the stream in place of logits. Where all parts are on GPUs, captured steps run through all of them and the last
+GPU draws tokens; with a part on the CPU each part is captured for itself and the host draws.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,9 +26,10 @@ from exl2nb.model.batch import TENSORS, Batch
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.gpu import GpuForward, formats_of
 from exl2nb.model.layers import Embedding, Step
-from exl2nb.model.model import Model, Network, forward_gpu_observed
+from exl2nb.model.model import DecodeInputs, Model, Network, forward_gpu_observed
 from exl2nb.ops import gpu_prefill
-from exl2nb.ops.gpu import launch_lock
+from exl2nb.ops.gpu import LoraBuffers, launch_lock
+from exl2nb.ops.kernel_code import KernelId
 
 if TYPE_CHECKING:
     from exl2nb.model.trace import Borrowed
@@ -81,6 +84,27 @@ class SplitModel(Model):
         return tuple(span.device for span in self.spans for _ in range(span.first, span.last))
 
     @property
+    def draw_device(self) -> str:
+        """The last GPU where all layers are on GPUs: captured steps then run through all of them."""
+        return "cpu" if any(span.device == "cpu" for span in self.spans) else numbered(self.spans[-1].device)
+
+    @property
+    def outputs(self) -> int:
+        """As `Model.outputs`."""
+        self._open()
+        return self._parts[-1].program.outputs
+
+    def kernels(self, cache: KVCache) -> list[KernelId]:
+        """As `Model.kernels`."""
+        self._open()
+        found: list[KernelId] = []
+        for part in self._parts:
+            assert part.gpu is not None
+            with torch.cuda.device(numbered(part.span.device)):
+                found += part.gpu.kernels(cache.part(part.span.first, part.span.last))
+        return found
+
+    @property
     def draws(self) -> bool:
         """False: the host draws from the logits of the last part."""
         return False
@@ -92,11 +116,15 @@ class SplitModel(Model):
 
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         """As `Model.forward`; logits f32 `(R, V)` on the host."""
-        return self._in_turn(batch, cache, self._run)
+        return self._in_turn(batch, cache, self._run).to("cpu")
+
+    def forward_gpu(self, batch: Batch, cache: KVCache, *, ids: Tensor | None = None) -> Tensor:
+        """As `Model.forward_gpu`, where all layers are on GPUs."""
+        return self._in_turn(batch, cache, self._run, ids)
 
     def forward_by_ops(self, batch: Batch, cache: KVCache, observe: Observe | None = None) -> Tensor:
         """As `Model.forward_by_ops`, with the batch on the host; observe sees tensors of every device."""
-        return self._in_turn(batch, cache, lambda part, batch, pools: self._run_by_ops(part, batch, pools, observe))
+        return self._in_turn(batch, cache, lambda part, batch, pools, _: self._run_by_ops(part, batch, pools, observe)).to("cpu")
 
     def unembed(self, x: Tensor) -> Tensor:
         """As `Model.unembed`."""
@@ -147,8 +175,16 @@ class SplitModel(Model):
             self._extend_ropes(self._network, PAGE_SIZE)
         return self._network
 
-    def _in_turn(self, batch: Batch, cache: KVCache, run: Callable[[Part, Batch, CachePart], Tensor]) -> Tensor:
-        """What the last part returns for a batch on the host, on the host."""
+    def _in_turn(
+        self, batch: Batch, cache: KVCache, run: Callable[[Part, Batch, CachePart, Tensor | None], Tensor], ids: Tensor | None = None
+    ) -> Tensor:
+        """What the last part returns for a batch on the host. ids: on a GPU, in place of the batch's."""
+        with self.in_order():
+            return self._through(batch, cache, run, ids)
+
+    def _through(
+        self, batch: Batch, cache: KVCache, run: Callable[[Part, Batch, CachePart, Tensor | None], Tensor], ids: Tensor | None
+    ) -> Tensor:
         self._prepare(batch, cache)
         if batch.adapters is not None:
             raise self._split("adapters")
@@ -166,15 +202,64 @@ class SplitModel(Model):
                 mine = replace(mine, input_ids=rows)
             if part is not self._parts[-1]:
                 mine = replace(mine, logit_rows=rows)
-            x = run(part, mine, cache.part(part.span.first, part.span.last))
-        return self.capped(x.to("cpu"))
+            known = ids.to(part.span.device) if ids is not None and not index else None
+            x = run(part, mine, cache.part(part.span.first, part.span.last), known)
+        return self.capped(x)
 
-    def _run(self, part: Part, batch: Batch, pools: CachePart) -> Tensor:
+    def _run(self, part: Part, batch: Batch, pools: CachePart, ids: Tensor | None) -> Tensor:
         if part.gpu is None:
             return part.program.run(*TENSORS(batch), pools.k, pools.v)
         with ops.on_device(part.span.device):
-            captured = self._captured(part, batch, pools)
-            return part.gpu.run(batch, pools) if captured is None else captured.run(batch)
+            captured = self._captured(part, batch, pools) if self.draw_device == "cpu" else None  # the executor has those of all parts
+            return part.gpu.run(batch, pools, ids=ids) if captured is None else captured.run(batch)
+
+    def decode_step(
+        self, cache: KVCache, inputs: DecodeInputs, logits: Tensor, adapters: tuple[LoraBuffers, Tensor] | None
+    ) -> Callable[[], None]:
+        """As `Model.decode_step`: on all GPUs, in streams that begin and end in the current one of the last GPU."""
+        if adapters is not None:
+            raise self._split("adapters")
+        self._open()
+        home, rows = torch.device(self.draw_device), len(inputs.ids)
+        streams: dict[torch.device, torch.cuda.Stream] = {}
+        steps: list[Callable[[], None]] = []
+        x = logits
+        for index, part in enumerate(self._parts):
+            assert part.gpu is not None
+            place = torch.device(numbered(part.span.device))
+            if place != home and place not in streams:
+                streams[place] = torch.cuda.Stream(place)
+            last = part is self._parts[-1]
+            before, x = x, logits if last else torch.zeros(rows, part.program.outputs, device=place)
+            with torch.cuda.device(place):
+                steps.append(_part_step(part, cache.part(part.span.first, part.span.last), inputs, before if index else None, x))
+
+        def step() -> None:
+            main = torch.cuda.current_stream(home)
+            with ExitStack() as current:
+                for stream in streams.values():
+                    stream.wait_stream(main)
+                    current.enter_context(torch.cuda.stream(stream))
+                for run in steps:
+                    run()
+            for stream in streams.values():
+                main.wait_stream(stream)
+
+        return step
+
+    @contextmanager
+    def in_order(self) -> Iterator[None]:
+        """As `Model.in_order`: captured steps are in the order of the last GPU's stream, other work in that of each GPU."""
+        if self.draw_device == "cpu":
+            yield
+            return
+        home = torch.cuda.current_stream(torch.device(self.draw_device))
+        others = [torch.cuda.current_stream(torch.device(place)) for place in {numbered(span.device) for span in self.spans}]
+        for stream in others:
+            stream.wait_stream(home)
+        yield
+        for stream in others:
+            home.wait_stream(stream)
 
     def _captured(self, part: Part, batch: Batch, pools: CachePart) -> Captured | None:
         """The graph for a step of one token a sequence; None: launch its kernels one by one."""
@@ -240,6 +325,34 @@ class SplitModel(Model):
             program.residual_out()
         gpu = None if kind == "cpu" else GpuForward(program, torch.device(device), deterministic=self.deterministic)
         return Part(span, program, stream, gpu)
+
+
+def numbered(device: str) -> str:
+    """A GPU's name with its number."""
+    return f"cuda:{torch.cuda.current_device()}" if device == "cuda" else device
+
+
+def _part_step(part: Part, pools: CachePart, inputs: DecodeInputs, before: Tensor | None, x: Tensor) -> Callable[[], None]:
+    """A part of a captured step. before: what the part in front of it leaves, `(rows, H)`. x: `(rows, outputs)`, what this one leaves."""
+    gpu, place, rows = part.gpu, torch.device(numbered(part.span.device)), len(inputs.ids)
+    assert gpu is not None
+    away = [torch.empty_like(tensor, device=place) for tensor in inputs] if inputs.ids.device != place else None
+    here = inputs if away is None else DecodeInputs(*away)
+    ids, bounds = (torch.arange(count, dtype=torch.int32, device=place) for count in (rows, rows + 1))
+    kernels, formats, heads = gpu.step_kernels(rows), formats_of(pools), (pools.spec.num_kv_heads, pools.spec.head_dim)
+
+    def step() -> None:
+        with torch.cuda.device(place):
+            if away is not None:
+                for to, tensor in zip(away, inputs):
+                    to.copy_(tensor, non_blocking=True)
+            if before is not None:
+                assert part.stream is not None
+                part.stream[:rows].copy_(before, non_blocking=True)
+            first = here.ids if before is None else ids
+            kernels.run(first, here.positions, here.table, bounds, here.lens, None, pools.k, pools.v, formats, heads, x)
+
+    return step
 
 
 class _Shifted:

@@ -15,6 +15,7 @@ from exl2nb.ops._library import LIBRARY
 
 if TYPE_CHECKING:
     from exl2nb.ops.lora import LoraTable
+    from exl2nb.ops.peers import Peers
 
 for _schema in (
     "gpu_blob_head(Tensor blob) -> Tensor",
@@ -26,7 +27,8 @@ for _schema in (
     "gpu_step(Tensor program, Tensor(a!) workspace, int capacity, Tensor ids, Tensor positions, Tensor block_table, Tensor cu_seqlens, "
     "Tensor context_lens, Tensor? logit_rows, Tensor(b!)[] k_pools, Tensor(c!)[] v_pools, int k_format, int v_format, int num_kv_heads, "
     "int head_dim, Tensor(d!) logits, bool pdl, int stream_k_from, Tensor? lora=None, Tensor? adapters=None, Tensor(e!)? lora_sums=None, "
-    "int lora_width=0) -> ()",
+    "int lora_width=0, Tensor? peers=None) -> ()",
+    "gpu_exchange(Tensor peers, Tensor x, int[] widths, bool sum, Tensor(a!) out) -> ()",
     "gpu_lora_sums(Tensor program, int width) -> int",
 ):
     LIBRARY.define(_schema)
@@ -150,11 +152,12 @@ class StepKernels:
 
     Args:
         code: of a `Program`. capacity: tokens. stream_k_from: steps of at least so many tokens (nine or more) use the stream-K GEMM,
-            which gives other bits than fewer tokens get; 0: no step does, and none has several products in one launch.
+            which gives other bits than fewer tokens get; 0: no step does, and none has several products in one launch. peers: the other
+            ranks, where the program is a rank's.
     """
 
-    def __init__(self, code: Tensor, capacity: int, device: torch.device, *, stream_k_from: int = 0) -> None:
-        self.code, self.capacity, self.stream_k_from = code, capacity, stream_k_from
+    def __init__(self, code: Tensor, capacity: int, device: torch.device, *, stream_k_from: int = 0, peers: Peers | None = None) -> None:
+        self.code, self.capacity, self.stream_k_from, self.peers = code, capacity, stream_k_from, peers
         size, self.vocab = _ops.gpu_step_bytes(code, capacity).tolist()
         self.workspace = torch.zeros(size, dtype=torch.uint8, device=device)
 
@@ -186,5 +189,6 @@ class StepKernels:
         with launch_lock(self.workspace.device):
             _ops.gpu_step(
                 self.code, self.workspace, self.capacity, ids, positions, block_table, cu_seqlens, context_lens, logit_rows, list(k_pools),
-                list(v_pools), *formats, *heads, logits, pdl, self.stream_k_from, *adapted,
+                list(v_pools), *formats, *heads, logits, pdl, self.stream_k_from, *(adapted or (None, None, None, 0)),
+                None if self.peers is None else self.peers.words,
             )  # fmt: skip

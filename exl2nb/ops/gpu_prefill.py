@@ -123,6 +123,7 @@ class Run:
         self.done: dict[bool, Tensor] = {}
         self.qkv: dict[str, Any] = {}
         self.parts: tuple[Tensor, ...] = ()  # q, k, v until attention has read them
+        self.gathered = False  # what attention left, from all ranks
         self._unpacked_half: Tensor | None = None
 
     def embed(self, a: dict[str, Any]) -> None:
@@ -160,6 +161,9 @@ class Run:
         for first, last, row, end in self.blocks:
             y = attend_whole(q[first:last], *pools, pages[row], end, scale=a["scale"], window=a["window"], softcap=a["softcap"])
             self.done[False][first:last] = y.to(self.done[False].dtype)
+        if peers := self.program.peers:
+            mixed = self.done[False].float().reshape(len(q), -1)
+            self.done[False], self.gathered = peers.gather(mixed, [mixed.shape[1]] * peers.size), True
 
     def _attend(self, a: dict[str, Any]) -> None:
         (q, k, v), self.parts = self.parts, ()
@@ -185,6 +189,11 @@ class Run:
     def linear_residual(self, a: dict[str, Any]) -> None:
         """The projection of what is in `done`, added to the stream."""
         x, scale = self.done.pop(a["aside"]).half(), a["scale"]
+        whole, self.gathered = self.gathered and not a["aside"], self.gathered and a["aside"]  # attention's matrix is whole on every rank
+        if peers := None if whole else self.program.peers:
+            y = peers.add(self._adapted(x, a["blob"], a["bias"]))
+            self.x.add_(y if a["norm"] is None else F.rms_norm(y, (y.shape[1],), a["norm"], a["eps"]), alpha=scale)
+            return
         if len(x) > FEW and a["norm"] is None and not self._changes():  # added up in the product
             weight = self._unpacked(self.program.heads[a["blob"].data_ptr()], x.device)
             torch.addmm(self.x, x, weight, out_dtype=torch.float32, alpha=scale, out=self.x)
@@ -218,6 +227,8 @@ class Run:
         if e.shared_up is not None and e.shared_down is not None:
             shared = self.product(self._gated(h, e.shared_up, e.activation), e.shared_down, None)
             out += shared if e.shared_gate is None else self.product(h, e.shared_gate, None).sigmoid() * shared
+        if self.program.peers:
+            out = self.program.peers.add(out)
         self.x.add_(out if e.post_norm is None else F.rms_norm(out, (out.shape[1],), e.post_norm, e.post_eps), alpha=e.scale)
 
     def _gated(self, h: Tensor, blob: Tensor, activation: str) -> Tensor:
@@ -229,6 +240,8 @@ class Run:
         rows = self.x.index_select(0, self.inputs.logit_rows)
         wanted = self._changes(self.lora.wanted)
         self.logits = self._adapted(self._normed(rows, a, norm_bias, layer_norm, wanted), a["blob"], a["bias"], changes=wanted)
+        if peers := self.program.peers:
+            self.logits = peers.gather(self.logits, peers.vocab)
 
     # ---- adapters
 

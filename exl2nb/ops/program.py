@@ -12,7 +12,7 @@ import struct
 import weakref
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,6 +27,9 @@ from exl2nb.ops.lora import merged
 from exl2nb.ops.moe import Experts
 from exl2nb.ops.reference import ACTIVATIONS
 from exl2nb.ops.weights import pack_concat
+
+if TYPE_CHECKING:
+    from exl2nb.ops.peers import Peers
 
 MAGIC, VERSION, HEADER_WORDS = 0x3147525032584558, 4, 5
 ADDRESS, INTEGER, REAL = "address", "integer", "real"
@@ -108,6 +111,7 @@ class Program:
         self._words: list[int] = []
         self._tensors: list[Tensor] = []
         self.heads: dict[int, Tensor] = {}  # on the GPU: address of a blob -> what the host knows of it
+        self.peers: Peers | None = None  # of a rank's program on the GPU: with whom it exchanges
         self._hidden = 0
         self._code: Tensor | None = None
         _programs[self.id] = self

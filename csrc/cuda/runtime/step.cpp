@@ -9,6 +9,7 @@
 #include "cuda/gemm/stream_k/stream_k_gemm.cuh"
 #include "cuda/moe/moe.h"
 #include "cuda/runtime/driver.h"
+#include "cuda/runtime/exchange.h"
 #include "cuda/runtime/step_workspace.h"
 #include "format/program.h"
 
@@ -72,7 +73,7 @@ class Walker {
       if (wrong) return wrong;
       at = op_;
     }
-    return nullptr;
+    return ranks() ? exchanges_done(s_.peers, exchanges_, stream_, pdl_) : nullptr;
   }
 
   enum Ready { kNothing, kNormed, kUnscaled, kRouted };  // contents of the buffer of normed inputs; kRouted: and the router has run
@@ -140,6 +141,27 @@ class Walker {
     added_ = {};
     const int count = wanted ? s_.logit_count : s_.tokens;
     return rows_launch({from, wanted ? s_.logit_rows : nullptr, s_.tokens, to, lora_of(number_ + ahead)}, count, stream_, pdl_);
+  }
+
+  // ---- ranks
+  bool ranks() const { return s_.peers.size > 0; }
+  // The next exchange of this step.
+  Peers next_exchange() {
+    Peers p = s_.peers;
+    p.exchange = exchanges_++;
+    return p;
+  }
+  // What every rank's product adds to the residual, in sum(), becomes the sum over all ranks.
+  const char* add_ranks() {
+    ExchangeArgs a{next_exchange(), sum(), H_, H_, s_.tokens, {0, H_}, true, sum(), {}};
+    return exchange_launch(a, stream_, pdl_);
+  }
+  // The heads of all ranks, side by side as input of the matrix behind attention.
+  const char* gather_heads(const MatrixInput& to) {
+    const int width = static_cast<int>(last_qkv_->num_heads * last_qkv_->head_dim);
+    ExchangeArgs a{next_exchange(), sum(), width, 0, s_.tokens, {}, false, nullptr, to};
+    for (int r = 0; r <= s_.peers.size; r++) a.first[r] = r * width;
+    return exchange_launch(a, stream_, pdl_);
   }
 
   // ---- adapters
@@ -241,12 +263,15 @@ class Walker {
     AttentionArgs a = attention_of(op, *last_qkv_);
     a.lamport_qkv = lamport_qkv_ != nullptr;
     if (lamport_qkv_) a.qkv = lamport_qkv_;
-    return attention_decode_launch(a, stream_, pdl_);
+    o_ = reader(program_, &op, 0);
+    const char* const wrong = attention_decode_launch(a, stream_, pdl_);
+    return wrong || !ranks() ? wrong : gather_heads(input(Weight(o_->blob), at_.act[0]));
   }
   AttentionArgs attention_of(const AttentionOp& op, const QkvOp& q) const {
     AttentionArgs a = attention_args(s_, op, q, input(Weight(reader(program_, &op, 0)->blob), at_.act[0]));
     a.qkv = reinterpret_cast<float*>(base_ + at_.qkv);
     a.workspace = base_ + at_.attention, a.workspace_bytes = at_.attention_bytes;
+    if (ranks()) static_cast<MatrixInput&>(a.to) = {}, a.to.out = sum();
     return a;
   }
   // Whether the attention at `op`, with the QKV op q, can poll what a persistent chain before it writes, and a chain of one launch follows,
@@ -282,10 +307,12 @@ class Walker {
     GemmArgs a = matrix(weight, input(weight, at_.act[op.side]));
     a.bias = op.bias;
     ready_ = kNothing;
-    if (!op.norm && !lora() && stream_k(a) && stream_k_lead_on(a, op)) return run_stream_k(a, a.tokens);
-    if (op.norm || lora() || stream_k(a)) {  // a norm of what is added; or the next rows' kernel adds it
+    const bool shared = ranks() && &op != o_;  // attention's output matrix is whole on every rank
+    if (!op.norm && !lora() && !shared && stream_k(a) && stream_k_lead_on(a, op)) return run_stream_k(a, a.tokens);
+    if (op.norm || lora() || shared || stream_k(a)) {  // a norm of what is added; or the next rows' kernel adds it
       a.out = sum(), a.out_stride = H_;
       if (const char* wrong = store(a)) return wrong;
+      if (const char* wrong = shared ? add_ranks() : nullptr) return wrong;
       if (const char* wrong = adapt(weight, input(weight, at_.act[op.side]), sum())) return wrong;
       return add_sum(next(&op), op.norm, op.eps, op.scale);
     }
@@ -342,6 +369,7 @@ class Walker {
     const int count = links(o, link, op);
     if (lamport_qkv_) link[0].clear = lamport_qkv_, link[0].clear_count = s_.tokens * Weight(last_qkv_->blob).header().N / 4;
     lamport_qkv_ = nullptr;
+    if (ranks()) link[2].peers = next_exchange();
     if (count == 4) last_qkv_ = as<QkvOp>(op[3]), flag_outputs(link[3], next(op[3]), *last_qkv_);
     wrong = persistent_launch(link, count, base_ + at_.chain, at_.persistent_bytes, stream_, pdl_);
     chained_ = true;
@@ -440,7 +468,7 @@ class Walker {
     ready_ = kNothing;
     const RowSource from = rows(norm_of(op));
     GemmArgs d = routed_down(op);
-    if (op.post_norm) {
+    if (op.post_norm || ranks()) {
       d.epilogue = kStore, d.out = sum(), d.out_stride = H_;
     } else {
       d.epilogue = kResidual;
@@ -448,7 +476,8 @@ class Walker {
       lead_on(d, next(&op));
     }
     if (const char* wrong = routed_launch(op, router, tapped, from, routed, d, s_.tokens, s_.capacity, stream_, pdl_)) return wrong;
-    return op.post_norm ? add_sum(next(&op), op.post_norm, op.post_eps, op.scale) : nullptr;
+    if (const char* wrong = ranks() ? add_ranks() : nullptr) return wrong;
+    return op.post_norm || ranks() ? add_sum(next(&op), op.post_norm, op.post_eps, op.scale) : nullptr;
   }
 
   // The stream leaves the workspace; whatever was to be added to it has been (add_sum).
@@ -463,11 +492,16 @@ class Walker {
     if (const char* wrong = normed_product(op, a)) return wrong;
     const Weight weight(op.blob);
     a.bias = op.bias, a.out = s_.logits, a.out_stride = weight.header().N;
+    if (ranks()) a.out += s_.vocab[s_.peers.rank], a.out_stride = s_.vocab[s_.peers.size];
     const PersistentOp alone{a, weight.head, weight.blob, kStore};
-    if (chained_ && a.squares && persistent_tokens(&alone, 1))
-      return persistent_launch(&alone, 1, base_ + at_.chain, at_.persistent_bytes, stream_, pdl_);
-    const char* const wrong = store(a);
-    if (wrong || !lora()) return wrong;
+    const bool chain = chained_ && a.squares && persistent_tokens(&alone, 1);
+    const char* const wrong = chain ? persistent_launch(&alone, 1, base_ + at_.chain, at_.persistent_bytes, stream_, pdl_) : store(a);
+    if (!wrong && ranks()) {
+      ExchangeArgs all{next_exchange(), a.out, a.out_stride, a.out_stride, s_.logit_count, {}, false, s_.logits, {}};
+      std::copy(s_.vocab, s_.vocab + kMaxRanks + 1, all.first);
+      return exchange_launch(all, stream_, pdl_);
+    }
+    if (wrong || chain || !lora()) return wrong;
     LoraArgs change = lora_args(weight, input(weight, at_.normed, s_.logit_count), a.out);
     change.of.rows = s_.logit_rows;
     return lora_launch(change, s_.logit_count, stream_, pdl_);
@@ -489,6 +523,8 @@ class Walker {
   int lamport_set_ = 0;
   StreamKNext ahead_{};
   const QkvOp* last_qkv_ = nullptr;
+  const ResidualOp* o_ = nullptr;  // behind the last attention
+  int exchanges_ = 0;
   const Op* op_ = nullptr;  // the last op that is done
   int number_ = 0;          // of the current op; only followed where nothing is chained
 };

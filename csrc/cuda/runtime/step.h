@@ -18,6 +18,7 @@
 
 #include "cuda/attention/attention.h"
 #include "cuda/gemm/lora.h"
+#include "cuda/runtime/peers.cuh"
 #include "format/program.h"
 
 namespace exl2nb {
@@ -37,6 +38,10 @@ struct GpuStep {
   LoraRows lora;
   float* lora_sums;
   int lora_width;
+  // Of a rank: heads and channels are its own, attention's output matrix is whole; what it adds to the residual and its part of the logits,
+  // columns vocab[rank] to vocab[rank + 1] - 1, are exchanged.
+  Peers peers;
+  int vocab[kMaxRanks + 1];
 };
 
 // Floats of lora_sums, for any number of tokens.

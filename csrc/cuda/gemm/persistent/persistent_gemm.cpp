@@ -108,6 +108,7 @@ PersistentArgs arguments(const PersistentOp* ops, int count, uint8_t* workspace,
   PersistentArgs c{};
   c.count = count, c.grid = persistent_ctas(ops, count);
   c.clear = static_cast<uint4*>(ops->clear), c.clear_count = ops->clear_count, c.lamport = ops[count - 1].lamport;
+  if (count > 2) c.peers = ops[2].peers, c.first_row = first;
   for (int q = 0; q < count; q++) {
     PersistentGemm& p = c.gemm[q];
     p.a = ops[q].a;
@@ -144,11 +145,13 @@ PersistentArgs arguments(const PersistentOp* ops, int count, uint8_t* workspace,
 // does: ops/gpu.py keeps launches of different streams apart. A cooperative launch would also work but starts only when every SM is
 // free: 3 us more per chain.
 constexpr const char* kSource = "gemm/persistent/persistent_gemm.cuh";
-const Kernel<PersistentArgs> two_rows{kSource, "persistent_gemm<2, exl2nb::kAnyWeights>"},
-    four_rows{kSource, "persistent_gemm<1, exl2nb::kAnyWeights>"},
-    one_row[] = {{kSource, "persistent_gemm<4, exl2nb::kAnyWeights>"},
-                 {kSource, "persistent_gemm<4, exl2nb::kExl2>"},
-                 {kSource, "persistent_gemm<4, exl2nb::kNarrow>"}};
+const Kernel<PersistentArgs>
+    two_rows[] = {{kSource, "persistent_gemm<2, exl2nb::kAnyWeights, false>"}, {kSource, "persistent_gemm<2, exl2nb::kAnyWeights, true>"}},
+    four_rows[] = {{kSource, "persistent_gemm<1, exl2nb::kAnyWeights, false>"}, {kSource, "persistent_gemm<1, exl2nb::kAnyWeights, true>"}},
+    one_row[][2] = {
+        {{kSource, "persistent_gemm<4, exl2nb::kAnyWeights, false>"}, {kSource, "persistent_gemm<4, exl2nb::kAnyWeights, true>"}},
+        {{kSource, "persistent_gemm<4, exl2nb::kExl2, false>"}, {kSource, "persistent_gemm<4, exl2nb::kExl2, true>"}},
+        {{kSource, "persistent_gemm<4, exl2nb::kNarrow, false>"}, {kSource, "persistent_gemm<4, exl2nb::kNarrow, true>"}}};
 
 // Specialisation for one row. Separate sums (kNarrow) pay where the weights of the largest GEMM are narrow and an item has more than four
 // units (70B 87.9 to 86.0 us per chain), not elsewhere (8B 36.5 to 37.3, TinyLlama at 3 bits 17.6 to 18.2).
@@ -212,7 +215,8 @@ const char* persistent_launch(const PersistentOp* ops, int count, uint8_t* works
   for (int first = 0; first < all && most; first += most) {
     const PersistentArgs c = arguments(ops, count, workspace, bytes, first, std::min(most, all - first));
     const int tokens = c.gemm[0].a.tokens;
-    const auto& kernel = tokens == 2 ? two_rows : tokens > 2 ? four_rows : one_row[weight_kind(ops, count)];
+    const auto* const kernels = tokens == 2 ? two_rows : tokens > 2 ? four_rows : one_row[weight_kind(ops, count)];
+    const auto& kernel = kernels[c.peers.size > 0];
     const Launch how{unsigned(c.grid), kPersistentThreads, static_cast<size_t>(c.smem.bytes), stream, pdl};
     if (const char* wrong = kernel(how, c)) return wrong;
   }

@@ -18,6 +18,7 @@
 #include "cuda/gemm/persistent/int8_mma.cuh"
 #include "cuda/gemm/skinny/skinny_gemm.cuh"
 #include "cuda/runtime/lamport.cuh"
+#include "cuda/runtime/peers.cuh"
 
 namespace exl2nb {
 
@@ -34,6 +35,7 @@ struct PersistentOp {
   void* clear = nullptr;
   int clear_count = 0;
   bool lamport = false;
+  Peers peers{};  // third op: its sums are exchanged with the other ranks before they are added
 };
 // Most rows per launch; 0: these GEMMs cannot be chained. Three or four of a layer, or one that stores its sums.
 int persistent_tokens(const PersistentOp* ops, int count);
@@ -87,6 +89,7 @@ struct PersistentState {
   uint64_t bars[kNumBarriers];
   float factors[kPersistentTokens];
   int set;
+  unsigned exchange;  // the number of the third GEMM's
   PersistentEpilogue now[kMaxGemms];
   PersistentOutput owned[2][kMaxOwnedStrips * 16];  // of both residual GEMMs
 };
@@ -107,6 +110,8 @@ struct PersistentArgs {
   uint4* clear;  // as in PersistentOp
   int clear_count;
   bool lamport;
+  Peers peers;
+  int first_row;  // of this launch among the rows that are exchanged
   PersistentSmem smem;
 };
 
@@ -311,7 +316,9 @@ __device__ __forceinline__ int owned_column(const PersistentGemm& P, const Consu
 }
 
 // Once per launch: epilogue parameters and the output columns of both residual GEMMs.
+template <bool RANKS>
 __device__ __forceinline__ void prepare_epilogue(const PersistentArgs& C, const ConsumerWarp& w) {
+  if (RANKS && threadIdx.x == kConsumerThreads - 1) state(w).exchange = exchange_number(C.peers);
   if (const int q = threadIdx.x - kConsumerThreads / 2; q >= 0 && q < C.count) {
     const PersistentGemm& P = C.gemm[q];
     const GemmArgs& A = P.a;
@@ -348,7 +355,7 @@ __device__ __forceinline__ void arrive_stored(const PersistentEpilogue& now, con
 }
 
 // Epilogue kResidual: warp m owns row m. The next GEMM's input is stored first.
-template <int CHUNKS>
+template <int CHUNKS, bool RANKS>
 __device__ __forceinline__ void add_residual(const PersistentArgs& C, const PersistentGemm& P, int q, const PersistentEpilogue& now,
                                              ConsumerWarp& w) {
   const int M = tokens_of<CHUNKS>(P), m = M == 1 ? 0 : w.warp;
@@ -359,12 +366,27 @@ __device__ __forceinline__ void add_residual(const PersistentArgs& C, const Pers
   }
   const PersistentOutput* const owned = state(w).owned[q / 2] + w.lane;
   float squares = 0.f;
+  const auto product = [&](const PersistentOutput& o) {
+    return sum_partials(partials(w) + o.sums + m * 16, M) * state(w).factors[m] + o.bias;
+  };
+  // All of the CTA's columns are on their way to the other ranks before it waits for theirs.
+  const bool shared = RANKS && q == 2;
+  const auto place = [&](int k) {
+    return static_cast<int64_t>(C.first_row + m) * P.a.residual_stride + owned_column(P, w, w.lane + 32 * k);
+  };
+  if (shared)
+#pragma unroll 1
+    for (int k = 0; k < kMaxOwnedStrips / 2; k++)
+      if (const PersistentOutput o = owned[32 * k]; o.sums != PersistentOutput::kNone)
+        send(C.peers, state(w).exchange, place(k), product(o));
 #pragma unroll
   for (int k = 0; k < kMaxOwnedStrips / 2; k++) {
     const PersistentOutput o = owned[32 * k];
     if (!__any_sync(0xffffffffu, o.sums != PersistentOutput::kNone)) break;
     if (o.sums == PersistentOutput::kNone) continue;
-    const float v = w.residual[k] + o.other * (sum_partials(partials(w) + o.sums + m * 16, M) * state(w).factors[m] + o.bias);
+    float y = product(o);
+    if (shared) y = take_sum(C.peers, state(w).exchange, place(k), y);
+    const float v = w.residual[k] + o.other * y;
     w.residual[k] = v;
     squares = fmaf(v, v, squares);
     if (o.to) {
@@ -607,7 +629,7 @@ __device__ __forceinline__ void run_work_item(const PersistentArgs& C, const Per
 }
 
 // GEMM q and its epilogue.
-template <int CHUNKS, WeightKind WEIGHTS>
+template <int CHUNKS, WeightKind WEIGHTS, bool RANKS>
 __device__ __forceinline__ void run_gemm(const PersistentArgs& C, int q, const Int8Input<CHUNKS>& in, ConsumerWarp& w) {
   const PersistentGemm& P = C.gemm[q];
   const half2* const steps = image_of(C, w.shared, q).steps;
@@ -627,7 +649,7 @@ __device__ __forceinline__ void run_gemm(const PersistentArgs& C, int q, const I
     consumer_sync();
     round++;
     if (now.residual) {  // one round only
-      add_residual<CHUNKS>(C, P, q, now, w);
+      add_residual<CHUNKS, RANKS>(C, P, q, now, w);
     } else {
       write_outputs<CHUNKS>(C, P, now, w);
       if (round == P.rounds && q + 1 < C.count) arrive_stored(now, w);
@@ -642,7 +664,8 @@ __device__ __forceinline__ void run_gemm(const PersistentArgs& C, int q, const I
 #endif  // __CUDA_ARCH__ >= 900
 
 #ifdef __CUDACC__
-template <int CHUNKS, WeightKind WEIGHTS>
+// RANKS: the sums of the third GEMM are exchanged with other ranks; a kernel of its own, as these registers are missing elsewhere.
+template <int CHUNKS, WeightKind WEIGHTS, bool RANKS>
 __global__ void __launch_bounds__(kPersistentThreads, 1) persistent_gemm(const __grid_constant__ PersistentArgs C) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) uint8_t dynamic[];
@@ -677,7 +700,7 @@ __global__ void __launch_bounds__(kPersistentThreads, 1) persistent_gemm(const _
     return;
   }
   ConsumerWarp w{shared, bars, block, warp, lane, warp / kWarpsPerSet, 0, 0, {}};
-  prepare_epilogue(C, w);
+  prepare_epilogue<RANKS>(C, w);
   barrier_wait(bars + kImagesFull, 0);
 #pragma unroll 1
   for (int q = 0; q < C.count; q++) {
@@ -692,7 +715,7 @@ __global__ void __launch_bounds__(kPersistentThreads, 1) persistent_gemm(const _
     if (q == 0 && P.a.epilogue == kResidual) load_residual(C, w);
     quantize_inputs<CHUNKS>(C, x, q, w);
     consumer_sync();
-    run_gemm<CHUNKS, WEIGHTS>(C, q, in, w);
+    run_gemm<CHUNKS, WEIGHTS, RANKS>(C, q, in, w);
   }
   if (C.count == 1) return;
   // Counters of GEMMs that this launch does not have, and the number of launches. No CTA of this launch reads them any more.
