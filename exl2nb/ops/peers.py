@@ -72,7 +72,7 @@ class Peers:
         self.words = torch.tensor([rank, size, numbers, self._stop.data_ptr(), *addresses, *pad, *vocab, *pad], dtype=torch.int64)
 
     def stop(self) -> None:
-        """Nobody waits for the others any more: what is exchanged from now on is worth nothing."""
+        """End every wait for another rank; what is exchanged afterwards is undefined."""
         self._stop[0] = 1
 
     def gather(self, piece: Tensor, widths: Sequence[int]) -> Tensor:
