@@ -554,7 +554,7 @@ def train(args: argparse.Namespace) -> None:
     vocab_size = -(-tokenizer.get_vocab_size() // 32) * 32
     model = LlavaForConditionalGeneration(config_of(vocab_size, args.size)).to(args.device)
     if not cuda:
-        model.set_attn_implementation("eager")  # half of a step went into the gradient of torch's fused attention (0.26 to 0.18 s, two cores)
+        model.set_attn_implementation("eager")  # torch's fused attention took half of a step for its gradient (two cores: 0.26 to 0.18 s)
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} million parameters on {args.device}, {args.workers} workers", flush=True)
     writer, test, kinds = Writer(tokenizer), Rows.empty(args.test), []
     for n, (picture, asks, answer, kind) in enumerate(held_out(args.test)):

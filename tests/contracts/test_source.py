@@ -59,11 +59,14 @@ def test_no_huge_files():
 
 @pytest.mark.cpu
 def test_a_stream_touches_few_files():
-    """`tools/trace_path.py` follows `llm.stream()` on the demo model. On a busy machine the engine thread waits more often: the best of three."""
-    for _ in range(3):
+    """`tools/trace_path.py` follows `llm.stream()` on the demo model. On a busy machine the engine thread waits more often: best of three."""
+
+    def followed() -> dict:
         done = subprocess.run([sys.executable, "tools/trace_path.py", "--json"], cwd=ROOT, capture_output=True, text=True, check=True)
-        path = json.loads(done.stdout)
-        if path["calls_per_token"] <= MOST_CALLS:
-            break
+        return json.loads(done.stdout)
+
+    path = followed()
+    for _ in range(2):
+        path = path if path["calls_per_token"] <= MOST_CALLS else followed()
     assert len(path["files"]) <= MOST_FILES, path["files"]
     assert path["calls_per_token"] <= MOST_CALLS, path["functions"]
