@@ -59,7 +59,7 @@ def test_no_huge_files():
 
 @pytest.mark.cpu
 def test_a_stream_touches_few_files():
-    """`tools/trace_path.py` follows `llm.stream()` on the demo model. On a busy machine the engine thread waits more often: best of three."""
+    """`tools/trace_path.py` follows `llm.stream()` on the demo model. A busy engine thread waits more often: the best of three."""
 
     def followed() -> dict:
         done = subprocess.run([sys.executable, "tools/trace_path.py", "--json"], cwd=ROOT, capture_output=True, text=True, check=True)
