@@ -26,7 +26,8 @@ TEMPORARY = re.compile(r"/[\w./-]*/exl2nb-[a-z0-9_]{8}")
 """Folders that tempfile named; another run has other names."""
 PICTURES = {
     "01": "playground", "02": "weights", "03": "explorer", "04": "bitmap", "05": "caches", "06": "microscope", "07": "speculation",
-    "08": "plan", "09": "compare", "10": "pagetable", "11": "lora", "12": "plan", "14": "errorflow", "15": "outliers", "16": "attention",
+    "08": "plan", "09": "compare", "10": "pagetable", "11": "lora", "12": "plan", "13": "seeing", "14": "errorflow", "15": "outliers",
+    "16": "attention",
 }  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -55,21 +55,23 @@ class VisionEncoder:
         self.runs = 0  # pictures that went through the tower
         self._check(hidden, where)
 
-    def grid(self, picture: Picture) -> Grid:
-        """Patches in time, height and width that a picture becomes; from its size alone."""
+    def grid(self, picture: Any) -> Grid:
+        """Patches in time, height and width that a picture, or what `Picture.of` takes, becomes; from its size alone."""
+        picture = Picture.of(picture)
         rules, tower = self._rules(picture), self.vision.tower
         width, height = rules.size_for(*picture.size, len(picture.frames))
         frames = -(-len(picture.frames) // rules.temporal) * rules.temporal
         return frames // tower.temporal, height // tower.patch, width // tower.patch
 
-    def tokens(self, picture: Picture) -> int:
-        """Tokens of the prompt that a picture takes, its marks left out."""
+    def tokens(self, picture: Any) -> int:
+        """Tokens of the prompt that a picture, or what `Picture.of` takes, needs; its marks left out."""
         return self.vision.tokens(self.grid(picture))
 
-    def seen(self, picture: Picture) -> Image:
+    def seen(self, picture: Any) -> Image:
         """The picture, or a video's first frame, as the tower sees it: after resizing and cutting."""
         import PIL.Image
 
+        picture = Picture.of(picture)
         return PIL.Image.fromarray(self._rules(picture).fitted(picture.frames[0], len(picture.frames)))
 
     @property
@@ -105,6 +107,10 @@ class VisionEncoder:
             if self.device.type == "cuda":
                 torch.cuda.current_stream(self.device).synchronize()  # the engine reads them on a stream of its own
         return made, grid
+
+    def __repr__(self) -> str:
+        tower, size = self.vision.tower, f"{self.weight_bytes / 2**20:.1f} MiB on {self.device}"
+        return f"VisionEncoder({tower.layers} layers of {tower.width}, patches of {tower.patch} pixels, {size})"
 
     def close(self) -> None:
         """Give the memory back."""
