@@ -57,10 +57,10 @@ class VisionEncoder:
 
     def grid(self, picture: Any) -> Grid:
         """Patches in time, height and width that a picture, or what `Picture.of` takes, becomes; from its size alone."""
-        picture = Picture.of(picture)
-        rules, tower = self._rules(picture), self.vision.tower
-        width, height = rules.size_for(*picture.size, len(picture.frames))
-        frames = -(-len(picture.frames) // rules.temporal) * rules.temporal
+        given = Picture.of(picture)
+        rules, tower = self._rules(given), self.vision.tower
+        width, height = rules.size_for(*given.size, len(given.frames))
+        frames = -(-len(given.frames) // rules.temporal) * rules.temporal
         return frames // tower.temporal, height // tower.patch, width // tower.patch
 
     def tokens(self, picture: Any) -> int:
@@ -71,8 +71,8 @@ class VisionEncoder:
         """The picture, or a video's first frame, as the tower sees it: after resizing and cutting."""
         import PIL.Image
 
-        picture = Picture.of(picture)
-        return PIL.Image.fromarray(self._rules(picture).fitted(picture.frames[0], len(picture.frames)))
+        given = Picture.of(picture)
+        return PIL.Image.fromarray(self._rules(given).fitted(given.frames[0], len(given.frames)))
 
     @property
     def largest(self) -> int:
