@@ -205,7 +205,13 @@ class ConversionJob:
         asked = self.settings
         config = read_model_config(hub.resolve(self.src))
         return plan(
-            config, rows=asked.rows, length=asked.length, report_rows=asked.report_rows, polish=asked.polish, tuned=asked.tuning is not None
+            config,
+            rows=asked.rows,
+            length=asked.length,
+            report_rows=asked.report_rows,
+            polish=asked.polish,
+            tuned=asked.tuning is not None and asked.tuning.learns,
+            descent=asked.tuning is not None and asked.tuning.descent > 0,
         )
 
     def measure(self, sink: Sink | None = None) -> Measurement:
