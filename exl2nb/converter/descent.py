@@ -1,12 +1,13 @@
 """Coordinate descent over what is stored of one matrix, on the loss that GPTQ rounds for. Knows nothing of files or models.
 
-The loss is tr(G E^T H E): E = target - what the loader computes, H the damped Hessian of the inputs, G the damped products of the outputs'
-gradients, or the identity. GPTQ chooses a code while the rows below are not rounded, and a scale before it has rounded with it. Descent
-goes over the finished matrix again, group by group: scale indices, the largest step, then every code, each at its best with the others fixed.
+The loss is tr(G E^T H E): E = target - what the loader computes, H the damped Hessian of the inputs, G the damped products of the
+outputs' gradients, or the identity. GPTQ chooses a code while the rows below are not rounded, and a scale before it has rounded with it.
+Descent goes over the finished matrix again, group by group: scale indices, the largest step, then every code, each at its best with the
+others fixed.
 
-G couples columns: changes that are good one at a time may be bad together. Of the changes of a row that gain alone, those are made that gain
-at least some share of what the best one gains: the share, of SHARES, at which they gain most together, computed exactly. The best one alone
-is always a choice, so the loss never rises.
+G couples columns: changes that are good one at a time may be bad together. Of the changes of a row that gain alone, those are made that
+gain at least some share of what the best one gains: the share, of SHARES, at which they gain most together, computed exactly. The best
+one alone is always a choice, so the loss never rises.
 """
 
 from __future__ import annotations

@@ -57,7 +57,8 @@ class _Sizes:
 
     weights, largest, head: numbers in a layer's matrices, in one of them, in the head. widest: inputs of a matrix. moment: bytes of its
     sum of products. inputs, products: bytes of a layer's Hessians, and of its products of gradients. sweep, quantize: shapes of their
-    streams. descended, descended_head: bytes of coordinate descent over a matrix, over the head. tried: bytes of the streams of allocations that are tried.
+    streams. descended, descended_head: bytes of coordinate descent over a matrix, over the head.
+    tried: bytes of the streams of allocations that are tried.
     """
 
     def __init__(self, config: ModelConfig, rows: int, length: int, report_rows: int) -> None:
