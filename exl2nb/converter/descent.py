@@ -103,6 +103,7 @@ class _Descent:
             upper.diagonal(dim1=1, dim2=2).fill_(1)
             self._products = torch.cholesky_inverse(upper / spread.view(len(upper), -1, 1), upper=True).float()
         self._diagonal = 1.0 if self._products is None else self._products.diagonal(dim1=1, dim2=2).flatten()
+        self._shares = hessian.new_tensor(SHARES)[:, None]  # made once: a copy to a GPU for every row would take longer than the row
         self._rounds = 1 if self._products is None else ROUNDS
         self._target, self._index, self._scale_max = target[:, self._order], made.scale_index[:, self._order], made.scale_max.float()
         self._codes = made.codes[:, self._order].float()
@@ -168,7 +169,7 @@ class _Descent:
             before, slope = self._made(at), (codes * self._coupled(local)).sum(0)
             move = every - self._steps(at)
             gain, pick = (move * (2 * slope - move * curve)).max(0)
-            taken = _together(move.gather(0, pick[None])[0], gain, slope, form) != 0
+            taken = _together(move.gather(0, pick[None])[0], gain, slope, self._shares, form) != 0
             self._index[at] = torch.where(taken, pick.to(torch.uint8), self._index[at])
             local -= matmul(hessian, self._made(at) - before)
 
@@ -199,7 +200,7 @@ class _Descent:
                 levels = ((made[row] + slope / curve) * inverse).round().clamp(low, high)
                 found = (levels * steps).half().float()
                 move = found - made[row]
-                move = _together(move, move * (2 * slope - move * curve), slope, self._products, height)
+                move = _together(move, move * (2 * slope - move * curve), slope, self._shares, self._products, height)
                 taken = move != 0
                 codes[row], made[row] = torch.where(taken, levels, codes[row]), torch.where(taken, found, made[row])
                 local.addr_(hessian[:, row], move, alpha=-1)
@@ -215,17 +216,17 @@ def _blocks(x: Tensor, products: Tensor) -> Tensor:
     return x.view(len(x), len(products), -1).transpose(0, 1)
 
 
-def _together(move: Tensor, gain: Tensor, slope: Tensor, form: Tensor | None, height: Tensor | float = 1.0) -> Tensor:
+def _together(move: Tensor, gain: Tensor, slope: Tensor, shares: Tensor, form: Tensor | None, height: Tensor | float = 1.0) -> Tensor:
     """The changes that are made, f32 `(N,)`, 0 elsewhere.
 
     Args:
-        move: change of each column. gain: what it gains alone.
+        move: change of each column. gain: what it gains alone. shares: SHARES, `(S, 1)`.
         slope, form: a change m of all columns costs height * m form m^T - 2 m slope^T; form: f32 `(N / B, B, B)`, None: diagonal.
     """
     if form is None:
         return torch.where(gain > 0, move, 0)
     gain, move, slope = (x.view(len(form), 1, -1) for x in (gain, move, slope))
-    least = gain.amax(-1, keepdim=True) * gain.new_tensor(SHARES)[:, None]
+    least = gain.amax(-1, keepdim=True) * shares
     tried = torch.where((gain > 0) & (gain >= least), move, 0)
     cost, pick = (tried * (height * (tried @ form) - 2 * slope)).sum(-1).min(1)
     taken = tried.gather(1, pick[:, None, None].expand(-1, 1, tried.shape[-1]))
