@@ -24,11 +24,11 @@ from exl2nb.core.show import size_text
 from exl2nb.io.hub import display_name
 from exl2nb.io.metadata import metadata_folder
 from exl2nb.llm.memory import CONTEXT, LIMITS, MemoryPlan, formula_of, free_bytes, multiprocessors
-from exl2nb.llm.split_plan import Holder, KindFormula, Sizes, SplitFormula, SplitPlan
+from exl2nb.llm.split_plan import Holder, KindFormula, Share, Sizes, SplitFormula, SplitPlan
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.gpu_memory import kept_by_layer
-from exl2nb.model.inspect import Inspection, inspect
-from exl2nb.model.layout import layer_linears
+from exl2nb.model.inspect import Inspection, Matrix, inspect
+from exl2nb.model.layout import ATTENTION, layer_linears
 from exl2nb.model.loader import read_model_config
 from exl2nb.model.lora import adapter_bytes
 from exl2nb.model.split import STREAM_ROWS, Span
@@ -76,6 +76,22 @@ def read_devices(devices: DeviceChoice, *, where: str = "load") -> list[Budget]:
     return sorted(budgets, key=lambda budget: budget.device != "cpu")
 
 
+def experts_apart(devices: DeviceChoice, *, where: str = "load") -> tuple[DeviceChoice, bool]:
+    """What is left of `devices` without "cpu": "experts", and whether that was in it.
+
+    Raises:
+        OptionError: experts on a GPU, or no GPU for the rest.
+    """
+    if not isinstance(devices, Mapping) or "experts" not in devices.values():
+        return devices, False
+    rest = {name: size for name, size in devices.items() if size != "experts"}
+    if devices.get("cpu") != "experts" or "experts" in rest.values() or not rest:
+        raise OptionError(
+            f"{where}: devices is {shown(devices)}; 'experts' is for the CPU, with GPUs for the rest: {{'cuda': 'rest', 'cpu': 'experts'}}"
+        )
+    return rest, True
+
+
 def gpu_layers(count: int, *, where: str = "load") -> DeviceChoice:
     """So many layers on the GPU, the rest on the CPU, as `devices`."""
     check_integer(f"{where}: gpu_layers", count, 0, 1024)
@@ -108,40 +124,51 @@ def _budget(name: object, size: object, where: str) -> Budget:
 # ---- what each device holds
 
 
-def kind_formula(config: ModelConfig, found: Inspection, kind: str, modes: tuple[str, ...] = ()) -> KindFormula:
-    """What the model takes on "cpu" or "cuda". modes: cache modes to know besides those with a name."""
+def kind_formula(config: ModelConfig, found: Inspection, kind: str, modes: tuple[str, ...] = (), *, experts: bool = True) -> KindFormula:
+    """What the model takes on "cpu" or "cuda". modes: cache modes to know besides those with a name. experts: False leaves those out."""
+    apart = {matrix.key for matrix in _experts(config, found)} if not experts else set[str]()
     if kind == "cuda":
-        weights = kept_by_layer(config, found)
+        weights = kept_by_layer(config, found, experts=experts)
     else:
         weights = [0] * (config.num_layers + 2)
         for matrix in found.matrices:
-            if matrix.layer is not None:
+            if matrix.layer is not None and matrix.key not in apart:
                 weights[matrix.layer + 1] += matrix.nbytes
         weights[0] = 0 if found.embedding is None else found.embedding.nbytes
         head = found.head or found.embedding
         weights[-1] = 0 if head is None else head.nbytes
     return KindFormula(
         parts=tuple(weights),
-        read=(0, *(round(size * share) for size, share in zip(weights[1:-1], _visited(config, found))), weights[-1]),
+        read=(0, *(round(size * share) for size, share in zip(weights[1:-1], _visited(config, found, experts))), weights[-1]),
         stream=4 * STREAM_ROWS[kind] * config.hidden_size,
         formula=formula_of(config, found, kind, modes=modes),
     )
 
 
-def _visited(config: ModelConfig, found: Inspection) -> list[float]:
-    """Of each layer's bytes the share that a token's experts are; 1 where there are none."""
+def _visited(config: ModelConfig, found: Inspection, experts: bool) -> list[float]:
+    """Of each layer's bytes the share that a token reads; less than 1 where it has experts."""
     held, idle = [0] * config.num_layers, [0.0] * config.num_layers
-    experts = {key for layer in range(config.num_layers) for key in _expert_keys(config, layer)}
     for matrix in found.matrices:
         if matrix.layer is not None:
             held[matrix.layer] += matrix.nbytes
-            if matrix.key in experts and config.moe is not None:
-                idle[matrix.layer] += matrix.nbytes * (1 - config.moe.top_k / config.moe.num_experts)
+    for matrix in _experts(config, found) if experts else ():
+        idle[matrix.layer or 0] += _idle(config, matrix)
     return [1 - gone / max(1, size) for gone, size in zip(idle, held)]
 
 
-def _expert_keys(config: ModelConfig, layer: int) -> list[str]:
-    return [linear.key for role, linear in layer_linears(config, layer).items() if "." in role]
+def _experts(config: ModelConfig, found: Inspection) -> list[Matrix]:
+    """The matrices of sparse layers' MLPs, those of the shared expert included."""
+    sparse = [layer for layer in range(config.num_layers) if config.experts(layer) is not None]
+    keys = {one.key for layer in sparse for role, one in layer_linears(config, layer).items() if role not in ATTENTION}
+    return [matrix for matrix in found.matrices if matrix.layer is not None and matrix.key in keys]
+
+
+def _idle(config: ModelConfig, matrix: Matrix) -> float:
+    """Bytes of an expert's matrix that a token does not read, on average."""
+    assert config.moe is not None
+    assert matrix.layer is not None
+    shared = matrix.key in {config.names.at(matrix.layer, f"shared_{role}") for role in ("gate", "up", "down")}
+    return 0.0 if shared else matrix.nbytes * (1 - config.moe.top_k / config.moe.num_experts)
 
 
 def place_layers(budgets: Sequence[Budget], sizes: Mapping[str, Sizes], layers: int, *, where: str = "load") -> list[Span]:
@@ -231,23 +258,38 @@ def plan_split(
     for what, value in (("context", 1 if context is None else context), ("batch", batch)):
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LIMITS[what]:
             raise OptionError(f"{where}: {what} is {value!r}; expected a whole number from 1 to {LIMITS[what]}")
+    devices, apart = experts_apart(devices, where=where)
     budgets = read_devices(devices, where=where)
     with metadata_folder(path, revision) as folder:
         config, found = read_model_config(folder), inspect(folder)
         name = display_name(folder) if Path(path).expanduser().exists() else f"{path}@{revision}" if revision else str(path)
+    if apart and config.moe is None:
+        raise OptionError(f"{where}: devices puts experts on the CPU, and {name} has none: it is dense; give cpu 'rest' or '12 layers'")
     tokens = min(config.max_position_embeddings, CONTEXT) if context is None else context
     choice = {"context": tokens, "batch": batch, "mode": mode}
     free = {budget.device: _free(budget.device) for budget in budgets}
     holders = [Holder(one.device, free[one.device] if one.bytes is None else one.bytes, _read_speed(one.device)) for one in budgets]
-    kinds = {holder.kind: kind_formula(config, found, holder.kind, modes=(mode,)) for holder in holders}
+    kinds = {holder.kind: kind_formula(config, found, holder.kind, modes=(mode,), experts=not apart) for holder in holders}
     formula = SplitFormula(devices=tuple(holders), kinds=kinds)
     sizes = {kind: one.at(**choice) for kind, one in kinds.items()}
     ends, spans = [], place_layers(budgets, sizes, config.num_layers, where=where)
     for budget in budgets:
         ends.append(spans.pop(0).last if spans and spans[0].device == budget.device else ends[-1] if ends else 0)
     shares = [replace(share, free=free[share.device]) for share in formula.shares(ends[:-1], **choice)]
-    about = {"name": name, "path": str(path), "revision": revision, "formula": formula}
+    if apart:
+        shares.append(_experts_share(config, found, **choice))
+    about = {"name": name, "path": str(path), "revision": revision, "formula": None if apart else formula}
     return SplitPlan(context=tokens, batch=batch, cache_mode=mode, shares=tuple(shares), **about)
+
+
+def _experts_share(config: ModelConfig, found: Inspection, *, context: int, batch: int, mode: str) -> Share:
+    """All experts on the CPU."""
+    matrices = _experts(config, found)
+    weights = sum(matrix.nbytes for matrix in matrices)
+    work = formula_of(config, found, "cpu", modes=(mode,)).parts(context=context, batch=batch, mode=mode)["work"]
+    read = weights - round(sum(_idle(config, matrix) for matrix in matrices))
+    sizes = {"weights": weights, "cache": 0, "work": work, "read": read}
+    return Share(device="cpu", first=0, last=config.num_layers, free=_free("cpu"), speed=_read_speed("cpu"), experts=True, **sizes)
 
 
 def plan_ranks(

@@ -28,7 +28,8 @@ class Share:
 
     device: its name. first, last: layers [first, last). weights: with the embedding or the head where they are there. cache: of these
     layers. work: activations, and on a GPU what CUDA and captured steps keep. read: weights that a step of one sequence reads. free: memory
-    free now, None where it is not known. speed: bytes a second that it reads, None where it is not known.
+    free now, None where it is not known. speed: bytes a second that it reads, None where it is not known. experts: of these layers it holds
+    the experts alone, and the others hold the rest.
     """
 
     device: str
@@ -40,6 +41,7 @@ class Share:
     read: int
     free: int | None
     speed: float | None
+    experts: bool = False
 
     @property
     def total(self) -> int:
@@ -158,7 +160,8 @@ class SplitFormula:
             weights, cache, work = sizes[device.kind].of(first, last)
             read = _with_ends(self.kinds[device.kind].read, first, last)
             sizes_here = {"weights": weights, "cache": cache, "work": work, "read": read}
-            found.append(Share(device=device.name, first=first, last=last, free=device.limit, speed=device.speed, **sizes_here))
+            about = {"free": device.limit, "speed": device.speed, "experts": False}
+            found.append(Share(device=device.name, first=first, last=last, **sizes_here, **about))
         return tuple(found)
 
     def borders(self, shares: Sequence[Share]) -> tuple[int, ...]:
@@ -200,6 +203,12 @@ class SplitFormula:
                 "plan: the formula of several devices holds what is no device or no number of bytes; expected what to_dict gives"
             )
         return cls(devices=devices, kinds=kinds)
+
+
+def _count(share: Share) -> str:
+    """Of its layers, as `load` takes it."""
+    layers = share.last - share.first
+    return f"{layers} layer{'s' * (layers > 1)}"
 
 
 def _is_bytes(value: object) -> bool:
@@ -304,8 +313,9 @@ class SplitPlan:
             OptionError: the plan has no borders that could move.
         """
         if self.formula is None or len({device.name for device in self.formula.devices}) < len(self.formula.devices):
-            why = f"parallel={self.parallel!r}" if self.formula is None else "one name for two devices"
-            raise OptionError(f"plan: {why} has no borders between devices; expected a plan of layers on devices with different names")
+            why = "experts on the CPU" if any(share.experts for share in self.shares) else f"parallel={self.parallel!r}"
+            why = why if self.formula is None else "one name for two devices"
+            raise OptionError(f"plan: {why}: no borders between devices; expected a plan of layers on devices with different names")
         return self.formula
 
     @property
@@ -348,6 +358,10 @@ class SplitPlan:
 
     def _placed(self) -> str:
         names = [share.device for share in self.shares]
+        if any(share.experts for share in self.shares):
+            first, *others = (share for share in self.shares if not share.experts)
+            counts = {share.device: _count(share) for share in others}
+            return f"devices={ {first.device: 'rest'} | counts | {'cpu': 'experts'}!r}"
         if self.parallel == "tensor":
             return f"devices={names!r}, parallel='tensor'"
         if len(names) == 1:
@@ -357,7 +371,7 @@ class SplitPlan:
         if names == ["cpu", "cuda"]:
             return f"gpu_layers={self.shares[1].last - self.shares[1].first}"
         rest, *others = self.shares
-        counts = {share.device: f"{share.last - share.first} layer{'s' * (share.last - share.first > 1)}" for share in others}
+        counts = {share.device: _count(share) for share in others}
         first = {rest.device: "rest"}  # GPUs run in the order of their names here, the CPU always first
         return f"devices={counts | first if rest.device == 'cpu' else first | counts!r}"
 
@@ -427,6 +441,8 @@ class SplitPlan:
         return "\n".join([*lines, self.verdict()])
 
     def _held(self, share: Share) -> str:
+        if share.experts:
+            return "all experts"
         return f"layers {share.first:>3} to {share.last - 1:<3}" if self.parallel == "layers" else f"1/{len(self.shares)} of each layer"
 
     def _repr_html_(self) -> str:

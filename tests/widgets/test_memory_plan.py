@@ -131,9 +131,9 @@ def test_plans_without_borders_are_refused(split):
         MemoryPlan(DEMO, borders=[3])
     with pytest.raises(OptionError, match="devices needs a model directory"):
         MemoryPlan(split, devices=CARDS)
-    with pytest.raises(OptionError, match="parallel='tensor' has no borders"):
+    with pytest.raises(OptionError, match="parallel='tensor': no borders"):
         MemoryPlan(ex.plan(DEMO, devices=["cpu", "cpu"], parallel="tensor"))
-    with pytest.raises(OptionError, match="one name for two devices has no borders"):
+    with pytest.raises(OptionError, match="one name for two devices: no borders"):
         MemoryPlan(ex.plan(DEMO, devices=["cpu", "cpu"]))
 
 
