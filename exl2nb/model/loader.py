@@ -187,7 +187,7 @@ class Builder:
         experts: Builder | None = None,
     ) -> None:
         self.config, self.store, self.sources, self.widen, self.device, self.arena = config, store, sources, widen, device, arena
-        self.experts = self if experts is None else experts
+        self.experts = experts
 
     def span(self, span: Span, meter: Meter) -> _Piece:
         """Everything of a span, layer by layer."""
@@ -201,7 +201,7 @@ class Builder:
             )
             meter.step(detail="embedding")
         for layer in range(span.first, span.last):
-            mlp = self.mlp(layer) if config.experts(layer) is None else self.experts.routed_mlp(layer)
+            mlp = self.mlp(layer) if config.experts(layer) is None else (self.experts or self).routed_mlp(layer)
             attention = replace(self.attention(layer), layer=layer - span.first)
             layers.append(Layer(attention=attention, mlp=mlp, parallel=config.parallel))
             meter.step(detail=f"layer {layer}")
