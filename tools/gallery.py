@@ -44,7 +44,9 @@ def build(prefixes: list[str]) -> None:
         with tempfile.TemporaryDirectory() as folder:
             cost = execute(book, Path(folder))
         data = strip(json.loads(nbformat.writes(book)))
-        text = TEMPORARY.sub("/tmp/exl2nb", json.dumps(data, indent=1, ensure_ascii=False))
+        text = TEMPORARY.sub("/tmp/exl2nb", json.dumps(data, indent=1, ensure_ascii=False)).replace(
+            str(Path(__file__).resolve().parents[1]), "/exl2nb"
+        )
         (GALLERY / path.name).write_text(text + "\n", encoding="utf-8")
         size = (GALLERY / path.name).stat().st_size / 1000
         print(f"{path.name}: {size:.0f} kB; {cost.peak_bytes / 1e6:.0f} MB resident, {cost.cpu_s:.1f} s of processor time", flush=True)

@@ -64,7 +64,8 @@ def load(
             "auto".
         devices: split the layers over several devices, in place of `device`: "auto" (fill the GPUs, then the CPU), a list of names
             (["cuda:0", "cuda:1"]: in proportion to free memory), or a budget for each, which covers weights, cache and activations:
-            {"cuda:0": "6GiB", "cpu": "rest"}, {"cuda": "20 layers", "cpu": "rest"}. Layers on the CPU run first.
+            {"cuda:0": "6GiB", "cpu": "rest"}, {"cuda": "20 layers", "cpu": "rest"}. Layers on the CPU run first. Of a mixture of
+            experts, {"cuda:0": "rest", "cpu": "experts"} keeps the experts on the CPU and all else on GPUs.
             `exl2nb.plan(devices=...)` shows the split before loading.
         gpu_layers: number of layers on the GPU, the rest on the CPU; the same as devices={"cuda": "N layers", "cpu": "rest"}.
         parallel: "layers": each device has whole layers. "tensor": a process for each device, all of which run every layer together, each
@@ -116,8 +117,10 @@ def load(
             if parallel == "tensor":
                 model = _load_ranks(folder, chosen, context=context, rope=rope, deterministic=exact, progress=sink)
             else:
-                spans = () if chosen is None else _spans(folder, chosen, **sizes)
-                model = load_model(folder, device=place, spans=spans, context=context, rope=rope, progress=sink, deterministic=exact)
+                spans, apart = ((), False) if chosen is None else _spans(folder, chosen, **sizes)
+                model = load_model(
+                    folder, device=place, spans=spans, experts=apart, context=context, rope=rope, progress=sink, deterministic=exact
+                )
     try:
         tokenizer = Tokenizer.load(folder)
         tokenizer.templates.prepare()
@@ -210,15 +213,15 @@ def _load_ranks(
     return load_parallel(folder, [pick_device(name) for name in names], **options)
 
 
-def _spans(folder: Path, devices: DeviceChoice, *, context: int | None, cache: str, cache_tokens: int | None) -> list[Span]:
-    """Where the layers go."""
+def _spans(folder: Path, devices: DeviceChoice, *, context: int | None, cache: str, cache_tokens: int | None) -> tuple[list[Span], bool]:
+    """Where the layers go, and whether their experts go to the CPU."""
     from exl2nb.llm.plan import plan_split
 
     planned = plan_split(folder, devices=devices, context=cache_tokens or max(context or CONTEXT, CACHE_TOKENS), cache=cache, where="load")
-    spans = [Span(share.device, share.first, share.last) for share in planned.shares]
+    spans = [Span(share.device, share.first, share.last) for share in planned.shares if not share.experts]
     for span in spans:
         pick_device(span.device)
-    return spans
+    return spans, len(spans) < len(planned.shares)
 
 
 def _fitting(folder: Path, needed: str) -> AbstractContextManager[None]:
