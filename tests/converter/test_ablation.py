@@ -24,6 +24,7 @@ def words(source, tmp_path_factory):
 
 
 def test_stages_beside_each_other(bench, words, capsys):
+    """Two stages; then one more, and what is there is not made again; then what does not fit, which is named."""
     options, folder = words
     table = folder / "table.md"
     assert bench.main([*options, "--stages", "GPTQ", "descent", "--table", str(table), "--work-dir", str(folder / "work")]) == 0
@@ -41,24 +42,17 @@ def test_stages_beside_each_other(bench, words, capsys):
     assert f"{descent['kl'] / gptq['kl']:.3f}" in lines[3]
     assert lines[3] in capsys.readouterr().out
 
-
-def test_what_is_there_is_not_made_again(bench, words):
-    options, folder = words
-    before = json.loads((folder / "tuned.json").read_text())["results"]
     assert bench.main([*options, "--stages", "GPTQ", "one pass", "--work-dir", str(folder / "work")]) == 0
     after = json.loads((folder / "tuned.json").read_text())["results"]
-    assert after[:2] == before
+    assert after[:2] == found["results"]
     assert [one["stage"] for one in after[2:]] == ["one pass"]
     assert after[2]["choosing_kl"] > 0
 
-
-def test_what_does_not_fit_is_named(bench, words, capsys):
-    options, folder = words
     assert bench.main([*options, "--stages", "floats", "--seconds", "0"]) == 0
     assert "Skipped: tiny, 3 bits, floats: 0 s left" in capsys.readouterr().out
-    found = json.loads((folder / "tuned.json").read_text())
-    assert [one["stage"] for one in found["skipped"]] == ["floats"]
-    assert len(found["results"]) == 3
+    last = json.loads((folder / "tuned.json").read_text())
+    assert [one["stage"] for one in last["skipped"]] == ["floats"]
+    assert last["results"] == after
     assert bench.main([*options, "--bpw", "9", "--stages", "floats"]) == 0
     assert "OptionError: convert: bpw is 9" in capsys.readouterr().out
 
