@@ -6,7 +6,7 @@ import math
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +20,7 @@ from exl2nb.model.config import ModelConfig
 from exl2nb.model.store import ModelStore, open_store
 from exl2nb.model.vision.families import VISIONS, Features, Vision, read_vision
 from exl2nb.model.vision.pictures import Picture
+from exl2nb.model.vision.prompt import Piece, PromptPictures, expanded, mark_of, place
 from exl2nb.model.vision.rules import Rules
 from exl2nb.model.vision.tower import Grid, forward, grid_of
 from exl2nb.quant.exl2 import SUFFIXES, Exl2Tensors, check_headers
@@ -71,6 +72,22 @@ class VisionEncoder:
         import PIL.Image
 
         return PIL.Image.fromarray(self._rules(picture).fitted(picture.frames[0], len(picture.frames)))
+
+    def mark(self, piece: Piece, *, video: bool = False) -> str:
+        """What stands in a prompt for one picture before it is expanded. piece: the text of a token."""
+        return mark_of(self.vision, video, piece)
+
+    def expanded(self, text: str, pictures: Sequence[Picture], piece: Piece) -> str:
+        """A prompt with marks as the text that the model reads: each mark becomes as many tokens as its picture takes.
+
+        Raises:
+            PictureError: other marks than pictures, or a video, and the model reads none.
+        """
+        return expanded(text, self.vision, pictures, [self.grid(picture) for picture in pictures], piece)
+
+    def placed(self, ids: Sequence[int], pictures: Sequence[Picture], *, whole: bool, axes: bool) -> PromptPictures:
+        """The pictures of an expanded prompt, encoded; arguments and errors as of `prompt.place`."""
+        return place(ids, self.vision, pictures, [self(picture) for picture in pictures], whole=whole, axes=axes)
 
     @property
     def largest(self) -> int:
