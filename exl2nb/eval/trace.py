@@ -18,7 +18,7 @@ from exl2nb.core.show import size_text
 from exl2nb.eval.logits import check_ids
 from exl2nb.model.batch import Batch
 from exl2nb.model.model import Model
-from exl2nb.model.points import LOGITS, TRACE_BYTES, Edit, Edits, Point, T, matching
+from exl2nb.model.points import LOGITS, Edit, Edits, Point, T, matching
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -177,7 +177,7 @@ def trace(
     texts: Sequence[str] = (),
     cache: str = "fp32",
     pattern_size: int | None = None,
-    max_bytes: int = TRACE_BYTES,
+    max_bytes: int = 1 << 30,
     name: str = "",
     on_step: Callable[[int, Mapping[str, Tensor]], None] | None = None,
     pictures: PromptPictures | None = None,

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from exl2nb.core.errors import ContextOverflow, OptionError
 from exl2nb.core.options import check_flag, shown, spelled_out
-from exl2nb.eval.score import token_texts
 from exl2nb.generator.engine import Engine
 from exl2nb.llm.options import DEFAULTS, ConversationOptions
 from exl2nb.llm.pictures import take_pictures, with_parts
@@ -18,6 +17,7 @@ from exl2nb.llm.requests import STRUCTURES, check_length
 from exl2nb.model.model import Model
 from exl2nb.sampling.params import check_integer
 from exl2nb.tokenizer import chat as chat_format
+from exl2nb.tokenizer.detokenize import token_texts
 from exl2nb.tokenizer.instruct import INSTRUCT
 from exl2nb.tokenizer.reply import ReplyFormat, think_tags
 from exl2nb.tokenizer.tokenizer import Tokenizer

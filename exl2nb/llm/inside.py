@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 from exl2nb.core.errors import EngineClosed, OptionError
 from exl2nb.core.options import shown
-from exl2nb.eval.score import token_texts
 from exl2nb.generator.engine import Engine
 from exl2nb.llm.requests import ids_of
 from exl2nb.model.model import Model
-from exl2nb.model.points import TRACE_BYTES, matching
 from exl2nb.sampling.params import check_integer
+from exl2nb.tokenizer.detokenize import token_texts
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -49,7 +48,7 @@ class InsideMixin:
         patch: Patch | None = None,
         cache: str = "fp32",
         pattern_size: int | None = None,
-        max_bytes: int = TRACE_BYTES,
+        max_bytes: int = 1 << 30,
         on_step: Callable[[int, Mapping[str, Tensor]], None] | None = None,
     ) -> Trace:
         """Read a prompt and keep what passes through the model, by TransformerLens' names, as tensors on the CPU.
@@ -118,6 +117,8 @@ class InsideMixin:
             >>> bool(before.kl(after)[-1] > 0)
             True
         """
+        from exl2nb.model.points import matching
+
         edits, _ = _parts(patch)
         for name in edits:
             matching(self.model.points, name, where="patch")

@@ -21,10 +21,10 @@ from exl2nb.generator.engine import Engine
 from exl2nb.generator.request import LoraRow
 from exl2nb.io import hub
 from exl2nb.model.model import Model
-from exl2nb.ops.lora import Adapter, blend
 
 if TYPE_CHECKING:
     from exl2nb.model.lora import LoraFile
+    from exl2nb.ops.lora import Adapter
 
 MAX_WEIGHT = 100.0
 MAX_ROWS = 4096  # different adapters and blends in use at once
@@ -205,6 +205,8 @@ class Loras:
         key = " + ".join(sorted(f"{lora.file.digest} * {weight!r}" for lora, weight in mix))
         if (known := self._rows.get(key)) is not None:
             return known
+        from exl2nb.ops.lora import blend
+
         _, program = self._model.network_and_program
         plain = len(mix) == 1 and mix[0][1] == 1
         adapter = mix[0][0].changes if plain else blend([(lora.changes, weight) for lora, weight in mix], program)

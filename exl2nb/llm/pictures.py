@@ -36,8 +36,11 @@ def take_pictures(messages: Sequence[Any]) -> tuple[list[Any], list[Picture]]:
     Raises:
         PictureError: a picture that cannot be used, too many of them, or a text that holds a mark.
     """
+    from exl2nb.model.vision.pictures import check_total
+
     made: list[Any] = []
     found: list[Picture] = []
+    pixels = 0
     for number, message in enumerate(messages):
         content = message.get("content") if isinstance(message, Mapping) else None
         if isinstance(content, (list, tuple)):
@@ -48,6 +51,8 @@ def take_pictures(messages: Sequence[Any]) -> tuple[list[Any], list[Picture]]:
                     raise PictureError(f"message {number}: more than {MAX_PICTURES} pictures in one conversation; give fewer")
                 if kind:
                     found.append(_picture(part, kind, number))
+                    pixels += found[-1].pixels
+                    check_total(pixels, f"message {number}")
                 parts.append({"type": "text", "text": VIDEO if kind == "video" else IMAGE} if kind else part)
             message = {**message, "content": parts}
         made.append(message)

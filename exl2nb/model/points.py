@@ -16,7 +16,6 @@ from exl2nb.model.config import ModelConfig
 
 T = -1  # a dimension of tokens in `Point.shape`
 LOGITS = "logits"
-TRACE_BYTES = 1 << 30  # of all tensors of a trace, where the caller does not say
 
 
 @dataclass(frozen=True)

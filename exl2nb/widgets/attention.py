@@ -144,7 +144,7 @@ class AttentionView(InsideWidget):
     def _measure(self, ids: list[int], stop: threading.Event) -> dict[str, Any] | None:
         import torch
 
-        from exl2nb.eval.score import token_texts
+        from exl2nb.tokenizer.detokenize import token_texts
 
         first = self.sides[0]
         layers, heads = first.llm.config.num_layers, first.llm.config.num_heads
