@@ -139,9 +139,9 @@ class VisionEncoder:
         tower, rules = self.vision.tower, self.vision.rules
         weights = {name: torch.empty_like(tensor, device="meta") for name, tensor in self._weights.items()}
         side = rules.height or rules.unit * max(1, tower.window // rules.unit)
-        frames = torch.empty(tower.temporal, 3, side, side, device="meta")
-        grid = grid_of(tower, frames)
         try:
+            frames = torch.empty(tower.temporal, 3, side, side, device="meta")
+            grid = grid_of(tower, frames)
             found = self.vision.project(weights, forward(tower, weights, frames), grid)
         except KeyError as error:
             raise FormatError(f"{where}: tensor {str(error.args[0])!r} is missing; config.json says that the tower has it") from None
