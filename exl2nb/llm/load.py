@@ -17,17 +17,17 @@ from exl2nb.core.options import check_flag, check_keywords, shown
 from exl2nb.core.progress import Sink, showing
 from exl2nb.generator.draft import DraftModel, check_same_tokenizer
 from exl2nb.io import hub
+from exl2nb.llm.keywords import PARALLEL
 from exl2nb.llm.model import LLM
 from exl2nb.model.loader import load_model
-from exl2nb.model.model import Model
+from exl2nb.model.model import Model, Span
 from exl2nb.model.rope import RopeOverride
-from exl2nb.model.split import Span
-from exl2nb.model.vision.encoder import load_encoder
 from exl2nb.sampling.params import check_integer
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from exl2nb.llm.plan import DeviceChoice
+    from exl2nb.model.vision.encoder import VisionEncoder
 
 CONTEXT = 4096  # tokens, where the caller does not say and the model allows more: a cache that fits small machines
 CACHE_TOKENS = 4096  # at least, so that several short requests run together on a model with a short context
@@ -129,7 +129,7 @@ def load(
         held = max(tokens, CACHE_TOKENS) if cache_tokens is None else max(tokens, cache_tokens)
         with _fitting(folder, f"{_gib(model.cache_spec(held, mode=cache).total_bytes)} for the cache of {held} tokens"):
             sizes = {"context": tokens, "cache_tokens": held, "max_sequences": max_sequences}
-            encoder = load_encoder(folder, model.config, device=model.device) if vision else None
+            encoder = _tower(folder, model) if vision and model.config.files.passed else None
             llm = LLM(model, tokenizer, path=folder, cache=cache, name=hub.display_name(folder, revision), vision=encoder, **sizes)
     except BaseException:
         model.close()
@@ -184,8 +184,6 @@ def pick_device(device: str | None) -> str:
 
 def _chosen_devices(device: str | None, devices: DeviceChoice | None, gpu_layers: int | None, parallel: str) -> DeviceChoice | None:
     """What to split the model over, or None."""
-    from exl2nb.llm.plan import PARALLEL
-
     if parallel not in PARALLEL:
         raise OptionError(f"load: parallel is {shown(parallel)}; expected one of {', '.join(PARALLEL)}")
     if sum(value is not None for value in (device, devices, gpu_layers)) > 1:
@@ -222,6 +220,13 @@ def _spans(folder: Path, devices: DeviceChoice, *, context: int | None, cache: s
     for span in spans:
         pick_device(span.device)
     return spans, len(spans) < len(planned.shares)
+
+
+def _tower(folder: Path, model: Model) -> VisionEncoder | None:
+    """Of a class whose files hold more than the decoder."""
+    from exl2nb.model.vision.encoder import load_encoder
+
+    return load_encoder(folder, model.config, device=model.device)
 
 
 def _fitting(folder: Path, needed: str) -> AbstractContextManager[None]:

@@ -23,6 +23,7 @@ from exl2nb.core.options import shown
 from exl2nb.core.show import size_text
 from exl2nb.io.hub import display_name
 from exl2nb.io.metadata import metadata_folder
+from exl2nb.llm.keywords import PARALLEL
 from exl2nb.llm.memory import CONTEXT, LIMITS, MemoryPlan, formula_of, free_bytes, multiprocessors
 from exl2nb.llm.split_plan import Holder, KindFormula, Share, Sizes, SplitFormula, SplitPlan
 from exl2nb.model.config import ModelConfig
@@ -36,7 +37,6 @@ from exl2nb.model.vision.encoder import plan_encoder
 from exl2nb.ops.memory import read_memory
 from exl2nb.sampling.params import check_integer
 
-PARALLEL = ("layers", "tensor")
 RESERVE = 512 * 2**20  # bytes of a GPU that "auto" leaves to others
 PROBE_BYTES = 256 * 2**20  # read to learn what the processor reads in a second
 DeviceChoice = str | Sequence[str] | Mapping[str, str | int]

@@ -25,10 +25,9 @@ from exl2nb.model.facts import remote_code
 from exl2nb.model.gpu_memory import Arena, kept_by_layer
 from exl2nb.model.inspect import inspect
 from exl2nb.model.layers import MLP, Attention, Embedding, Head, Layer, Norm, ResidualAdd, RoutedMLP
-from exl2nb.model.model import SMALL_MODEL_BYTES, Model, Network
+from exl2nb.model.model import SMALL_MODEL_BYTES, Model, Network, Span
 from exl2nb.model.rope import MAX_CONTEXT, RopeOverride, rope_tables, trained_context
 from exl2nb.model.sources import Source, find_sources, read_gptq
-from exl2nb.model.split import Span, SplitModel
 from exl2nb.model.store import ModelStore, open_store
 from exl2nb.ops.memory import large_pages
 from exl2nb.quant.exl2 import Exl2Tensors
@@ -131,6 +130,8 @@ def load_model(
     network = Network(embedding, tuple(layer for piece in pieces for layer in piece.layers), head)
     longest = context if context is not None else longest
     if len(spans) > 1 or experts:
+        from exl2nb.model.split import SplitModel
+
         return SplitModel(config, network, spans, context=longest, deterministic=deterministic, experts=experts)
     return Model(config, network, context=longest, device=spans[0].device if spans else device, deterministic=deterministic)
 

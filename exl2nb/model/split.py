@@ -27,7 +27,7 @@ from exl2nb.model.batch import TENSORS, Batch
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.gpu import GpuForward, formats_of
 from exl2nb.model.layers import Embedding, RoutedMLP, Step
-from exl2nb.model.model import DecodeInputs, Model, Network, forward_gpu_observed
+from exl2nb.model.model import DecodeInputs, Model, Network, Span, forward_gpu_observed
 from exl2nb.ops import gpu_prefill
 from exl2nb.ops.gpu import LoraBuffers, launch_lock
 from exl2nb.ops.kernel_code import KernelId
@@ -41,14 +41,6 @@ MOST = 64  # sequences of a captured step
 _capturing = threading.Lock()  # torch captures one graph at a time
 
 Observe = Callable[[str, Tensor], None]
-
-
-class Span(NamedTuple):
-    """Layers [first, last) on a device. The embedding is with the first span of a model, the head with the last."""
-
-    device: str
-    first: int
-    last: int
 
 
 class Piece(NamedTuple):

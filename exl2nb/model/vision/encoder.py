@@ -6,7 +6,7 @@ import math
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from exl2nb.model.config import ModelConfig
 from exl2nb.model.store import ModelStore, open_store
 from exl2nb.model.vision.families import VISIONS, Features, Vision, read_vision
 from exl2nb.model.vision.pictures import Picture
+from exl2nb.model.vision.prompt import Piece, PromptPictures, expanded, mark_of, place
 from exl2nb.model.vision.rules import Rules
 from exl2nb.model.vision.tower import Grid, forward, grid_of
 from exl2nb.quant.exl2 import SUFFIXES, Exl2Tensors, check_headers
@@ -73,6 +74,22 @@ class VisionEncoder:
 
         given = Picture.of(picture)
         return PIL.Image.fromarray(self._rules(given).fitted(given.frames[0], len(given.frames)))
+
+    def mark(self, piece: Piece, *, video: bool = False) -> str:
+        """What stands in a prompt for one picture before it is expanded. piece: the text of a token."""
+        return mark_of(self.vision, video, piece)
+
+    def expanded(self, text: str, pictures: Sequence[Picture], piece: Piece) -> str:
+        """A prompt with marks as the text that the model reads: each mark becomes as many tokens as its picture takes.
+
+        Raises:
+            PictureError: other marks than pictures, or a video, and the model reads none.
+        """
+        return expanded(text, self.vision, pictures, [self.grid(picture) for picture in pictures], piece)
+
+    def placed(self, ids: Sequence[int], pictures: Sequence[Picture], *, whole: bool, axes: bool) -> PromptPictures:
+        """The pictures of an expanded prompt, encoded; arguments and errors as of `prompt.place`."""
+        return place(ids, self.vision, pictures, [self(picture) for picture in pictures], whole=whole, axes=axes)
 
     @property
     def largest(self) -> int:
@@ -128,9 +145,9 @@ class VisionEncoder:
         tower, rules = self.vision.tower, self.vision.rules
         weights = {name: torch.empty_like(tensor, device="meta") for name, tensor in self._weights.items()}
         side = rules.height or rules.unit * max(1, tower.window // rules.unit)
-        frames = torch.empty(tower.temporal, 3, side, side, device="meta")
-        grid = grid_of(tower, frames)
         try:
+            frames = torch.empty(tower.temporal, 3, side, side, device="meta")
+            grid = grid_of(tower, frames)
             found = self.vision.project(weights, forward(tower, weights, frames), grid)
         except KeyError as error:
             raise FormatError(f"{where}: tensor {str(error.args[0])!r} is missing; config.json says that the tower has it") from None
