@@ -1,6 +1,7 @@
 """How fast a model should run on a GPU that is not here: a model of three constants, fitted to two cards. A prediction, not a measurement.
 
-A decode step reads every weight that the token uses, and takes each out of its bits. The slower of the two decides, softly:
+A decode step reads every weight that the token uses, and takes each out of its bits. The slower of the two dominates, and
+the fourth powers smooth the change from one to the other:
 
     step = (memory**4 + unpacking**4)**(1/4) + layers * LAYER_US + STEP_US + what attention reads of the cache
 

@@ -331,7 +331,7 @@ def _decoded(source: Any, fps: float, max_frames: int, where: str) -> tuple[list
                 decoded += frame.width * frame.height
                 if decoded > MAX_DECODED:
                     raise PictureError(
-                        f"{where}: the video has more than {MAX_DECODED / 1e9:.0f} thousand million pixels; give a shorter or smaller one"
+                        f"{where}: the video has more than {MAX_DECODED / 1e9:.0f} billion pixels; give a shorter or smaller one"
                     )
                 at = float(frame.time or 0.0)
                 if at + 1e-6 >= len(frames) * step:

@@ -91,7 +91,7 @@ class Rules:
         """Width and height of what the tower sees of a picture of this size.
 
         Raises:
-            PictureError: more pixels than any tower needs: the model's settings blow pictures up.
+            PictureError: more pixels than any tower needs: the model's settings enlarge pictures without bound.
         """
         across, down = self._size_for(width, height, frames)
         _check_pixels(across * down)
@@ -162,7 +162,7 @@ def _check_pixels(pixels: int, most: int = MAX_PIXELS) -> None:
     if pixels > most:
         raise PictureError(
             f"the model's preprocessor_config.json makes {pixels / 1e6:.0f} million pixels of the picture; expected at most "
-            f"{most / 1e6:.0f}: give a smaller one, or mend its sizes"
+            f"{most / 1e6:.0f}: give a smaller one, or correct its sizes"
         )
 
 

@@ -191,7 +191,7 @@ def test_video_files(tmp_path, drawn, monkeypatch):
             Picture.video(path, fps=5)
     monkeypatch.setattr(pictures, "MAX_DECODED", 10 * 1024)  # frames that are left out count, too
     assert len(Picture.video(path, fps=1, max_frames=1).frames) == 1
-    with pytest.raises(PictureError, match="thousand million pixels"):
+    with pytest.raises(PictureError, match="billion pixels"):
         Picture.video(path, fps=0.5)
 
 
