@@ -152,7 +152,7 @@ def test_steps_of_many_sequences_in_graphs(both, count):
     cache = KVCache(cuda.cache_spec(256 * count), "cuda")
     cuda.forward(Batch.build([Span(ids=IDS[:n], start=0, pages=[page], logit_rows="last") for page, n in enumerate(lengths)]), cache)
     batch = Batch.build([Span(ids=IDS[n : n + 1], start=n, pages=[page], logit_rows="last") for page, n in enumerate(lengths)])
-    i, out = cuda.gpu._inputs(batch, None), torch.zeros(count, cuda.gpu.vocab, device="cuda")
+    i, out = cuda.gpu.inputs(batch, None), torch.zeros(count, cuda.gpu.vocab, device="cuda")
     heads, kernels = (cache.spec.num_kv_heads, cache.spec.head_dim), cuda.gpu.step_kernels(count)
     inputs = i.ids, i.positions, i.block_table, i.cu_seqlens, i.context_lens, None, cache.k, cache.v, formats_of(cache), heads, out
     graph = torch.cuda.CUDAGraph()
