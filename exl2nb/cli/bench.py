@@ -18,6 +18,7 @@ from exl2nb.cli.console import Console
 from exl2nb.cli.doctor import cpu_name
 from exl2nb.cli.generate import read_template
 from exl2nb.cli.models import add_load_options, add_model, demo_directory, locate, open_llm
+from exl2nb.cli.predict import CARDS, predict, text_of, work_of
 from exl2nb.core.errors import OptionError
 from exl2nb.core.progress import Sink
 
@@ -39,6 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=3, help="rounds; the median counts (3)")
     parser.add_argument("--template", metavar="NAME|FILE", help="time prompts in this chat template; `model` = the model's own")
     add_load_options(parser)
+    cards = ", ".join(CARDS)
+    parser.add_argument(
+        "--predict", metavar="CARD", choices=CARDS, help=f"run nothing: predict decode on a card, from headers alone ({cards})"
+    )
     parser.add_argument("--report", action="store_true", help="measure 1 and 8 sequences, memory and KL; print Markdown to paste")
 
 
@@ -47,6 +52,10 @@ def run(args: argparse.Namespace, console: Console) -> int:
     for name in ("batch", "context", "tokens", "rounds"):
         if getattr(args, name) < 1:
             raise OptionError(f"bench: --{name} is {getattr(args, name)}; expected at least 1")
+    if args.predict is not None:
+        found = predicted(args, console)
+        console.result(found, text_of(found))
+        return 0
     if args.report:
         folder = locate(args.model, console.sink, revision=args.revision)
         if args.batch != 1:
@@ -70,6 +79,22 @@ def run(args: argparse.Namespace, console: Console) -> int:
     found |= {"cache": args.cache, "batch": args.batch, "context": args.context, "tokens": args.tokens, "rounds": args.rounds}
     console.result(found, "\n".join(f"{name:24} {value}" for name, value in found.items()))
     return 0
+
+
+def predicted(args: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """What `cli.predict` says of the model on a card.
+
+    Raises:
+        OptionError: more than one sequence, or a report, was asked for.
+    """
+    from exl2nb.model.inspect import inspect
+    from exl2nb.model.loader import read_model_config
+
+    if args.batch != 1 or args.report:
+        raise OptionError("bench: --predict knows steps of one sequence; leave --batch and --report out")
+    folder = locate(args.model, console.sink, revision=args.revision)
+    work = work_of(read_model_config(folder), inspect(folder), context=args.context, mode=args.cache)
+    return {"model": folder.name, "context": args.context, "cache": args.cache} | predict(CARDS[args.predict], work)
 
 
 def chat_prompts(llm: LLM, template: str | None, context: int) -> Callable[[int], list[int]]:
