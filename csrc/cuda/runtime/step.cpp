@@ -101,11 +101,12 @@ class Walker {
   }
   MatrixInput input(const Weight& w, size_t at) const { return input(w, at, s_.tokens); }
   // How products of so many tokens want their inputs (fragment.cuh): those of stream_k_gemm.cuh in groups. A step has all its products
-  // there, or none.
-  int group(int tokens) const { return stream_k_ && tokens >= s_.stream_k_from && tokens > kSkinnyTokens ? stream_k_group(tokens) : 0; }
+  // there, or none; only a head of fewer rows may be skinny.
+  int group(int tokens) const { return stream_k_ && (tokens > kSkinnyTokens || tokens == s_.tokens) ? stream_k_group(tokens) : 0; }
   bool stream_k(const GemmArgs& a) const { return group(a.tokens) != 0 && !a.rows; }
-  bool all_stream_k() const {
-    if (!s_.stream_k_from || s_.tokens < s_.stream_k_from) return false;
+  // Fewer tokens than stream_k_from: only where persistent chains would read the weights twice.
+  bool all_stream_k() {
+    if (!s_.stream_k_from || (s_.tokens < s_.stream_k_from && !exceeds_chain())) return false;
     for (const Op* op = program_.first(); op; op = next(op)) {
       if (as<RoutedOp>(op)) return false;
       const uint8_t* blob = matrix_of(op);
@@ -117,6 +118,21 @@ class Walker {
       if (!stream_k_takes(a)) return false;
     }
     return true;
+  }
+  // Whether persistent chains would take several launches, in layers so large that reading them once is worth four launches.
+  bool exceeds_chain() {
+    constexpr int64_t kLargeLayer = 16 << 20;  // bytes
+    int64_t bytes = 0;
+    int most = 0;
+    for (const Op* op = program_.first(); op; op = next(op)) {
+      if (const auto* qkv = as<QkvOp>(op)) {
+        if (most) break;
+        last_qkv_ = qkv;
+      }
+      if (const uint8_t* blob = matrix_of(op)) bytes += Weight(blob).header().bytes;
+      if (const auto* o = as<ResidualOp>(op); o && last_qkv_ && !most) most = chain_tokens(*o);
+    }
+    return most && most < s_.tokens && bytes >= kLargeLayer;
   }
   NormArgs norm_of(const NormedOp& op) const {
     return {!op.norm ? kNoNorm : op.layer_norm ? kLayerNorm : kRmsNorm, H_, static_cast<float>(op.eps), op.norm, op.norm_bias};
@@ -192,7 +208,10 @@ class Walker {
     if (as<HeadOp>(&op)) a.tokens = s_.logit_count;
     return a;
   }
-  bool fuses_norm(const NormedOp& op) const { return !lora() && skinny_fuses_norm(product(op), epilogue_of(op), H_); }
+  bool fuses_norm(const NormedOp& op) const {
+    const GemmArgs a = product(op);
+    return !lora() && !stream_k(a) && skinny_fuses_norm(a, epilogue_of(op), H_);
+  }
   // The op's product with its normed input, which the kernel before has left, or a kernel makes now, or the
   // product itself.
   const char* normed_product(const NormedOp& op, GemmArgs& a) {
@@ -291,7 +310,7 @@ class Walker {
   }
   // Tokens of a launch of the persistent chain that begins with attention's output at o; 0: there is none.
   int chain_tokens(const ResidualOp& o) {
-    if (s_.tokens > kSkinnyTokens || !s_.stream_k_from || lora()) return 0;
+    if (s_.tokens > kSkinnyTokens || !s_.stream_k_from || stream_k_ || lora()) return 0;
     PersistentOp link[4] = {};
     const Op* op[4];
     const Ready ready = ready_;

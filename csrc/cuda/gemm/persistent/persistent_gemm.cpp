@@ -203,10 +203,10 @@ int persistent_tokens(const PersistentOp* ops, int count) {
     if (h.num_perms != 1 || h.K % 32 || h.stored != h.K || a.from.x || a.router.out) return 0;
     if (ops[q].epilogue == kResidual && (a.strips + grid - 1) / grid > kMaxOwnedStrips) return 0;
   }
-  const auto fits = [&](int tokens) { return arguments(ops, count, nullptr, 0, 0, tokens).smem.bytes <= shared_per_block(); };
-  if (!fits(1)) return 0;
+  const auto layout = [&](int tokens) { return arguments(ops, count, nullptr, 0, 0, tokens).smem; };
+  if (layout(1).bytes > shared_per_block()) return 0;
   for (int tokens = kPersistentTokens; tokens > 1; tokens--)
-    if (fits(tokens)) return tokens;
+    if (const PersistentSmem s = layout(tokens); s.bytes <= shared_per_block() && s.stages >= kRowsStages) return tokens;
   return 1;
 }
 

@@ -37,7 +37,8 @@ struct PersistentOp {
   bool lamport = false;
   Peers peers{};  // third op: its sums are exchanged with the other ranks before they are added
 };
-// Most rows per launch; 0: these GEMMs cannot be chained. Three or four of a layer, or one that stores its sums.
+// Most rows per launch, of those that leave room for a ring of kRowsStages; 0: these GEMMs cannot be chained. Three or four of a layer, or
+// one that stores its sums.
 int persistent_tokens(const PersistentOp* ops, int count);
 // CTAs of a launch: one per SM, or fewer so that attention runs beside them (`attention_sms`), if no CTA gets much more work.
 int persistent_ctas(const PersistentOp* ops, int count);
@@ -49,9 +50,9 @@ const char* persistent_launch(const PersistentOp* ops, int count, uint8_t* works
 
 constexpr int kMaxGemms = 4, kWarpsPerSet = 8, kConsumerWarps = 2 * kWarpsPerSet, kConsumerThreads = kConsumerWarps * 32,
               kPersistentThreads = kConsumerThreads + 64;
-constexpr int kMaxStages = 12;
-constexpr int kMaxWorkItems = 16;   // most passes of a strip, over all parts
-constexpr int kMaxOwnedStrips = 4;  // most strips of a residual GEMM per CTA
+constexpr int kMaxStages = 12, kRowsStages = 4;  // at most; at least, with several rows
+constexpr int kMaxWorkItems = 16;                // most passes of a strip, over all parts
+constexpr int kMaxOwnedStrips = 4;               // most strips of a residual GEMM per CTA
 enum PersistentBarrier { kImagesFull = 2 * kMaxStages, kInputsReady, kFactorsReady, kStored, kNumBarriers };
 
 struct PersistentGemm {

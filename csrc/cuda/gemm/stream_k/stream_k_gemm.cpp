@@ -77,7 +77,7 @@ int grid_of(const StreamKArgs& m, int work) {
 }  // namespace
 
 size_t stream_k_workspace(int tokens) {
-  if (tokens <= kSkinnyTokens || copy_path() != kBulk || stream_k_pool(kStreamKTokens / 8) > shared_per_block()) return 0;
+  if (tokens == 1 || copy_path() != kBulk || stream_k_pool(kStreamKTokens / 8) > shared_per_block()) return 0;
   return static_cast<size_t>(stream_k_bytes(tokens, multiprocessors()));
 }
 
@@ -85,8 +85,7 @@ bool stream_k_takes(const GemmArgs& a) {
   constexpr int kLine = 1 << 20;  // units of all tiles, for divide_small
   StreamKArgs m{};
   m.items = a.items, m.units = a.units, m.num_parts = a.num_parts;
-  return a.tokens > kSkinnyTokens && copy_path() == kBulk && !a.rows && !a.from.x &&
-         stream_k_shared(m, kStreamKTokens / 8) <= shared_per_block() &&
+  return a.tokens > 1 && copy_path() == kBulk && !a.rows && !a.from.x && stream_k_shared(m, kStreamKTokens / 8) <= shared_per_block() &&
          static_cast<int64_t>(a.strips / kStreamKStrips + a.num_parts) * a.units < kLine;
 }
 

@@ -1,4 +1,4 @@
-// Stream-K GEMM (Osama et al., 2023) for 9 to 64 rows: every weight is decoded once for all rows.
+// Stream-K GEMM (Osama et al., 2023) for 2 to 64 rows: every weight is decoded once for all rows.
 //
 // Tile: 16 strips (256 columns) x all K, one strip per consumer warp. The units of all tiles form a line; every CTA gets a contiguous share
 // of equal cost (split_units in stream_k_gemm.cpp). CTAs that share a tile exchange partial sums through global memory with Lamport flags;
@@ -23,7 +23,7 @@ namespace exl2nb {
 
 // Rows to allocate for the inputs.
 inline int stream_k_rows(int tokens) {
-  return tokens <= kSkinnyTokens ? tokens : (tokens + stream_k_group(tokens) - 1) / stream_k_group(tokens) * stream_k_group(tokens);
+  return tokens == 1 ? 1 : (tokens + stream_k_group(tokens) - 1) / stream_k_group(tokens) * stream_k_group(tokens);
 }
 // Whether stream_k_launch supports the GEMM on this GPU.
 bool stream_k_takes(const GemmArgs& a);
