@@ -55,12 +55,20 @@ AttentionArgs attention_args(const GpuStep& s, const AttentionOp& op, const QkvO
   return a;
 }
 
+int64_t lora_most_chunks(const Program& program) {
+  int64_t K = 0;
+  for (const Op* op = program.first(); op; op = program.next(op))
+    if (const uint8_t* blob = matrix_of(op)) K = std::max<int64_t>(K, Weight(blob).header().K);
+  return lora_chunks(K);
+}
+
 // One walk over a program.
 class Walker {
  public:
   Walker(const Program& program, const GpuStep& step, uint8_t* workspace, const Layout& layout, void* stream, bool pdl)
       : program_(program), H_(static_cast<int>(program.hidden())), s_(step), base_(workspace), at_(layout), stream_(stream), pdl_(pdl) {
     stream_k_ = all_stream_k();
+    lora_chain_ = s_.lora.adapters && chains_lora();
   }
 
   // at: the op that failed. A persistent chain takes several ops, so a visit may move it on.
@@ -143,7 +151,8 @@ class Walker {
   }
 
   // ---- adapters
-  bool lora() const { return s_.lora.adapters != nullptr; }
+  // In launches of their own.
+  bool lora() const { return s_.lora.adapters && !lora_chain_; }
   LoraRows lora_of(int number) const {
     LoraRows of = s_.lora;
     of.changes += number, of.tokens = s_.tokens;
@@ -155,7 +164,26 @@ class Walker {
     return {lora_of(number_), x, w.header().K, nullptr, s_.lora_sums, s_.lora_width, y, N, N, {}, 0, false};
   }
   const char* adapt(const Weight& w, const MatrixInput& x, float* y) {
-    return lora() ? lora_launch(lora_args(w, x, y), s_.tokens, stream_, pdl_) : nullptr;
+    return s_.lora.adapters ? lora_launch(lora_args(w, x, y), s_.tokens, stream_, pdl_) : nullptr;
+  }
+
+  // Whether they run in persistent chains: embed, QKV (whose adapters have launches of their own), then attention and chain by turns.
+  bool chains_lora() {
+    if (!s_.lora_chains || s_.lora_width > kLoraChainWidth) return false;
+    const int64_t chunks = lora_most_chunks(program_), apart = kLoraRows * chunks * s_.lora_width;
+    lora_args_.ops = s_.lora.ops, lora_args_.adapters = s_.lora.adapters, lora_args_.width = s_.lora_width;
+    lora_args_.chunks = static_cast<int>(chunks), lora_args_.set = static_cast<int>(lora_chain_set(chunks, s_.lora_width));
+    lora_args_.launches = reinterpret_cast<unsigned*>(s_.lora_sums + apart), lora_args_.sums = s_.lora_sums + apart + kLoraChainHead;
+    lora_chain_ = true;
+    const Op* op = next(program_.first());
+    while (const auto* qkv = as<QkvOp>(op)) {
+      const auto* const attention = as<AttentionOp>(next(op));
+      const auto* const o = attention ? as<ResidualOp>(next(attention)) : nullptr;
+      last_qkv_ = qkv;
+      if (!o || !chain_tokens(*o)) return false;
+      op = next(next(next(o)));
+    }
+    return as<HeadOp>(op) || as<ResidualOutOp>(op);
   }
 
   static Epilogue epilogue_of(const Op& op) { return as<GateUpOp>(&op) ? kActivation : kStore; }
@@ -228,7 +256,7 @@ class Walker {
     const Op* const then = next(&op);
     const auto* o = then ? as<ResidualOp>(next(then)) : nullptr;
     PersistentOp alone{a, weight.head, weight.blob, kStore};
-    if (stream_k(a) || !o || !chain_tokens(*o) || !persistent_tokens(&alone, 1)) {
+    if (stream_k(a) || !o || !chain_tokens(*o) || !persistent_tokens(&alone, 1) || lora_chain_) {
       if (const char* wrong = store(a)) return wrong;
       return adapt(weight, input(weight, at_.normed), a.out);
     }
@@ -321,6 +349,7 @@ class Walker {
     };
     const Weight O(o.blob), U(up->blob), D(down->blob);
     link[0] = {adds(o, up), O.head, O.blob, kResidual, sms_of_attention(last_qkv_)};
+    if (lora_chain_) link[0].lora = &lora_args_;
     link[1] = {product(*up), U.head, U.blob, kActivation};
     link[2] = {adds(*down, then), D.head, D.blob, kResidual};
     scaled(link[1].a, *up, up->bias), link[1].a.activation = static_cast<int>(up->activation);
@@ -343,8 +372,9 @@ class Walker {
     if (lamport_qkv_) link[0].clear = lamport_qkv_, link[0].clear_count = s_.tokens * Weight(last_qkv_->blob).header().N / 4;
     lamport_qkv_ = nullptr;
     if (count == 4) last_qkv_ = as<QkvOp>(op[3]), flag_outputs(link[3], next(op[3]), *last_qkv_);
+    for (int i = 0; i < count; i++) lora_args_.changes[i] = s_.lora.changes + number_ + i;
     wrong = persistent_launch(link, count, base_ + at_.chain, at_.persistent_bytes, stream_, pdl_);
-    chained_ = true;
+    chained_ = true, number_ += count - 1;
     op_ = op[count - 1];
     if (count == 4) ready_ = kNothing;
     return true;
@@ -490,16 +520,16 @@ class Walker {
   StreamKNext ahead_{};
   const QkvOp* last_qkv_ = nullptr;
   const Op* op_ = nullptr;  // the last op that is done
-  int number_ = 0;          // of the current op; only followed where nothing is chained
+  int number_ = 0;          // of the current op
+  bool lora_chain_ = false;
+  LoraChain lora_args_{};
 };
 
 }  // namespace
 
 int64_t lora_sums(const Program& program, int64_t width) {
-  int64_t K = 0;
-  for (const Op* op = program.first(); op; op = program.next(op))
-    if (const uint8_t* blob = matrix_of(op)) K = std::max<int64_t>(K, Weight(blob).header().K);
-  return kLoraRows * lora_chunks(K) * width;
+  const int64_t chunks = lora_most_chunks(program);
+  return kLoraRows * chunks * width + kLoraChainHead + 2 * lora_chain_set(chunks, width);
 }
 
 std::string step_workspace(const Program& program, int capacity, size_t& bytes, int64_t& width) {

@@ -37,9 +37,10 @@ struct GpuStep {
   LoraRows lora;
   float* lora_sums;
   int lora_width;
+  bool lora_chains;  // the table's adapters change only matrices inside layers, in ways that persistent chains know (lora_chain.cuh)
 };
 
-// Floats of lora_sums, for any number of tokens.
+// Floats of lora_sums, for any number of tokens: zeroed once.
 int64_t lora_sums(const Program& program, int64_t width);
 // Bytes of workspace for up to `capacity` tokens, or what is wrong with the program; width: numbers per row of what a step writes.
 std::string step_workspace(const Program& program, int capacity, size_t& bytes, int64_t& width);

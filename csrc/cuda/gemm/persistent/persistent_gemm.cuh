@@ -16,12 +16,14 @@
 #include <type_traits>
 
 #include "cuda/gemm/persistent/int8_mma.cuh"
+#include "cuda/gemm/persistent/lora_chain.cuh"
 #include "cuda/gemm/skinny/skinny_gemm.cuh"
 #include "cuda/runtime/lamport.cuh"
 
 namespace exl2nb {
 
 constexpr int kPersistentTokens = 4;  // most rows per launch
+static_assert(kPersistentTokens <= kLoraChainRows, "room for the sums of adapters");
 
 struct PersistentOp {
   GemmArgs
@@ -34,6 +36,7 @@ struct PersistentOp {
   void* clear = nullptr;
   int clear_count = 0;
   bool lamport = false;
+  const LoraChain* lora = nullptr;  // first op: adapters of the rows; features and offsets are set by persistent_launch
 };
 // Most rows per launch; 0: these GEMMs cannot be chained. Three or four of a layer, or one that stores its sums.
 int persistent_tokens(const PersistentOp* ops, int count);
@@ -45,7 +48,7 @@ size_t persistent_bytes(int width, int inner);
 // Any number of rows, in launches of persistent_tokens.
 const char* persistent_launch(const PersistentOp* ops, int count, uint8_t* workspace, size_t bytes, void* stream, bool pdl);
 
-constexpr int kMaxGemms = 4, kWarpsPerSet = 8, kConsumerWarps = 2 * kWarpsPerSet, kConsumerThreads = kConsumerWarps * 32,
+constexpr int kMaxGemms = kLoraChainGemms, kWarpsPerSet = 8, kConsumerWarps = 2 * kWarpsPerSet, kConsumerThreads = kConsumerWarps * 32,
               kPersistentThreads = kConsumerThreads + 64;
 constexpr int kMaxStages = 12;
 constexpr int kMaxWorkItems = 16;   // most passes of a strip, over all parts
@@ -210,8 +213,12 @@ __device__ __forceinline__ void produce_weights(const PersistentArgs& C, uint8_t
 
 // Poll warp. Per GEMM: waits until polling is worthwhile (kInputsReady), then computes the norm factors from the partial squares of all
 // CTAs (kFactorsReady).
-__device__ __forceinline__ void poll_inputs(const PersistentArgs& C, uint8_t* shared, uint64_t* bars, int block, int lane) {
+template <class Lora>
+__device__ __forceinline__ void poll_inputs(const PersistentArgs& C, const Lora& lora, uint8_t* shared, uint64_t* bars, int block,
+                                            int lane) {
   PersistentState& state = *reinterpret_cast<PersistentState*>(shared);
+  typename Lora::template Warp<PersistentArgs> adapters(C, lora, shared, block, lane);
+  adapters.begin();
   unsigned before = 0;  // counter base of this launch
   int set = 0;          // offset of this launch's buffer set
 #pragma unroll 1
@@ -237,6 +244,7 @@ __device__ __forceinline__ void poll_inputs(const PersistentArgs& C, uint8_t* sh
     if (q == 0 && C.clear)
       for (int i = block * 32 + lane; i < C.clear_count; i += C.grid * 32) C.clear[i] = make_uint4(0, 0, 0, 0);
     if (q == 0 && lane == 0) state.set = set;
+    adapters.shrink(q, A.x + (q ? set / 2 : 0), A.x_stride);
 #pragma unroll 1
     for (int m = 0; m < A.tokens; m++) {
       float sum = 0.f;
@@ -261,8 +269,10 @@ __device__ __forceinline__ void poll_inputs(const PersistentArgs& C, uint8_t* sh
       sum = warp_sum(sum);
       if (lane == 0) state.factors[m] = A.squares ? rsqrtf(sum * A.inverse_width + A.eps) : 1.f;
     }
+    adapters.expand(q);
     __syncwarp();
     if (lane == 0) barrier_arrive(bars + kFactorsReady);
+    adapters.ahead(q);
   }
 }
 
@@ -348,9 +358,9 @@ __device__ __forceinline__ void arrive_stored(const PersistentEpilogue& now, con
 }
 
 // Epilogue kResidual: warp m owns row m. The next GEMM's input is stored first.
-template <int CHUNKS>
+template <int CHUNKS, class Adds>
 __device__ __forceinline__ void add_residual(const PersistentArgs& C, const PersistentGemm& P, int q, const PersistentEpilogue& now,
-                                             ConsumerWarp& w) {
+                                             const Adds& adds, ConsumerWarp& w) {
   const int M = tokens_of<CHUNKS>(P), m = M == 1 ? 0 : w.warp;
   const bool last = q + 1 == C.count;
   if (w.warp >= M) {
@@ -364,7 +374,7 @@ __device__ __forceinline__ void add_residual(const PersistentArgs& C, const Pers
     const PersistentOutput o = owned[32 * k];
     if (!__any_sync(0xffffffffu, o.sums != PersistentOutput::kNone)) break;
     if (o.sums == PersistentOutput::kNone) continue;
-    const float v = w.residual[k] + o.other * (sum_partials(partials(w) + o.sums + m * 16, M) * state(w).factors[m] + o.bias);
+    const float v = w.residual[k] + o.other * (adds.to(sum_partials(partials(w) + o.sums + m * 16, M), (w.lane + 32 * k) * M + m) * state(w).factors[m] + o.bias);
     w.residual[k] = v;
     squares = fmaf(v, v, squares);
     if (o.to) {
@@ -417,9 +427,9 @@ __device__ __forceinline__ void make_outputs(const PersistentArgs& C, const Pers
   outputs_of(C, w)[e] = o;
 }
 
-template <int CHUNKS>
+template <int CHUNKS, class Adds>
 __device__ __forceinline__ void write_outputs(const PersistentArgs& C, const PersistentGemm& P, const PersistentEpilogue& now,
-                                              const ConsumerWarp& w) {
+                                              const Adds& adds, const ConsumerWarp& w) {
   const int M = tokens_of<CHUNKS>(P);
   if (static_cast<int>(threadIdx.x) >= now.outputs) return;
   const PersistentOutput o = outputs_of(C, w)[threadIdx.x];
@@ -427,7 +437,7 @@ __device__ __forceinline__ void write_outputs(const PersistentArgs& C, const Per
 #pragma unroll 1
   for (int m = 0; m < M; m++) {
     const float factor = state(w).factors[m];
-    float v = sum_partials(partials(w) + o.sums + m * 16, M) * factor + o.bias;
+    float v = adds.to(sum_partials(partials(w) + o.sums + m * 16, M), threadIdx.x * M + m) * factor + o.bias;
     if (now.store) {
       float* const to = static_cast<float*>(o.to) + (m ? m * P.a.out_stride : 0);
       if (now.lamport)
@@ -436,7 +446,8 @@ __device__ __forceinline__ void write_outputs(const PersistentArgs& C, const Per
         *to = v;
     } else {
       v = activation(v, now.activation);
-      if (now.gated) v *= sum_partials(partials(w) + o.sums_up + m * 16, M) * factor + o.other;
+      if (now.gated)
+        v *= adds.to(sum_partials(partials(w) + o.sums_up + m * 16, M), (threadIdx.x + now.outputs) * M + m) * factor + o.other;
       st_relaxed(reinterpret_cast<half*>(static_cast<uint8_t*>(o.to) + w.set) + (m ? static_cast<size_t>(m) * P.a.next.stride : 0),
                  lamport_value(saturated(v)));
     }
@@ -607,8 +618,8 @@ __device__ __forceinline__ void run_work_item(const PersistentArgs& C, const Per
 }
 
 // GEMM q and its epilogue.
-template <int CHUNKS, WeightKind WEIGHTS>
-__device__ __forceinline__ void run_gemm(const PersistentArgs& C, int q, const Int8Input<CHUNKS>& in, ConsumerWarp& w) {
+template <int CHUNKS, WeightKind WEIGHTS, class Lora>
+__device__ __forceinline__ void run_gemm(const PersistentArgs& C, int q, const Int8Input<CHUNKS>& in, const Lora& lora, ConsumerWarp& w) {
   const PersistentGemm& P = C.gemm[q];
   const half2* const steps = image_of(C, w.shared, q).steps;
   const int work_items = P.work_items;
@@ -625,11 +636,12 @@ __device__ __forceinline__ void run_gemm(const PersistentArgs& C, int q, const I
     if (q == 0) w.set = state(w).set;
     const PersistentEpilogue now = state(w).now[q];
     consumer_sync();
+    const auto adds = lora.adds(w.shared, round ? round * P.a.num_parts * P.strips * 16 * tokens_of<CHUNKS>(P) : 0);
     round++;
     if (now.residual) {  // one round only
-      add_residual<CHUNKS>(C, P, q, now, w);
+      add_residual<CHUNKS>(C, P, q, now, adds, w);
     } else {
-      write_outputs<CHUNKS>(C, P, now, w);
+      write_outputs<CHUNKS>(C, P, now, adds, w);
       if (round == P.rounds && q + 1 < C.count) arrive_stored(now, w);
     }
     if (round == P.rounds) return;
@@ -639,12 +651,8 @@ __device__ __forceinline__ void run_gemm(const PersistentArgs& C, int q, const I
   }
 }
 
-#endif  // __CUDA_ARCH__ >= 900
-
-#ifdef __CUDACC__
-template <int CHUNKS, WeightKind WEIGHTS>
-__global__ void __launch_bounds__(kPersistentThreads, 1) persistent_gemm(const __grid_constant__ PersistentArgs C) {
-#if __CUDA_ARCH__ >= 900
+template <int CHUNKS, WeightKind WEIGHTS, class Lora>
+__device__ __forceinline__ void run_chain(const PersistentArgs& C, const Lora& lora) {
   extern __shared__ __align__(128) uint8_t dynamic[];
   unsigned here = shared_address(dynamic);
   asm volatile("" : "+r"(here));  // keep the address in one register
@@ -673,7 +681,7 @@ __global__ void __launch_bounds__(kPersistentThreads, 1) persistent_gemm(const _
     return;
   }
   if (warp > kConsumerWarps) {
-    poll_inputs(C, shared, bars, block, lane);
+    poll_inputs(C, lora, shared, bars, block, lane);
     return;
   }
   ConsumerWarp w{shared, bars, block, warp, lane, warp / kWarpsPerSet, 0, 0, {}};
@@ -692,12 +700,28 @@ __global__ void __launch_bounds__(kPersistentThreads, 1) persistent_gemm(const _
     if (q == 0 && P.a.epilogue == kResidual) load_residual(C, w);
     quantize_inputs<CHUNKS>(C, x, q, w);
     consumer_sync();
-    run_gemm<CHUNKS, WEIGHTS>(C, q, in, w);
+    run_gemm<CHUNKS, WEIGHTS>(C, q, in, lora, w);
   }
   if (C.count == 1) return;
   // Counters of GEMMs that this launch does not have, and the number of launches. No CTA of this launch reads them any more.
   if (threadIdx.x >= C.count - 1 && threadIdx.x < kMaxGemms) grid_arrive(C.counters + threadIdx.x);
   if (block == 0 && threadIdx.x == kMaxGemms) grid_arrive(C.counters + kMaxGemms);
+  if (block == 0 && threadIdx.x == kMaxGemms + 1) lora.count();
+}
+#endif
+
+#ifdef __CUDACC__
+template <int CHUNKS, WeightKind WEIGHTS>
+__global__ void __launch_bounds__(kPersistentThreads, 1) persistent_gemm(const __grid_constant__ PersistentArgs C) {
+#if __CUDA_ARCH__ >= 900
+  run_chain<CHUNKS, WEIGHTS>(C, NoLora{});
+#endif
+}
+template <int CHUNKS, WeightKind WEIGHTS>
+__global__ void __launch_bounds__(kPersistentThreads, 1)
+    persistent_lora(const __grid_constant__ PersistentArgs C, const __grid_constant__ LoraChain L) {
+#if __CUDA_ARCH__ >= 900
+  run_chain<CHUNKS, WEIGHTS>(C, WithLora{L});
 #endif
 }
 
