@@ -12,13 +12,18 @@ const Kernel<LoraArgs> shrink{"gemm/lora.cu", "lora_shrink"}, expand{"gemm/lora.
 
 }  // namespace
 
+const char* lora_shrink_launch(const LoraArgs& a, int rows, void* stream, bool pdl) {
+  const Dim chunks(static_cast<unsigned>(lora_chunks(a.K)), std::clamp(a.width / 16, 1, kShrinkSplit), static_cast<unsigned>(rows));
+  return shrink({chunks, kLoraThreads, 0, stream, pdl}, a);
+}
+
 const char* lora_launch(LoraArgs a, int rows, void* stream, bool pdl) {
   const int columns = a.next.x && a.gated ? a.N / 2 : a.N;
   for (int left = rows; left > 0; left -= kLoraRows) {
-    const unsigned now = std::min(left, kLoraRows), split = std::clamp(a.width / 16, 1, kShrinkSplit);
-    const Dim chunks(static_cast<unsigned>(lora_chunks(a.K)), split, now), pieces((columns + kLoraThreads - 1) / kLoraThreads, now);
+    const unsigned now = std::min(left, kLoraRows);
+    const Dim pieces((columns + kLoraThreads - 1) / kLoraThreads, now);
     if (!a.ids)
-      if (const char* wrong = shrink({chunks, kLoraThreads, 0, stream, pdl}, a)) return wrong;
+      if (const char* wrong = lora_shrink_launch(a, static_cast<int>(now), stream, pdl)) return wrong;
     if (const char* wrong = expand({pieces, kLoraThreads, 0, stream, pdl}, a)) return wrong;
     (a.of.rows ? a.of.rows : a.of.adapters) += kLoraRows;
     if (a.ids) a.ids += kLoraRows;
