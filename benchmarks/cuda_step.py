@@ -117,7 +117,7 @@ def random_adapter(program: ops.Program, rank: int, seed: int) -> dict[int, Lora
         if name not in ("norm_qkv_rope", "linear_residual", "norm_gate_up"):
             continue
         K, N = shape_of(program.heads[arguments["blob"].data_ptr()])
-        kv = (N - program.hidden) // 2 if name == "norm_qkv_rope" else 0  # where the heads are as wide as the model
+        kv = (N - K) // 2 if name == "norm_qkv_rope" else 0  # where the heads are as wide as the model
         firsts = {"norm_qkv_rope": (0, N - 2 * kv, N - kv), "norm_gate_up": (0, N // 2), "linear_residual": (0,)}[name]
         parts = []
         for first, end in zip(firsts, (*firsts[1:], N)):

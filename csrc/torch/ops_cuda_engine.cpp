@@ -205,7 +205,7 @@ void step_cuda(const Tensor& program, Tensor& workspace, int64_t capacity, const
                const Tensor& block_table, const Tensor& cu_seqlens, const Tensor& context_lens, const std::optional<Tensor>& logit_rows,
                std::vector<Tensor> k_pools, std::vector<Tensor> v_pools, int64_t k_format, int64_t v_format, int64_t num_kv_heads,
                int64_t head_dim, Tensor& logits, bool pdl, int64_t stream_k_from, const std::optional<Tensor>& lora,
-               const std::optional<Tensor>& adapters, const std::optional<Tensor>& lora_sums, int64_t lora_width, bool lora_chains) {
+               const std::optional<Tensor>& adapters, const std::optional<Tensor>& lora_sums, int64_t lora_width, bool lora_inside) {
   const char* op = "gpu_step";
   require(op, "program", program, ScalarType::Long, -1, false);
   require(op, "workspace", workspace, ScalarType::Byte, -1);
@@ -252,7 +252,7 @@ void step_cuda(const Tensor& program, Tensor& workspace, int64_t capacity, const
     s.lora.changes = reinterpret_cast<const LoraChange*>(lora->const_data_ptr()), s.lora.ops = count;
     s.lora.adapters = adapters->const_data_ptr<int32_t>();
     s.lora_sums = static_cast<float*>(const_cast<void*>(lora_sums->const_data_ptr())), s.lora_width = int(lora_width);
-    s.lora_chains = lora_chains;
+    s.lora_inside = lora_inside;
   }
   wrong = step_launch(ops, s, bytes_of(workspace), size_t(workspace.numel()), stream_of(ids), pdl);
   STD_TORCH_CHECK(wrong.empty(), op, " of ", T, " tokens in ", B, " sequences, K ", text_of(k_pools[0]), ", V ", text_of(v_pools[0]),

@@ -217,7 +217,7 @@ class GpuExecutor:
             if self._model.deterministic and mixes_adapters(step.batch):
                 return None  # two steps
             lora = self._model.adapter_buffers()
-        key = (_bucket(len(draws)), 1 << (width - 1).bit_length(), counted, moved, lora is not None and lora.chains, lora)
+        key = (_bucket(len(draws)), 1 << (width - 1).bit_length(), counted, moved, lora is not None and lora.inside, lora)
         if key not in self._graphs:
             if lora is not None:  # those that know buffers which are no longer used
                 self._graphs = {known: graph for known, graph in self._graphs.items() if known[-1] in (None, lora)}

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from exl2nb.ops.program import Program
 
 MAGIC, VERSION, HEADER_WORDS = 0x3141524F4C324558, 1, 6
-CHAINED = ("norm_qkv_rope", "linear_residual", "norm_gate_up")  # ops of persistent chains
-CHAIN_PARTS, CHAIN_WIDTH = 6, 256  # of a change there: kLoraChainParts, kLoraChainWidth in csrc/cuda/gemm/persistent/lora_chain.cuh
+INSIDE = ("norm_qkv_rope", "linear_residual", "norm_gate_up")  # ops whose products on the GPU can add adapters themselves
+INSIDE_PARTS, INSIDE_WIDTH = 6, 256  # most of a change there: kLoraChainParts, kLoraChainWidth in csrc/cuda/gemm/persistent/lora_chain.cuh
 CHANGE_WORDS, PART_WORDS = 7, 6  # of LoraChange and LoraPart in csrc/format/lora.h
 
 _tables: weakref.WeakValueDictionary[int, LoraTable] = weakref.WeakValueDictionary()
@@ -139,10 +139,10 @@ class LoraTable:
         _tables[self.words.data_ptr()] = self
 
     @property
-    def chains(self) -> bool:
-        """Whether persistent chains on the GPU can take all of it: products of layers alone, in columns of eights."""
+    def fits_inside(self) -> bool:
+        """Whether products on the GPU can add all of it: it changes layers' matrices alone, by few parts in columns of eights."""
         return all(
-            self.program.steps[op][0] in CHAINED and change.is_plain and len(change.parts) <= CHAIN_PARTS and change.width <= CHAIN_WIDTH
+            self.program.steps[op][0] in INSIDE and change.is_plain and len(change.parts) <= INSIDE_PARTS and change.width <= INSIDE_WIDTH
             for adapter in self.adapters if adapter for op, change in adapter.items()
         )  # fmt: skip
 

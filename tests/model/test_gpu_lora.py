@@ -133,10 +133,11 @@ INSIDE_STEPS = {  # new tokens of each sequence, its adapter, the kernel that ad
 @pytest.mark.parametrize("step", INSIDE_STEPS)
 @pytest.mark.parametrize("rank", [16, 40])
 @pytest.mark.parametrize("name", INSIDE)
-def test_inside_the_products(name, rank, step):
+def test_inside_the_products(name, rank, step, monkeypatch):
     """Adapters of layers alone need no launches behind the products; steps one after the other leave nothing behind."""
+    monkeypatch.setenv("EXL2NB_LORA_INSIDE", "1")
     pair, (counts, adapters, kernel) = Pair(INSIDE[name], inside=True, rank=rank), INSIDE_STEPS[step]
-    assert pair.on_gpu.chains
+    assert pair.on_gpu.fits_inside
     for rows in ("all", "last"):
         want, got = pair.wanted(counts, adapters, rows), [pair.found(counts, adapters, rows) for _ in range(3)]
         assert float((got[0] - want).norm() / want.norm()) < 5e-3
@@ -150,8 +151,9 @@ def test_inside_the_products(name, rank, step):
         assert len(counts) < 9 or "lora_expand" not in made
 
 
-def test_tables_of_both_kinds_by_turns():
+def test_tables_of_both_kinds_by_turns(monkeypatch):
     """Launches behind the products and inside them share memory."""
+    monkeypatch.setenv("EXL2NB_LORA_INSIDE", "1")
     options = INSIDE["4 bits, wide"]
     inside, every = Pair(options, inside=True, rank=16), Pair(options, rank=16, gain=True, norms=True)
     for counts in ([1, 1, 1], [1] * 16):

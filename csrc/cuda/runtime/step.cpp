@@ -70,7 +70,7 @@ class Walker {
   Walker(const Program& program, const GpuStep& step, uint8_t* workspace, const Layout& layout, void* stream, bool pdl)
       : program_(program), H_(static_cast<int>(program.hidden())), s_(step), base_(workspace), at_(layout), stream_(stream), pdl_(pdl) {
     stream_k_ = all_stream_k();
-    if (s_.lora.adapters && s_.lora_chains && s_.lora_width <= kLoraChainWidth) {
+    if (s_.lora.adapters && s_.lora_inside && s_.lora_width <= kLoraChainWidth) {
       const int64_t chunks = lora_most_chunks(program_), apart = kLoraRows * chunks * s_.lora_width;
       lora_head_ = s_.lora_sums + apart;
       lora_stream_k_ = stream_k_ && s_.tokens <= kLoraRows;
@@ -251,8 +251,8 @@ class Walker {
     }
     const char* const wrong = embed_launch(a, s_.tokens, stream_, pdl_);
     if (wrong || !lora()) return wrong;
-    return lora_launch({lora_of(number_), {}, a.vocab, s_.ids, nullptr, s_.lora_width, nullptr, nullptr, a.x, H_, H_, {}, 0, false}, s_.tokens,
-                       stream_, pdl_);
+    return lora_launch({lora_of(number_), {}, a.vocab, s_.ids, nullptr, s_.lora_width, nullptr, nullptr, a.x, H_, H_, {}, 0, false},
+                       s_.tokens, stream_, pdl_);
   }
 
   // A product that only writes its sums.

@@ -37,7 +37,9 @@ struct GpuStep {
   LoraRows lora;
   float* lora_sums;
   int lora_width;
-  bool lora_chains;  // the table's adapters change only matrices inside layers, in ways that persistent chains know (lora_chain.cuh)
+  // Persistent chains and stream-K GEMMs add the adapters themselves (lora_chain.cuh, lora_quads.cuh): those change only matrices inside
+  // layers, by parts in columns of eights.
+  bool lora_inside;
 };
 
 // Floats of lora_sums, for any number of tokens: zeroed once.

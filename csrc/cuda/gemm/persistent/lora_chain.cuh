@@ -2,11 +2,12 @@
 // consumers multiply, so a GEMM waits only where it is shorter than the exchange.
 //
 // Shrink: task = 256 stored rows of x, 16 columns of a, one row of the step; each CTA has at most one or two, from the last CTA on, as the
-// first own more strips. A lane takes 8 stored rows (one 16-byte load of x) and their 8 x 16 numbers of a, which it brings near before x exists.
-// Exchange: sums[gemm][row][chunk][width] with Lamport flags, twice, as the chain's buffers; launches with adapters count themselves.
-// Expand: every poll warp adds the chunks up, in order, and multiplies by the columns of b of its CTA: 4 lanes share 8 columns. The results
-// are in shared memory before kFactorsReady; the epilogue adds them to its sums, ahead of the norm factor, as x is not scaled either.
-// Bytes: a once per row of the step, b once; 4 * width per chunk, row and CTA from L2. Limits: LoraTable.chains of ops/lora.py.
+// first own more strips. A lane takes 8 stored rows (one 16-byte load of x) and their 8 x 16 numbers of a, which it brings near before x
+// exists. Exchange: sums[gemm][row][chunk][width] with Lamport flags, twice, as the chain's buffers; launches with adapters count
+// themselves. Expand: every poll warp adds the chunks up, in order, and multiplies by the columns of b of its CTA: 4 lanes share 8 columns.
+// The results are in shared memory before kFactorsReady; the epilogue adds them to its sums, ahead of the norm factor, as x is not scaled
+// either. Bytes: a once per row of the step, b once; 4 * width per chunk, row and CTA from L2. Limits: LoraTable.fits_inside of
+// ops/lora.py.
 #pragma once
 #include "cuda/gemm/lora.h"
 #include "cuda/gemm/skinny/skinny_gemm.cuh"
@@ -15,7 +16,7 @@
 namespace exl2nb {
 
 constexpr int kLoraChainGemms = 4, kLoraChainParts = 6, kLoraChainWidth = 256;  // of a chain; most of a change, in all parts
-constexpr int kLoraChainRows = 4, kLoraChainHead = 64;                            // of a launch; floats in front of the sums
+constexpr int kLoraChainRows = 4, kLoraChainHead = 64;                          // of a launch; floats in front of the sums
 
 struct LoraChain {
   const LoraChange* changes[kLoraChainGemms];  // of adapter 0, as in LoraRows
@@ -24,9 +25,9 @@ struct LoraChain {
   const int* adapters;  // by row, -1 for none
   float* sums;          // of both sets
   unsigned* launches;
-  int width, chunks;      // strides of the sums: widest change, most chunks
-  int set;                // floats of a set
-  int parts, low, adds;   // offsets in shared memory
+  int width, chunks;     // strides of the sums: widest change, most chunks
+  int set;               // floats of a set
+  int parts, low, adds;  // offsets in shared memory
 };
 // Floats of a set.
 inline int64_t lora_chain_set(int64_t chunks, int64_t width) { return kLoraChainGemms * kLoraChainRows * chunks * width; }
@@ -44,7 +45,7 @@ struct LoraWarp {
   const LoraChain& L;
   uint8_t* shared;
   int rows, block, lane;
-  float* sums;   // of this launch
+  float* sums;  // of this launch
   // The task: row, chunk, first of its columns of all parts', negative for none; and this lane's rows of a there, 16 columns each.
   int m, chunk, column, at[8];
   const uint16_t* from;

@@ -162,7 +162,7 @@ const Kernel<PersistentArgs> two_rows{kSource, "persistent_gemm<2, exl2nb::kAnyW
 const Kernel<PersistentArgs, LoraChain> lora_rows[] = {{kSource, "persistent_lora<4, exl2nb::kAnyWeights>"},
                                                        {kSource, "persistent_lora<2, exl2nb::kAnyWeights>"},
                                                        {kSource, "persistent_lora<1, exl2nb::kAnyWeights>"}},
-    lora_row{kSource, "persistent_lora<4, exl2nb::kExl2>"};
+                                        lora_row{kSource, "persistent_lora<4, exl2nb::kExl2>"};
 
 // Specialisation for one row. Separate sums (kNarrow) pay where the weights of the largest GEMM are narrow and an item has more than four
 // units (70B 87.9 to 86.0 us per chain), not elsewhere (8B 36.5 to 37.3, TinyLlama at 3 bits 17.6 to 18.2).

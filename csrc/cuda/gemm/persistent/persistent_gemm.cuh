@@ -374,7 +374,9 @@ __device__ __forceinline__ void add_residual(const PersistentArgs& C, const Pers
     const PersistentOutput o = owned[32 * k];
     if (!__any_sync(0xffffffffu, o.sums != PersistentOutput::kNone)) break;
     if (o.sums == PersistentOutput::kNone) continue;
-    const float v = w.residual[k] + o.other * (adds.to(sum_partials(partials(w) + o.sums + m * 16, M), (w.lane + 32 * k) * M + m) * state(w).factors[m] + o.bias);
+    const float v =
+        w.residual[k] +
+        o.other * (adds.to(sum_partials(partials(w) + o.sums + m * 16, M), (w.lane + 32 * k) * M + m) * state(w).factors[m] + o.bias);
     w.residual[k] = v;
     squares = fmaf(v, v, squares);
     if (o.to) {

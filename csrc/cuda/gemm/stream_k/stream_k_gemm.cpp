@@ -131,8 +131,8 @@ const char* stream_k_launch(const GemmArgs& a, int group, const StreamKNext& nex
     m.next_squares = a.next_squares + from * kStreamKStrips * m.tiles;
     const int size = group == 16 ? 0 : group == 32 ? 1 : 2;
     const Launch how{unsigned(grid), kStreamKThreads, static_cast<size_t>(stream_k_shared(m, group / 8)), stream, pdl};
-    const char* const wrong = lora ? (wide ? wgmma_lora_kernels : lora_kernels)[size](how, m, *lora)
-                                   : (wide ? wgmma_kernels : mma_kernels)[size](how, m);
+    const char* const wrong =
+        lora ? (wide ? wgmma_lora_kernels : lora_kernels)[size](how, m, *lora) : (wide ? wgmma_kernels : mma_kernels)[size](how, m);
     if (wrong) return wrong;
   }
   return nullptr;
