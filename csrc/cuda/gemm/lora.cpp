@@ -8,13 +8,18 @@ namespace exl2nb {
 namespace {
 
 constexpr int kShrinkSplit = 4;  // CTAs that share the columns of a chunk: q, k and v of rank 16, or gate and up of rank 32, one each
-const Kernel<LoraArgs> shrink{"gemm/lora.cu", "lora_shrink"}, expand{"gemm/lora.cu", "lora_expand"};
+const Kernel<LoraArgs> shrink{"gemm/lora.cu", "lora_shrink"}, shrink_all{"gemm/lora.cu", "lora_sums"},
+    expand{"gemm/lora.cu", "lora_expand"};
+
+Dim shrink_grid(const LoraArgs& a, int rows) {
+  return {static_cast<unsigned>(lora_chunks(a.K)), static_cast<unsigned>(std::clamp(a.width / 16, 1, kShrinkSplit)),
+          static_cast<unsigned>(rows)};
+}
 
 }  // namespace
 
 const char* lora_shrink_launch(const LoraArgs& a, int rows, void* stream, bool pdl) {
-  const Dim chunks(static_cast<unsigned>(lora_chunks(a.K)), std::clamp(a.width / 16, 1, kShrinkSplit), static_cast<unsigned>(rows));
-  return shrink({chunks, kLoraThreads, 0, stream, pdl}, a);
+  return shrink_all({shrink_grid(a, rows), kLoraThreads, 0, stream, pdl}, a);
 }
 
 const char* lora_launch(LoraArgs a, int rows, void* stream, bool pdl) {
@@ -23,7 +28,7 @@ const char* lora_launch(LoraArgs a, int rows, void* stream, bool pdl) {
     const unsigned now = std::min(left, kLoraRows);
     const Dim pieces((columns + kLoraThreads - 1) / kLoraThreads, now);
     if (!a.ids)
-      if (const char* wrong = lora_shrink_launch(a, static_cast<int>(now), stream, pdl)) return wrong;
+      if (const char* wrong = shrink({shrink_grid(a, static_cast<int>(now)), kLoraThreads, 0, stream, pdl}, a)) return wrong;
     if (const char* wrong = expand({pieces, kLoraThreads, 0, stream, pdl}, a)) return wrong;
     (a.of.rows ? a.of.rows : a.of.adapters) += kLoraRows;
     if (a.ids) a.ids += kLoraRows;

@@ -1,11 +1,11 @@
 // y += (scale * (x a)) b for rows with adapters of their own, as in Punica's BGMV (Chen et al., 2023, arXiv:2310.18547): each row finds its
 // matrices through a table. A row's bits do not depend on the other rows.
 //
-// lora_shrink: a CTA takes 256 inputs of a row and every gridDim.y-th 16 columns of a; its sums go to memory, chunk by chunk. Two lanes
-// hold a row of 16 columns. lora_expand: a thread takes a column of y (two where [gate; up] becomes one input), its CTA first adds the
-// chunks up in order. Bytes: a and b of every row once, rows with the same adapter from L2; y twice. Adapters and table are written before
-// the step, so they are read ahead of griddepcontrol.wait. Every CTA waits there, even with nothing to do: the next kernel relies on it, as
-// this kernel's predecessors are complete when this one is.
+// lora_shrink, lora_sums: a CTA takes 256 inputs of a row and every gridDim.y-th 16 columns of a; its sums go to memory, chunk by chunk.
+// Two lanes hold a row of 16 columns. lora_expand: a thread takes a column of y (two where [gate; up] becomes one input), its CTA first
+// adds the chunks up in order. Bytes: a and b of every row once, rows with the same adapter from L2; y twice. Adapters and table are
+// written before the step, so they are read ahead of griddepcontrol.wait. Every CTA waits there, even with nothing to do: the next kernel
+// relies on it, as this kernel's predecessors are complete when this one is.
 #include "cuda/gemm/lora.h"
 #include "cuda/runtime/pdl.cuh"
 
@@ -52,7 +52,9 @@ __device__ __forceinline__ void finish_tile(const LoraArgs& a, const LoraPart& p
   if (own == 0) *arrived = 0;
 }
 
-__global__ void __launch_bounds__(kLoraThreads) lora_shrink(const __grid_constant__ LoraArgs a) {
+// ALL: the sums over all chunks, too.
+template <bool ALL>
+__device__ __forceinline__ void shrink(const LoraArgs& a) {
   constexpr int kWarps = kLoraThreads / 32, kEach = kLoraChunk / (16 * kWarps);
   __shared__ float partial[kWarps][16];
   const int chunk = blockIdx.x, row = blockIdx.z, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -61,7 +63,7 @@ __global__ void __launch_bounds__(kLoraThreads) lora_shrink(const __grid_constan
   const half* const x = a.x.x + token_place(a.x.group, a.x.stride, row);
   const int first = chunk * kLoraChunk + warp * 16 * kEach + (lane >> 1);  // input of this lane, and every 16th after it
   float* const sums = a.sums + (static_cast<int64_t>(row) * gridDim.x + chunk) * a.width;
-  if (a.low && change) prefetch_b(a.of, row, *change);
+  if (ALL && change) prefetch_b(a.of, row, *change);
   bool waited = false;
   int tile = 0;  // 16 columns, counted over all parts
   for (int64_t i = 0; change && i < change->num_parts; i++) {
@@ -106,14 +108,16 @@ __global__ void __launch_bounds__(kLoraThreads) lora_shrink(const __grid_constan
 #pragma unroll
         for (int n = 0; n < kWarps; n++) all += partial[n][threadIdx.x];
         sums[16 * tile + threadIdx.x] = all;
-        if (a.low) __threadfence();
+        if (ALL) __threadfence();
       }
       __syncthreads();
-      if (a.low) finish_tile(a, part, column, row, tile);
+      if (ALL) finish_tile(a, part, column, row, tile);
     }
   }
   if (!waited) pdl_wait();
 }
+__global__ void __launch_bounds__(kLoraThreads) lora_shrink(const __grid_constant__ LoraArgs a) { shrink<false>(a); }
+__global__ void __launch_bounds__(kLoraThreads) lora_sums(const __grid_constant__ LoraArgs a) { shrink<true>(a); }
 
 __global__ void __launch_bounds__(kLoraThreads) lora_expand(const __grid_constant__ LoraArgs a) {
   constexpr int kLow = 64, kGroups = kLoraThreads / 16;  // ranks at a time; threads that share a sum

@@ -168,7 +168,7 @@ class Walker {
   // What the adapters change in the sums y of the current op's product of x.
   LoraArgs lora_args(const Weight& w, const MatrixInput& x, float* y) const {
     const int N = w.header().N;
-    return {lora_of(number_), x, w.header().K, nullptr, s_.lora_sums, s_.lora_width, nullptr, nullptr, y, N, N, {}, 0, false};
+    return {lora_of(number_), x, w.header().K, nullptr, s_.lora_sums, s_.lora_width, y, N, N, {}, 0, false, nullptr, nullptr};
   }
   const char* adapt(const Weight& w, const MatrixInput& x, float* y) {
     return lora() || lora_chain_ ? lora_launch(lora_args(w, x, y), s_.tokens, stream_, pdl_) : nullptr;
@@ -199,7 +199,7 @@ class Walker {
     float* const low = lora_head_ + kLoraChainHead;
     auto* const arrived = reinterpret_cast<unsigned*>(low + kLoraRows * s_.lora_width);
     lora = {lora_of(number_), low, s_.lora_width};
-    const LoraArgs args{lora.of, x, h.K, nullptr, s_.lora_sums, s_.lora_width, low, arrived, nullptr, 0, 0, {}, 0, false};
+    const LoraArgs args{lora.of, x, h.K, nullptr, s_.lora_sums, s_.lora_width, nullptr, 0, 0, {}, 0, false, low, arrived};
     return lora_shrink_launch(args, a.tokens, stream_, pdl_);
   }
 
@@ -251,7 +251,7 @@ class Walker {
     }
     const char* const wrong = embed_launch(a, s_.tokens, stream_, pdl_);
     if (wrong || !lora()) return wrong;
-    return lora_launch({lora_of(number_), {}, a.vocab, s_.ids, nullptr, s_.lora_width, nullptr, nullptr, a.x, H_, H_, {}, 0, false},
+    return lora_launch({lora_of(number_), {}, a.vocab, s_.ids, nullptr, s_.lora_width, a.x, H_, H_, {}, 0, false, nullptr, nullptr},
                        s_.tokens, stream_, pdl_);
   }
 

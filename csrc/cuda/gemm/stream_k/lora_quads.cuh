@@ -1,4 +1,4 @@
-// Adapters in the epilogue of a stream-K GEMM: the launch before has made the sums of x a (lora_shrink, with LoraArgs::low) and begun to
+// Adapters in the epilogue of a stream-K GEMM: the launch before has made the sums of x a (lora_sums of lora.cu) and begun to
 // bring b to the L2 cache; a warp that finishes a strip and 8 rows adds the sums times its 16 columns of b, ahead of the norm factor.
 #pragma once
 #include "cuda/gemm/lora.h"
