@@ -108,8 +108,12 @@ void connect(PersistentArgs& c, const PersistentOp* ops, uint8_t* workspace, siz
     if (from.a.next_norm) workspace += squares_bytes();
   }
 }
-// Kernel arguments for rows [first, first + tokens); of `lora`, where it is given, those that depend on the chain.
-PersistentArgs arguments(const PersistentOp* ops, int count, uint8_t* workspace, size_t bytes, int first, int tokens, LoraChain* lora) {
+// Kernel arguments for rows [first, first + tokens). made: what ops->lora becomes.
+PersistentArgs arguments(const PersistentOp* ops, int count, uint8_t* workspace, size_t bytes, int first, int tokens,
+                         LoraChain* made = nullptr) {
+  LoraChain unused;
+  LoraChain* const lora = !ops->lora ? nullptr : made ? made : &unused;
+  if (lora) *lora = *ops->lora;
   PersistentArgs c{};
   c.count = count, c.grid = persistent_ctas(ops, count);
   c.clear = static_cast<uint4*>(ops->clear), c.clear_count = ops->clear_count, c.lamport = ops[count - 1].lamport;
@@ -214,10 +218,7 @@ int persistent_tokens(const PersistentOp* ops, int count) {
     if (h.num_perms != 1 || h.K % 32 || h.stored != h.K || a.from.x || a.router.out) return 0;
     if (ops[q].epilogue == kResidual && (a.strips + grid - 1) / grid > kMaxOwnedStrips) return 0;
   }
-  const auto fits = [&](int tokens) {
-    LoraChain lora = ops->lora ? *ops->lora : LoraChain{};
-    return arguments(ops, count, nullptr, 0, 0, tokens, ops->lora ? &lora : nullptr).smem.bytes <= shared_per_block();
-  };
+  const auto fits = [&](int tokens) { return arguments(ops, count, nullptr, 0, 0, tokens).smem.bytes <= shared_per_block(); };
   if (!fits(1)) return 0;
   for (int tokens = kPersistentTokens; tokens > 1; tokens--)
     if (fits(tokens)) return tokens;
@@ -227,8 +228,8 @@ int persistent_tokens(const PersistentOp* ops, int count) {
 const char* persistent_launch(const PersistentOp* ops, int count, uint8_t* workspace, size_t bytes, void* stream, bool pdl) {
   const int all = ops[0].a.tokens, most = persistent_tokens(ops, count);
   for (int first = 0; first < all && most; first += most) {
-    LoraChain lora = ops->lora ? *ops->lora : LoraChain{};
-    const PersistentArgs c = arguments(ops, count, workspace, bytes, first, std::min(most, all - first), ops->lora ? &lora : nullptr);
+    LoraChain lora;
+    const PersistentArgs c = arguments(ops, count, workspace, bytes, first, std::min(most, all - first), &lora);
     const int tokens = c.gemm[0].a.tokens;
     const auto& kernel = tokens == 2 ? two_rows : tokens > 2 ? four_rows : one_row[weight_kind(ops, count)];
     const Launch how{unsigned(c.grid), kPersistentThreads, static_cast<size_t>(c.smem.bytes), stream, pdl};
