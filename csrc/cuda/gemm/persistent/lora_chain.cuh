@@ -1,13 +1,14 @@
-// Adapters inside the persistent chain: y += (scale * (x a)) b without a launch of its own. The poll warp of every CTA does it while the
-// consumers multiply, so a GEMM waits only where it is shorter than the exchange.
+// Adapters inside the persistent chain: y += (scale * (x a)) b without a launch of its own. A warp more in every CTA does it while the
+// consumers multiply, so a GEMM waits only where it is shorter than the exchange. (18 or 19 warps: the registers are the same.)
 //
 // Shrink: task = 256 stored rows of x, 16 columns of a, one row of the step; each CTA has at most one or two, from the last CTA on, as the
 // first own more strips. A lane takes 8 stored rows (one 16-byte load of x) and their 8 x 16 numbers of a, which it brings near before x
-// exists. Exchange: sums[gemm][row][chunk][width] with Lamport flags, twice, as the chain's buffers; launches with adapters count
-// themselves. Expand: every poll warp adds the chunks up, in order, and multiplies by the columns of b of its CTA: 4 lanes share 8 columns.
-// The results are in shared memory before kFactorsReady; the epilogue adds them to its sums, ahead of the norm factor, as x is not scaled
-// either. Bytes: a once per row of the step, b once; 4 * width per chunk, row and CTA from L2. Limits: LoraTable.fits_inside of
-// ops/lora.py.
+// exists.
+// Exchange: sums[gemm][row][chunk][width] with Lamport flags, twice, as the chain's buffers; launches with adapters count themselves.
+// Expand: every CTA's warp adds the chunks up, in order, and multiplies by the columns of b of its CTA: 4 lanes share 8 columns. The
+// results are in shared memory before kFactorsReady; the epilogue adds them to its sums, ahead of the norm factor, as x is not scaled
+// either.
+// Bytes: a once per row of the step, b once; 4 * width per chunk, row and CTA from L2. Limits: LoraTable.fits_inside of ops/lora.py.
 #pragma once
 #include "cuda/gemm/lora.h"
 #include "cuda/gemm/skinny/skinny_gemm.cuh"
@@ -38,7 +39,7 @@ EXL2NB_BOTH constexpr int lora_parts_bytes(int rows) {
 }
 
 #if __CUDA_ARCH__ >= 900
-// The poll warp's part. Args: PersistentArgs.
+// The warp. Args: PersistentArgs.
 template <class Args>
 struct LoraWarp {
   const Args& C;
@@ -50,9 +51,8 @@ struct LoraWarp {
   int m, chunk, column, at[8];
   const uint16_t* from;
 
-  template <class Lora>
-  __device__ __forceinline__ LoraWarp(const Args& args, const Lora& lora, uint8_t* smem, int cta, int thread)
-      : C(args), L(lora.L), shared(smem), rows(args.gemm[0].a.tokens), block(cta), lane(thread), sums(nullptr) {}
+  __device__ __forceinline__ LoraWarp(const Args& args, const LoraChain& lora, uint8_t* smem, int cta, int thread)
+      : C(args), L(lora), shared(smem), rows(args.gemm[0].a.tokens), block(cta), lane(thread), sums(nullptr) {}
 
   __device__ __forceinline__ int& count(int q, int row) const { return reinterpret_cast<int*>(shared + L.parts)[q * rows + row]; }
   __device__ __forceinline__ LoraPart* parts(int q, int row) const {
@@ -69,6 +69,28 @@ struct LoraWarp {
   __device__ __forceinline__ int first_task() const { return C.grid - 1 - block; }
   __device__ __forceinline__ int tasks(int q) const { return L.width / 16 * rows * chunks(q); }
 
+  // Barriers: polling for the inputs may start; the consumers have read `adds`; what the epilogue needs is there.
+  __device__ __forceinline__ void run(uint64_t* inputs, uint64_t* stored, uint64_t* ready) {
+    begin();
+    int set = 0;  // offset of this launch's buffer set
+#pragma unroll 1
+    for (int q = 0; q < C.count; q++) {
+      if (q == 0)
+        pdl_wait();
+      else if (lane == 0)
+        barrier_wait(stored, (q - 1) & 1), barrier_wait(inputs, q & 1);
+      __syncwarp();
+      if (q == 0) {  // both are read by every CTA before any finishes the launch
+        set = (ld_relaxed(C.counters + kLoraChainGemms) & 1) * C.set_bytes;
+        sums = L.sums + (ld_relaxed(L.launches) & 1) * L.set;
+      }
+      shrink(q, C.gemm[q].a.x + (q ? set / 2 : 0), C.gemm[q].a.x_stride);
+      expand(q);
+      __syncwarp();
+      if (lane == 0) barrier_arrive(ready);
+      ahead(q);
+    }
+  }
   // Before griddepcontrol.wait: the parts of all rows and GEMMs, and what the first GEMM needs.
   __device__ __forceinline__ void begin() {
     for (int i = lane; i < C.count * rows; i += 32) {
@@ -156,7 +178,6 @@ struct LoraWarp {
 
   // When the inputs of GEMM q are there, or about to be: this CTA's sums. x: row 0.
   __device__ __forceinline__ void shrink(int q, const half* x, int stride) {
-    if (q == 0) sums = L.sums + (ld_relaxed(L.launches) & 1) * L.set;  // read by every CTA before any finishes the launch
 #pragma unroll 1
     for (int task = first_task();;) {
       if (column >= 0) multiply(q, x + static_cast<size_t>(m) * stride);
@@ -322,16 +343,21 @@ struct LoraWarp {
 };
 
 // What a kernel is made with: adapters, or none, which is no code at all. Adds: what the epilogue adds, [output of the CTA][row].
+// kArrivals: at kFactorsReady.
 struct WithLora {
   struct Adds {
     const float* at;
     __device__ __forceinline__ float to(float v, int place) const { return v + at[place]; }
   };
-  template <class Args>
-  using Warp = LoraWarp<Args>;
+  static constexpr int kArrivals = 2;
   const LoraChain& L;
   __device__ __forceinline__ Adds adds(const uint8_t* shared, int first) const {
     return {reinterpret_cast<const float*>(shared + L.adds) + first};
+  }
+  template <class Args>
+  __device__ __forceinline__ void run(const Args& C, uint8_t* shared, uint64_t* inputs, uint64_t* stored, uint64_t* ready, int block,
+                                      int lane) const {
+    LoraWarp<Args>(C, L, shared, block, lane).run(inputs, stored, ready);
   }
   __device__ __forceinline__ void count() const { asm volatile("red.relaxed.gpu.global.add.u32 [%0],1;" ::"l"(L.launches) : "memory"); }
 };
@@ -339,15 +365,10 @@ struct NoLora {
   struct Adds {
     __device__ __forceinline__ float to(float v, int) const { return v; }
   };
-  template <class Args>
-  struct Warp {
-    __device__ __forceinline__ Warp(const Args&, const NoLora&, uint8_t*, int, int) {}
-    __device__ __forceinline__ void begin() const {}
-    __device__ __forceinline__ void shrink(int, const half*, int) const {}
-    __device__ __forceinline__ void expand(int) const {}
-    __device__ __forceinline__ void ahead(int) const {}
-  };
+  static constexpr int kArrivals = 1;
   __device__ __forceinline__ Adds adds(const uint8_t*, int) const { return {}; }
+  template <class Args>
+  __device__ __forceinline__ void run(const Args&, uint8_t*, uint64_t*, uint64_t*, uint64_t*, int, int) const {}
   __device__ __forceinline__ void count() const {}
 };
 #endif

@@ -232,7 +232,8 @@ const char* persistent_launch(const PersistentOp* ops, int count, uint8_t* works
     const PersistentArgs c = arguments(ops, count, workspace, bytes, first, std::min(most, all - first), &lora);
     const int tokens = c.gemm[0].a.tokens;
     const auto& kernel = tokens == 2 ? two_rows : tokens > 2 ? four_rows : one_row[weight_kind(ops, count)];
-    const Launch how{unsigned(c.grid), kPersistentThreads, static_cast<size_t>(c.smem.bytes), stream, pdl};
+    const unsigned threads = kPersistentThreads + (ops->lora ? 32 : 0);
+    const Launch how{unsigned(c.grid), threads, static_cast<size_t>(c.smem.bytes), stream, pdl};
     const auto& adapted = tokens == 1 && weight_kind(ops, count) != kAnyWeights ? lora_row : lora_rows[std::min(tokens, 3) - 1];
     if (const char* wrong = ops->lora ? adapted(how, c, lora) : kernel(how, c)) return wrong;
   }

@@ -213,12 +213,8 @@ __device__ __forceinline__ void produce_weights(const PersistentArgs& C, uint8_t
 
 // Poll warp. Per GEMM: waits until polling is worthwhile (kInputsReady), then computes the norm factors from the partial squares of all
 // CTAs (kFactorsReady).
-template <class Lora>
-__device__ __forceinline__ void poll_inputs(const PersistentArgs& C, const Lora& lora, uint8_t* shared, uint64_t* bars, int block,
-                                            int lane) {
+__device__ __forceinline__ void poll_inputs(const PersistentArgs& C, uint8_t* shared, uint64_t* bars, int block, int lane) {
   PersistentState& state = *reinterpret_cast<PersistentState*>(shared);
-  typename Lora::template Warp<PersistentArgs> adapters(C, lora, shared, block, lane);
-  adapters.begin();
   unsigned before = 0;  // counter base of this launch
   int set = 0;          // offset of this launch's buffer set
 #pragma unroll 1
@@ -244,7 +240,6 @@ __device__ __forceinline__ void poll_inputs(const PersistentArgs& C, const Lora&
     if (q == 0 && C.clear)
       for (int i = block * 32 + lane; i < C.clear_count; i += C.grid * 32) C.clear[i] = make_uint4(0, 0, 0, 0);
     if (q == 0 && lane == 0) state.set = set;
-    adapters.shrink(q, A.x + (q ? set / 2 : 0), A.x_stride);
 #pragma unroll 1
     for (int m = 0; m < A.tokens; m++) {
       float sum = 0.f;
@@ -269,10 +264,8 @@ __device__ __forceinline__ void poll_inputs(const PersistentArgs& C, const Lora&
       sum = warp_sum(sum);
       if (lane == 0) state.factors[m] = A.squares ? rsqrtf(sum * A.inverse_width + A.eps) : 1.f;
     }
-    adapters.expand(q);
     __syncwarp();
     if (lane == 0) barrier_arrive(bars + kFactorsReady);
-    adapters.ahead(q);
   }
 }
 
@@ -664,9 +657,10 @@ __device__ __forceinline__ void run_chain(const PersistentArgs& C, const Lora& l
   pdl_launch_dependents();
   if (threadIdx.x < kNumBarriers) {
     const int i = threadIdx.x;
-    barrier_init(bars + i, i == kStored                            ? kConsumerWarps * kWarpArrivals
-                           : i >= kMaxStages && i < 2 * kMaxStages ? kWarpsPerSet * kWarpArrivals
-                                                                   : 1);
+    barrier_init(bars + i, Lora::kArrivals > 1 && i == kFactorsReady ? Lora::kArrivals
+                           : i == kStored                            ? kConsumerWarps * kWarpArrivals
+                           : i >= kMaxStages && i < 2 * kMaxStages   ? kWarpsPerSet * kWarpArrivals
+                                                                     : 1);
     barrier_fence();
   }
   __syncthreads();
@@ -683,7 +677,10 @@ __device__ __forceinline__ void run_chain(const PersistentArgs& C, const Lora& l
     return;
   }
   if (warp > kConsumerWarps) {
-    poll_inputs(C, lora, shared, bars, block, lane);
+    if (Lora::kArrivals == 1 || warp == kConsumerWarps + 1)
+      poll_inputs(C, shared, bars, block, lane);
+    else
+      lora.run(C, shared, bars + kInputsReady, bars + kStored, bars + kFactorsReady, block, lane);
     return;
   }
   ConsumerWarp w{shared, bars, block, warp, lane, warp / kWarpsPerSet, 0, 0, {}};
@@ -720,7 +717,7 @@ __global__ void __launch_bounds__(kPersistentThreads, 1) persistent_gemm(const _
 #endif
 }
 template <int CHUNKS, WeightKind WEIGHTS>
-__global__ void __launch_bounds__(kPersistentThreads, 1)
+__global__ void __launch_bounds__(kPersistentThreads + 32, 1)
     persistent_lora(const __grid_constant__ PersistentArgs C, const __grid_constant__ LoraChain L) {
 #if __CUDA_ARCH__ >= 900
   run_chain<CHUNKS, WEIGHTS>(C, WithLora{L});
