@@ -9,8 +9,8 @@
 // The GEMM that adds to the residual also writes the next GEMM's input, times the norm's weights; the next one divides its sums by the root
 // mean square. A LayerNorm, and a norm behind attention or MLP, need the whole row first: up to 4 rows every CTA of the next GEMM computes
 // it (norm.cuh), else a small kernel. Experts: moe.h. A step with adapters has a launch for every product, which only stores, and the
-// kernels of lora.h between them, or (lora_inside) the launches of a step without; it is captured as any other. A blob's word in the program is the address of a host copy of its head:
-// int64 address on the device, then header and parts (gpu_blob.h).
+// kernels of lora.h between them, or (lora_inside) the launches of a step without; it is captured as any other. A blob's word in the
+// program is the address of a host copy of its head: int64 address on the device, then header and parts (gpu_blob.h).
 #pragma once
 #include <cstddef>
 #include <cstdint>
