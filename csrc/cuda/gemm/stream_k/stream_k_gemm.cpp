@@ -63,6 +63,12 @@ const Kernel<StreamKArgs> mma_kernels[] = {{kSource, "stream_k_gemm<2>"}, {kSour
                           wgmma_kernels[] = {{kWgmmaSource, "stream_k_wgmma<2>"},
                                              {kWgmmaSource, "stream_k_wgmma<4>"},
                                              {kWgmmaSource, "stream_k_wgmma<8>"}};
+const Kernel<StreamKArgs, StreamKLora> lora_kernels[] = {{kSource, "stream_k_lora<2>"},
+                                                         {kSource, "stream_k_lora<4>"},
+                                                         {kSource, "stream_k_lora<8>"}},
+                                       wgmma_lora_kernels[] = {{kWgmmaSource, "stream_k_wgmma_lora<2>"},
+                                                               {kWgmmaSource, "stream_k_wgmma_lora<4>"},
+                                                               {kWgmmaSource, "stream_k_wgmma_lora<8>"}};
 
 // CTAs: one per SM, at least a few units each, at most kStreamKMaxSharers per tile.
 int grid_of(const StreamKArgs& m, int work) {
@@ -93,7 +99,8 @@ bool stream_k_fuses_gate(const GemmArgs& a) {
   return a.gated && a.num_parts == 2 && a.part[0].outputs == a.part[1].outputs && a.part[0].outputs % 4 == 0;
 }
 
-const char* stream_k_launch(const GemmArgs& a, int group, const StreamKNext& next, void* workspace, void* stream, bool pdl) {
+const char* stream_k_launch(const GemmArgs& a, int group, const StreamKNext& next, void* workspace, void* stream, bool pdl,
+                            const StreamKLora* lora) {
   if (a.squares && a.squares_count % 4) return "squares_count must be a multiple of 4 for stream-K";
   StreamKArgs m{};
   m.image = a.image, m.num_parts = a.num_parts, m.items = a.items, m.units = a.units;
@@ -123,7 +130,9 @@ const char* stream_k_launch(const GemmArgs& a, int group, const StreamKNext& nex
     m.next_squares = a.next_squares + from * kStreamKStrips * m.tiles;
     const int size = group == 16 ? 0 : group == 32 ? 1 : 2;
     const Launch how{unsigned(grid), kStreamKThreads, static_cast<size_t>(stream_k_shared(m, group / 8)), stream, pdl};
-    if (const char* wrong = (wide ? wgmma_kernels : mma_kernels)[size](how, m)) return wrong;
+    const char* const wrong =
+        lora ? (wide ? wgmma_lora_kernels : lora_kernels)[size](how, m, *lora) : (wide ? wgmma_kernels : mma_kernels)[size](how, m);
+    if (wrong) return wrong;
   }
   return nullptr;
 }
