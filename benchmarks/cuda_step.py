@@ -37,7 +37,7 @@ PAGE, WARM_UP, REPLAYS, PROFILED = 256, 20, 50, 12
 class CapturedStep:
     """One decode step of `batch` sequences that have `context` tokens each, greedy, as a graph."""
 
-    def __init__(self, llm: exl2nb.LLM, batch: int, context: int, pages: int, adapters: int, rank: int) -> None:
+    def __init__(self, llm: exl2nb.LLM, batch: int, context: int, pages: int, adapters: int = 0, rank: int = 16) -> None:
         model, cache, device = llm.model, llm.engine.cache, torch.device("cuda")
         self.batch, self.context, self.layers = batch, context, len(cache.k)
         self._ids, self._positions, self._lens, self._steps = (torch.zeros(batch, dtype=torch.int32, device=device) for _ in range(4))
