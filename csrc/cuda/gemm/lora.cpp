@@ -9,7 +9,7 @@ namespace exl2nb {
 namespace {
 
 constexpr int kShrinkSplit = 4;  // most CTAs that share the columns of a chunk: q, k and v of rank 16, or gate and up of rank 32, one each
-constexpr int kShrinkCtas = 8;   // of an SM: more CTAs than are resident at once would take turns, most of them without columns
+constexpr int kShrinkCtas = 6;   // resident on an SM (40 registers); more would take turns, most of them without columns
 const Kernel<LoraArgs> shrink{"gemm/lora.cu", "lora_shrink"}, shrink_all{"gemm/lora.cu", "lora_sums"},
     expand{"gemm/lora.cu", "lora_expand"};
 
