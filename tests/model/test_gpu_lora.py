@@ -151,6 +151,22 @@ def test_inside_the_products(name, rank, step, monkeypatch):
         assert len(counts) < 9 or "lora_expand" not in made
 
 
+def test_few_rows_of_a_large_layer(monkeypatch):
+    """Six rows, which one chain does not take, run in the stream-K GEMM with their adapters: as near to launches behind the products."""
+    large = {"hidden": 4096, "inter": 5664, "heads": 32, "kv_heads": 8, "head_dim": 128, "bits": 4, "group": 128, "layers": 1}
+    counts, adapters, found = [4, 1, 1], [1, -1, 0], []
+    pair = Pair(large, inside=True, rank=16)
+    for inside in ("0", "1"):
+        monkeypatch.setenv("EXL2NB_LORA_INSIDE", inside)
+        found.append(pair.found(counts, adapters, table=pair.moved(pair.made)))
+    behind, within = found
+    assert float((within - behind).norm() / behind.norm()) < 5e-3
+    assert float((pair.found(counts, [-1, -1, -1]) - behind).norm() / behind.norm()) > 0.02, "the adapters change the logits"
+    if torch.cuda.get_device_capability()[0] == 9:
+        made = [one.name for one in kernel_code.noted(lambda: pair.found(counts, adapters))]
+        assert "stream_k_lora<2>" in made, made
+
+
 def test_tables_of_both_kinds_by_turns(monkeypatch):
     """Launches behind the products and inside them share memory."""
     monkeypatch.setenv("EXL2NB_LORA_INSIDE", "1")
