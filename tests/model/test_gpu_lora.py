@@ -22,6 +22,7 @@ from tests.ops.cases import Net
 from tests.ops.test_lora import adapter
 
 pytestmark = pytest.mark.gpu
+PAGES = 16  # one of each sequence
 NETS = {
     "dense": {"dense": True},
     "dense, biases and head norms": {"dense": True, "bias": True, "head_norms": True},
@@ -66,7 +67,7 @@ class Pair:
     """A net on the GPU and the same one on the CPU, with two adapters each."""
 
     def __init__(self, options, *, deterministic=False, rank=8, inside=False, **extra):
-        options = {"layers": 2, "scale": 0.1, "pages": 10, **options}
+        options = {"layers": 2, "scale": 0.1, "pages": PAGES, **options}
         self.net, self.plain = Net(**options, device="cuda"), Net(**options, storages=("fp32", "fp32"))
         self.forward = GpuForward(self.net.program, torch.device("cuda"), deterministic=deterministic)
         program = self.plain.program
@@ -76,7 +77,7 @@ class Pair:
             self.made = [small(adapter(program, 1, **extra), 0.05), small(adapter(program, 2, rank=rank, **extra), 0.15 * rank**-0.5)]
         self.table = LoraTable(program, tuple(self.made))
         self.on_gpu = self.moved(self.made)
-        self.spec = CacheSpec(self.net.layers, self.net.kv_heads, self.net.head_dim, 10)
+        self.spec = CacheSpec(self.net.layers, self.net.kv_heads, self.net.head_dim, PAGES)
 
     def moved(self, adapters):
         return LoraTable(self.net.program, tuple({op: change.to("cuda") for op, change in one.items()} for one in adapters))
