@@ -26,7 +26,8 @@ TEMPORARY = re.compile(r"/[\w./-]*/exl2nb-[a-z0-9_]{8}")
 """Folders that tempfile named; another run has other names."""
 PICTURES = {
     "01": "playground", "02": "weights", "03": "explorer", "04": "bitmap", "05": "caches", "06": "microscope", "07": "speculation",
-    "08": "plan", "09": "compare", "10": "pagetable", "11": "lora", "12": "plan", "14": "errorflow", "15": "outliers", "16": "attention",
+    "08": "plan", "09": "compare", "10": "pagetable", "11": "lora", "12": "plan", "13": "seeing", "14": "errorflow", "15": "outliers",
+    "16": "attention",
 }  # fmt: skip
 
 
@@ -43,7 +44,9 @@ def build(prefixes: list[str]) -> None:
         with tempfile.TemporaryDirectory() as folder:
             cost = execute(book, Path(folder))
         data = strip(json.loads(nbformat.writes(book)))
-        text = TEMPORARY.sub("/tmp/exl2nb", json.dumps(data, indent=1, ensure_ascii=False))
+        text = TEMPORARY.sub("/tmp/exl2nb", json.dumps(data, indent=1, ensure_ascii=False)).replace(
+            str(Path(__file__).resolve().parents[1]), "/exl2nb"
+        )
         (GALLERY / path.name).write_text(text + "\n", encoding="utf-8")
         size = (GALLERY / path.name).stat().st_size / 1000
         print(f"{path.name}: {size:.0f} kB; {cost.peak_bytes / 1e6:.0f} MB resident, {cost.cpu_s:.1f} s of processor time", flush=True)

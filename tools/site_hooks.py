@@ -31,6 +31,7 @@ OUTSIDE = {
     "exl2nb/cache/FORMAT.md": "internals/cache_format.md",
     "csrc/cuda/README.md": "internals/cuda.md",
     "exl2nb/demo_model/README.md": "internals/demo_model.md",
+    "exl2nb/seeing_model/README.md": "internals/seeing_model.md",
     "benchmarks/RESULTS.md": "benchmarks/results.md",
     "benchmarks/README.md": "benchmarks/scripts.md",
     "CONTRIBUTING.md": "internals/contributing.md",

@@ -37,7 +37,10 @@ ASCII = str.maketrans(
 
 @dataclass(frozen=True)
 class Shape:
-    """Size of the network. head_dim is 64 as in the demo model, smaller where hidden_size / num_heads is."""
+    """Size of the network. head_dim is 64 as in the demo model, smaller where hidden_size / num_heads is.
+
+    qkv_bias: biases on q, k and v, and Qwen2 for an architecture.
+    """
 
     vocab_size: int = 4096
     hidden_size: int = 256
@@ -48,6 +51,7 @@ class Shape:
     context: int = 1024
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
+    qkv_bias: bool = False
 
     @property
     def head_dim(self) -> int:
@@ -97,9 +101,9 @@ class Attention(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
-        q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-        self.q_proj, self.o_proj = nn.Linear(shape.hidden_size, q, bias=False), nn.Linear(q, shape.hidden_size, bias=False)
-        self.k_proj, self.v_proj = nn.Linear(shape.hidden_size, kv, bias=False), nn.Linear(shape.hidden_size, kv, bias=False)
+        hidden, q, kv = shape.hidden_size, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        self.q_proj, self.o_proj = nn.Linear(hidden, q, bias=shape.qkv_bias), nn.Linear(q, hidden, bias=False)
+        self.k_proj, self.v_proj = nn.Linear(hidden, kv, bias=shape.qkv_bias), nn.Linear(hidden, kv, bias=shape.qkv_bias)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, past: Tensor | None = None, start: int = 0) -> Tensor:
         """Map `(..., hidden_size)` to the same shape."""
@@ -147,7 +151,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """Llama with untied head. Parameter names are the checkpoint's names."""
+    """Llama or Qwen2 with untied head. Parameter names are the checkpoint's names."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -166,7 +170,9 @@ class Llama(nn.Module):
         self.register_buffer("sin", angle.sin(), persistent=False)
         residual_std = 0.02 / math.sqrt(2 * shape.num_layers)
         for name, weight in self.named_parameters():
-            if weight.dim() == 2:
+            if name.endswith(".bias"):
+                nn.init.zeros_(weight)
+            elif weight.dim() == 2:
                 nn.init.normal_(weight, std=residual_std if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02)
 
     def forward(self, ids: Tensor, *, start: int = 0, past: Tensor | None = None) -> Tensor:
@@ -287,9 +293,11 @@ def train(stream: Tensor, shape: Shape, recipe: Recipe, *, device: torch.device,
 
 def hf_config(shape: Shape) -> dict[str, object]:
     """config.json of the model."""
+    family = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_sliding_window": False}
+    if not shape.qkv_bias:
+        family = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": False, "mlp_bias": False}
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        **family,
         "vocab_size": shape.vocab_size,
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.intermediate_size,
@@ -301,8 +309,6 @@ def hf_config(shape: Shape) -> dict[str, object]:
         "rope_theta": shape.rope_theta,
         "rms_norm_eps": shape.norm_eps,
         "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
         "tie_word_embeddings": False,
         "bos_token_id": BOS,
         "eos_token_id": EOS,
@@ -363,7 +369,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("out", type=Path, help="model directory to write")
     parser.add_argument("--toy", action="store_true", help="tiny network, few steps: about 30 s on two CPU cores")
     for name, value in {**asdict(Shape()), **asdict(Recipe())}.items():
-        parser.add_argument("--" + name.replace("_", "-"), type=type(value), default=None, help=f"default {value}")
+        option = "--" + name.replace("_", "-")
+        if isinstance(value, bool):
+            parser.add_argument(option, action=argparse.BooleanOptionalAction, default=None, help="biases, as Qwen2 has them")
+        else:
+            parser.add_argument(option, type=type(value), default=None, help=f"default {value}")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--compile", action="store_true", help="torch.compile the network")
     parser.add_argument("--tokenizer", type=Path, help="use this tokenizer.json instead of training one")

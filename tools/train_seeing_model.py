@@ -5,7 +5,7 @@ other. First the tower alone learns what each patch is part of, then all of it l
 write new conversations all the while. Accuracy is measured on pictures of seeds that training never draws.
 
     python tools/train_seeing_model.py train out/ --compile            # for a GPU; ten minutes
-    python tools/train_seeing_model.py train out/ --size small --seconds 2400 --tower 200 --batch 16 --kept 20000 --workers 1 --device cpu
+    python tools/train_seeing_model.py train out/ --size small --seconds 5400 --tower 500 --batch 32 --kept 50000 --workers 1 --device cpu
     python tools/train_seeing_model.py measure out/ --count 1000       # through exl2nb, of an EXL2 conversion too
     python tools/train_seeing_model.py package out/ made/              # as EXL2, with a card that says what both answer
 """
@@ -459,11 +459,16 @@ class Ring:
             worker.terminate()
 
 
+def features(model: Any, pixels: torch.Tensor) -> torch.Tensor:
+    """What the projector gets of pictures `(n, SIDE, SIDE, 3)`: the last block's output, without the tower's last norm."""
+    frames = pixels.permute(0, 3, 1, 2).float() / 127.5 - 1
+    return model.model.vision_tower(pixel_values=frames, output_hidden_states=True).hidden_states[-1]
+
+
 def logits_of(model: Any, ids: torch.Tensor, seen: torch.Tensor, pixels: torch.Tensor) -> torch.Tensor:
     """Logits `(B, WIDTH, V)` of rows."""
     inner = model.model
-    frames = pixels.flatten(0, 1).permute(0, 3, 1, 2).float() / 127.5 - 1
-    rows = inner.multi_modal_projector(inner.vision_tower(pixel_values=frames).last_hidden_state)
+    rows = inner.multi_modal_projector(features(model, pixels.flatten(0, 1)))
     rows = rows.reshape(len(ids), 2 * TOKENS, -1)
     words = inner.language_model.embed_tokens(ids.long())
     sight = rows.gather(1, seen.long().clamp(min=0)[:, :, None].expand(-1, -1, rows.shape[-1]))
@@ -494,8 +499,7 @@ class Namer(torch.nn.Module):
     def loss(self, model: Any, pixels: torch.Tensor, cells: torch.Tensor, autocast: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Cross-entropy of pictures `(n, SIDE, SIDE, 3)`, and the share of patches whose thing and colour are right where there is one."""
         with torch.autocast(pixels.device.type, torch.bfloat16, enabled=autocast):
-            frames = pixels.permute(0, 3, 1, 2).float() / 127.5 - 1
-            said = self.out(model.model.vision_tower(pixel_values=frames).last_hidden_state).float()
+            said = self.out(features(model, pixels)).float()
         names, colours, grounds = said.split((1 + len(NAMES), 1 + len(COLOURS), len(GROUNDS)), -1)
         cells = cells.long()
         name, colour, ground = cells[:, self.cell], cells[:, 9 + self.cell], cells[:, 18:].expand(-1, len(self.cell))
@@ -553,6 +557,10 @@ def train(args: argparse.Namespace) -> None:
     cuda = args.device == "cuda"
     vocab_size = -(-tokenizer.get_vocab_size() // 32) * 32
     model = LlavaForConditionalGeneration(config_of(vocab_size, args.size)).to(args.device)
+    if args.start:
+        model.load_state_dict(LlavaForConditionalGeneration.from_pretrained(args.start, dtype=torch.float32).state_dict())
+    if not cuda:
+        model.set_attn_implementation("eager")  # torch's fused attention took half of a step for its gradient (two cores: 0.26 to 0.18 s)
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} million parameters on {args.device}, {args.workers} workers", flush=True)
     writer, test, kinds = Writer(tokenizer), Rows.empty(args.test), []
     for n, (picture, asks, answer, kind) in enumerate(held_out(args.test)):
@@ -566,7 +574,7 @@ def train(args: argparse.Namespace) -> None:
     lr = torch.tensor(0.0, device=args.device) if cuda else 0.0
     optimizer = torch.optim.AdamW(
         [{"params": shared, "weight_decay": 0.05}, {"params": plain, "weight_decay": 0.0}],
-        lr=lr, betas=(0.9, 0.99), fused=cuda, capturable=cuda,
+        lr=lr, betas=(0.9, 0.99), fused=True, capturable=cuda,
     )  # fmt: skip
     if args.tower:
         teach_tower(model, ring, args)
@@ -745,6 +753,7 @@ def main(argv: list[str] | None = None) -> None:
     one.add_argument("--batch", type=int, default=256)
     one.add_argument("--tower", type=float, default=40.0, help="seconds of them for the tower alone, at the start")
     one.add_argument("--kept", type=int, default=200_000, help="latest conversations to draw batches from")
+    one.add_argument("--start", type=Path, help="a model that an earlier run wrote, to go on from; give --tower 0, too")
     one.add_argument("--lr", type=float, default=1e-3)
     one.add_argument("--seed", type=int, default=0)
     one.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))

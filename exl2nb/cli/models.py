@@ -16,11 +16,9 @@ if TYPE_CHECKING:
     from exl2nb.llm.model import LLM
     from exl2nb.model.model import Model
 
-DEMO = "demo"
-
 
 def locate(name: str, progress: Sink | None = None, *, revision: str | None = None) -> Path:
-    """A model directory: "demo" is the packaged one, anything else a path or a hub id."""
+    """A model directory: "demo" and "demo:seeing" are packaged ones, anything else a path or a hub id."""
     from exl2nb.io.hub import resolve
 
     place = locate_demo(name)
@@ -28,8 +26,10 @@ def locate(name: str, progress: Sink | None = None, *, revision: str | None = No
 
 
 def locate_demo(name: str) -> str | Path:
-    """The packaged model's directory for "demo", everything else as it is."""
-    return demo_directory() if name == DEMO and not Path(name).is_dir() else name
+    """A packaged model's directory for "demo" and "demo:seeing", everything else as it is."""
+    from exl2nb.io.hub import packaged
+
+    return packaged(name) or name
 
 
 def demo_directory() -> Path:
@@ -39,7 +39,7 @@ def demo_directory() -> Path:
 
 def add_model(parser: argparse.ArgumentParser, *, cache: str = "", revision: bool = False) -> None:
     """The argument `model`; `--revision` on request; `--cache` with this default, where there is one."""
-    parser.add_argument("model", help="model directory, hub id, or `demo`")
+    parser.add_argument("model", help="model directory, hub id, `demo` or `demo:seeing`")
     if revision:
         parser.add_argument("--revision", help="branch, tag or commit on the hub")
     if cache:

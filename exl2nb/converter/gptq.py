@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from exl2nb.converter.descent import descend
 from exl2nb.converter.hessian import Coupling, Factor
 from exl2nb.ops import gptq_losses, libraries, reconstruct
 from exl2nb.ops.gptq import Quantized, gptq_quantize
@@ -81,11 +82,16 @@ def quantize(
 
 
 def quantize_stored(
-    stored: Tensor, factor: Factor, groups: Groups, *, bias: Tensor | None = None, coupling: Coupling | None = None
+    stored: Tensor, factor: Factor, groups: Groups, *, bias: Tensor | None = None, coupling: Coupling | None = None, sweeps: int = 0
 ) -> tuple[Exl2Tensors, float]:
-    """The same of a matrix as `Factor.stored` gives it, so that no other copy need be there."""
+    """The same of a matrix as `Factor.stored` gives it, so that no other copy need be there.
+
+    sweeps: of coordinate descent afterwards (converter.descent).
+    """
     result = _run(stored, factor, groups, None, coupling)
     on = result.codes.device
+    if sweeps:
+        result = descend(stored, result, factor, groups, coupling, sweeps)
     parts = result.codes.contiguous(), result.scale_index.contiguous(), result.scale_max
     packed = encode(*parts, groups, factor.perm.to(on), bias=None if bias is None else bias.to(on))
     return _moved(packed, torch.device("cpu")), float(result.loss.double().sum())

@@ -57,8 +57,9 @@ class ConversionJob:
         rows, length: calibration rows and tokens per row; None = what `effort` says.
         report_rows: further rows of the same text, never calibrated on, for the quality in the report; fewer where the text is short.
         seed: of the rows and of the random changes that the sweep sends back.
-        effort: "quick", "full" or "thorough": calibration rows and their length; "tuned": as many as "thorough" has tokens, and what the
-            file holds then learns from the dense model (converter.tuning); dense models that fit memory several times over.
+        effort: "quick", "full" or "thorough": calibration rows and their length; "tuned": as many as "thorough" has tokens,
+            coordinate descent over every rounded matrix (converter.descent), and what the file holds then learns from the dense model
+            (converter.tuning); dense models that fit memory several times over.
         work_dir: keeps work in progress and the measurement for later runs; None = a hidden folder next to `dst`, removed at the end.
         measurement: a Measurement, or a file written by its `save`, of the same model; None = measure.
         rounding: how codes are chosen (converter.quantization.Rounding).
@@ -66,7 +67,7 @@ class ConversionJob:
             experts.
         vision_bits: of the linears of a vision tower's blocks, as `head_bits`, rounded to the nearest level; None = the tower is stored as
             it is. Loading makes fp16 or fp32 of them again: files become smaller, memory does not.
-        tuning: what learns and from how much (converter.tuning.Tuning), with any effort; None: as `effort` says.
+        tuning: what descends, what learns and from how much (converter.tuning.Tuning), with any effort; None: as `effort` says.
         device: "cpu", "cuda" or "auto": the GPU where there is one that can be used; None = the variable EXL2NB_DEVICE, or "auto". Files
             made on a GPU differ in bits from those made on the CPU, not in quality.
         generic: convert linear by linear through Transformers (converter.generic), for architectures that are not in our table; None: those
@@ -205,7 +206,13 @@ class ConversionJob:
         asked = self.settings
         config = read_model_config(hub.resolve(self.src))
         return plan(
-            config, rows=asked.rows, length=asked.length, report_rows=asked.report_rows, polish=asked.polish, tuned=asked.tuning is not None
+            config,
+            rows=asked.rows,
+            length=asked.length,
+            report_rows=asked.report_rows,
+            polish=asked.polish,
+            tuned=asked.tuning is not None and asked.tuning.learns,
+            descent=asked.tuning is not None and asked.tuning.descent > 0,
         )
 
     def measure(self, sink: Sink | None = None) -> Measurement:

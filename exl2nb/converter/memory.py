@@ -22,6 +22,7 @@ from exl2nb.ops.gptq import COPIES_BYTES, SPAN_ROWS
 
 FLOAT, DOUBLE = 4, 8
 PER_WEIGHT = 20  # bytes that rounding takes for each weight of one matrix: shifted targets, stored orders, working copy, codes
+PER_DESCENT = 44  # the same while coordinate descent goes over it: targets, codes as numbers, a copy of them, products
 PER_HEAD_WEIGHT = 10  # the same for the head, whose columns keep their order, without targets
 FACTOR = 20  # bytes per number of a Hessian while it is factored, itself not counted
 PROBED, PACKED = 8, 3  # bytes of a weight while allocations are tried: dense and as one allocation has it; on the host, in three ways
@@ -56,7 +57,8 @@ class _Sizes:
 
     weights, largest, head: numbers in a layer's matrices, in one of them, in the head. widest: inputs of a matrix. moment: bytes of its
     sum of products. inputs, products: bytes of a layer's Hessians, and of its products of gradients. sweep, quantize: shapes of their
-    streams. tried: bytes of the streams of allocations that are tried.
+    streams. descended, descended_head: bytes of coordinate descent over a matrix, over the head.
+    tried: bytes of the streams of allocations that are tried.
     """
 
     def __init__(self, config: ModelConfig, rows: int, length: int, report_rows: int) -> None:
@@ -71,11 +73,20 @@ class _Sizes:
         self.products = max(sum(DOUBLE * linear.out_features * _block(linear) for linear in layer) for layer in self.layers)
         self.sweep, self.quantize = (rows, self.length, hidden), (rows + report_rows, self.length, hidden)
         self.tried = 2 * FLOAT * hidden * (TRIED * ROWS * LENGTH + ROUNDED_ON * self.length)
+        # of coordinate descent: targets and what it works on, the Hessian while it is inverted in fp64
+        self.descended = (FLOAT + PER_DESCENT) * self.largest + FACTOR * self.widest**2
+        self.descended_head = 2 * self.head + PER_DESCENT * min(self.head, 2 * AT_ONCE) + FACTOR * hidden**2
         self.sparse = any(config.experts(layer) is not None for layer in range(config.num_layers))
 
 
-def planned(config: ModelConfig, *, rows: int, length: int, report_rows: int = 0, polish: bool = False, tuned: bool = False) -> Planned:
-    """What a conversion on the CPU will take."""
+def planned(
+    config: ModelConfig, *, rows: int, length: int, report_rows: int = 0, polish: bool = False, tuned: bool = False, descent: bool = False
+) -> Planned:
+    """What a conversion on the CPU will take.
+
+    Args:
+        tuned: whether it is tuned end to end. descent: whether coordinate descent follows GPTQ.
+    """
     s = _Sizes(config, rows, length, report_rows)
     factor, square = FACTOR * s.widest * s.widest, FLOAT * s.widest * s.widest
     logits, judged = (count * FLOAT * s.length * config.vocab_size for count in (8, 6))
@@ -95,8 +106,8 @@ def planned(config: ModelConfig, *, rows: int, length: int, report_rows: int = 0
         polish=max(rounded + logits, (PROBED + PACKED) * s.weights + s.inputs + rounding) + s.tried if polish and not s.sparse else 0,
         quantize=BOTH * _in_memory(s.quantize, BOTH)
         + max(
-            head + max(rounded, PER_HEAD_WEIGHT * s.head, head + judged),
-            layer + max(2 * forward + 3 * s.moment, s.moment + factor, PER_WEIGHT * s.largest + square),
+            head + max(rounded, PER_HEAD_WEIGHT * s.head, head + judged, head + s.descended_head if descent else 0),
+            layer + max(2 * forward + 3 * s.moment, s.moment + factor, PER_WEIGHT * s.largest + square, s.descended if descent else 0),
         ),
         disk=max(disk, BOTH * (FLOAT * math.prod(s.quantize) - _in_memory(s.quantize, BOTH))),
         tune=needed_bytes(config, torch.device("cpu"), s.length) if tuned else 0,
@@ -104,7 +115,7 @@ def planned(config: ModelConfig, *, rows: int, length: int, report_rows: int = 0
 
 
 def planned_on_gpu(
-    config: ModelConfig, *, rows: int, length: int, report_rows: int = 0, polish: bool = False, tuned: bool = False
+    config: ModelConfig, *, rows: int, length: int, report_rows: int = 0, polish: bool = False, tuned: bool = False, descent: bool = False
 ) -> Planned:
     """GPU memory of a conversion, not counting the driver and the libraries (0.8 GiB on an H200) and what torch keeps for later.
 
@@ -130,7 +141,8 @@ def planned_on_gpu(
     rounded = max(shifted, 2 * head + head // 2 + errors)
     gradients = 2 * each + weights + s.inputs + 2 * s.products + backward
     trial = max(3 * head + pieces + logits, s.weights * PROBED + s.inputs + max(rounding, forward)) + s.tried
-    layer = 2 * weights + s.moment + max(square + s.moment + forward + pieces, rounding)
+    layer = 2 * weights + s.moment + max(square + s.moment + forward + pieces, rounding, s.descended if descent else 0)
+    rounded = max(rounded, 2 * head + s.descended_head if descent else 0)
     return Planned(
         held=0,
         sweep=held + max(each + 2 * head, 2 * each + head + logits, 3 * each + weights + forward, gradients) + pieces,

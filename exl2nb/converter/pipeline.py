@@ -57,6 +57,7 @@ from exl2nb.model.writer import write_model
 from exl2nb.tokenizer.chat import render
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
+DESCENT_COST = 0.8  # of one sweep over a layer, beside 3.5 without: demo model on the CPU, 10 to 13 s of processor time beside 50
 HELD_STATISTICS = 256 << 20  # bytes of statistics that a measurement keeps in memory for further bitrates
 
 
@@ -215,7 +216,7 @@ def forecast(asked: Settings, config: ModelConfig, device: torch.device, *, last
         Phase("measure", layers, 1.7 if known else 6.0, name="backward"),
         Phase("allocate", 1, 0.1),
         Phase("polish", 2 * (layers + 1) if asked.polish else 0, 3.5),
-        Phase("quantize", layers + 1, 3.5),
+        Phase("quantize", layers + 1, 3.5 + DESCENT_COST * asked.sweeps),
         Phase("tune", *_tuning_cost(asked, layers, device)),
         Phase("write", matrices, 0.01),
     ]
@@ -224,7 +225,7 @@ def forecast(asked: Settings, config: ModelConfig, device: torch.device, *, last
 
 def _tuning_cost(asked: Settings, layers: int, device: torch.device) -> tuple[int, float]:
     """Steps of tuning, and what one costs beside a layer's forward pass over the calibration rows: five passes through all layers."""
-    if asked.tuning is None:
+    if asked.tuning is None or not asked.tuning.learns:
         return 0, 1.0
     steps = asked.tuning.steps(asked.tuning.most_rows(device), asked.length)
     return steps, 5 * 0.5 * layers * STEP_TOKENS / (asked.rows * asked.length)
@@ -307,6 +308,7 @@ class Run(Generic[C]):
             polished=polished,
             tuned=tuned,
             device=self.device.type,
+            descent=self.settings.sweeps,
             asked={**self.settings.wanted, **({"frozen": True} if "frozen" in self.settings.wanted else {})},
         )
 
@@ -341,7 +343,7 @@ class Pipeline(Run[Context]):
             raise OptionError("convert: polish is True and the model has experts, expected a dense one; leave polish out")
         if self.settings.vision_bits is not None and not (isinstance(self.weights.store, ModelStore) and self.weights.store.untouched()):
             raise OptionError(f"convert: vision_bits is {self.settings.vision_bits} and {self.src} has no vision tower; leave it out")
-        if self.settings.tuning is not None:
+        if self.settings.tuning is not None and self.settings.tuning.learns:
             check_tunable(self.config, self.device, self.length)
         linears = [linear for layer in range(self.config.num_layers) for linear in layer_linears(self.config, layer).values()]
         self.check_names([*linears, head_linear(self.config)])
@@ -352,10 +354,11 @@ class Pipeline(Run[Context]):
         if self.settings.polish:
             polished = self.timed("polish", lambda: self.polish(rows, measurement, allocation))
             allocation = polished.allocation
-        quantize = functools.partial(quantize_model, self.context, rows, measurement, allocation, key, self.settings.rounding)
+        asked, tuning = self.settings, self.settings.tuning
+        quantize = functools.partial(quantize_model, self.context, rows, measurement, allocation, key, asked.rounding, asked.sweeps)
         made, tuned = self.timed("quantize", quantize), None
-        if self.settings.tuning is not None:
-            tuned = self.timed("tune", functools.partial(tune, self.context, rows, made, self.settings.tuning, self.settings.seed))
+        if tuning is not None and tuning.learns:
+            tuned = self.timed("tune", functools.partial(tune, self.context, rows, made, tuning, asked.seed))
         result = self.result(measurement, allocation, made, rows, polished, tuned)
         key, vectors = (made.key, None) if tuned is None else (tuned.key, tuned.vectors)
         written, bits = self.written(result), self.settings.vision_bits

@@ -153,6 +153,7 @@ def quantize_layer(
     statistics: Mapping[str, Tensor],
     groups: Mapping[str, Sequence[tuple[int, int]]],
     rounding: Rounding,
+    sweeps: int = 0,
 ) -> dict[str, tuple[Exl2Tensors, float]]:
     """Quantise all linears of one layer.
 
@@ -160,6 +161,7 @@ def quantize_layer(
         streams: before the layer; afterwards after it.
         statistics: token weights ("layer.input") and couplings ("key.coupling") of the layer.
         groups: key -> (bits, rows) of each linear.
+        sweeps: of coordinate descent over each matrix.
 
     Returns:
         Key -> tensors and loss.
@@ -175,7 +177,7 @@ def quantize_layer(
             coupling = None if products is None else couple(products.to(weight.device))
             bias = weights[f"{linear.key}.bias"].half() if linear.bias else None
             stored = factor.stored(weight, cross, rounding.strength)
-            packed[linear.key] = quantize_stored(stored, factor, groups[linear.key], bias=bias, coupling=coupling)
+            packed[linear.key] = quantize_stored(stored, factor, groups[linear.key], bias=bias, coupling=coupling, sweeps=sweeps)
             current[f"{linear.key}.weight"] = dense(packed[linear.key][0], linear.out_features, weight.device)
 
     seen = current if rounding.refresh else dict(weights)
@@ -215,7 +217,7 @@ def _moments(stage: Iterable[tuple[slice, Tensor, Tensor]], tokens: Tensor | Non
 
 
 def quantize_head(
-    config: ModelConfig, ends: dict[str, Tensor], streams: Streams, groups: Sequence[tuple[int, int]], rounding: Rounding
+    config: ModelConfig, ends: dict[str, Tensor], streams: Streams, groups: Sequence[tuple[int, int]], rounding: Rounding, sweeps: int = 0
 ) -> tuple[Exl2Tensors, float]:
     """Quantise the head's matrix, which is taken out of `ends`, on the streams after the last layer."""
     moments = Moments()
@@ -227,7 +229,7 @@ def quantize_head(
     hessians = moments.hessians()
     factor = factorize(hessians["head"], damping=rounding.damping, name="input of the head")
     stored = factor.stored(ends.pop(f"{head_linear(config).key}.weight"), hessians.get("cross"), rounding.strength)
-    return quantize_stored(stored, factor, groups)
+    return quantize_stored(stored, factor, groups, sweeps=sweeps)
 
 
 @dataclass
@@ -241,17 +243,18 @@ class Made:
 
 
 def quantize_model(
-    context: Context, rows: Rows, measurement: Measurement, allocation: Allocation, statistics: str, rounding: Rounding
+    context: Context, rows: Rows, measurement: Measurement, allocation: Allocation, statistics: str, rounding: Rounding, sweeps: int = 0
 ) -> Made:
     """Quantise every layer and the head into the work folder; those that are there already are taken over.
 
     Args:
         rows: calibration rows, of which those for sensitivity are not used, and those for the report.
         statistics: key of the statistics on these rows.
+        sweeps: of coordinate descent over each matrix.
     """
     held_out, weights, work, config = rows.report, context.weights, context.work, context.weights.config
-    made = Made(hash_of(statistics, rounding, list(allocation.groups().items())))
-    layers, filed = config.num_layers, _Filed(weights, work, made, {c.key: c for c in allocation.choices})
+    made = Made(hash_of(statistics, rounding, list(allocation.groups().items()), *([sweeps] if sweeps else [])))
+    layers, filed = config.num_layers, _Filed(weights, work, made, {c.key: c for c in allocation.choices}, sweeps)
     streams = Streams.of(config, weights.ends(), torch.cat([rows.hessians, held_out]), rows.used, work.directory)
     with context.meter("quantize", total=layers + 1, unit="layers") as meter:
         for layer in range(layers):
@@ -272,8 +275,8 @@ def quantize_model(
 class _Filed:
     """Layers made and filed, or taken over from the work folder."""
 
-    def __init__(self, weights: DenseWeights, work: Work, made: Made, choices: Mapping[str, Choice]) -> None:
-        self._weights, self._work, self._made, self._choices = weights, work, made, choices
+    def __init__(self, weights: DenseWeights, work: Work, made: Made, choices: Mapping[str, Choice], sweeps: int) -> None:
+        self._weights, self._work, self._made, self._choices, self._sweeps = weights, work, made, choices, sweeps
 
     def layer(self, layer: int, streams: Streams, statistics: Mapping[str, Tensor] | None, rounding: Rounding) -> list[Matrix]:
         """Quantise one layer, or take over its file, and advance the streams past it."""
@@ -284,7 +287,7 @@ class _Filed:
             if statistics is None:
                 raise ConversionError(f"{self._work.directory}: the statistics of layer {layer} are gone; run the conversion again")
             groups = {linear.key: self._choices[linear.key].groups for linear in linears.values()}
-            packed = quantize_layer(config, layer, weights, streams, statistics, groups, rounding)
+            packed = quantize_layer(config, layer, weights, streams, statistics, groups, rounding, self._sweeps)
             self._work.save(self._made.key, layer, packed)
         else:
             self._made.resumed += 1
@@ -297,7 +300,7 @@ class _Filed:
         packed = self._work.load(self._made.key, HEAD, {"head": linear})
         if packed is None:
             ends, groups = self._weights.ends(embedding=False), self._choices[linear.key].groups
-            packed = {linear.key: quantize_head(self._weights.config, ends, streams, groups, rounding)}
+            packed = {linear.key: quantize_head(self._weights.config, ends, streams, groups, rounding, self._sweeps)}
             self._work.save(self._made.key, HEAD, packed)
         else:
             self._made.resumed += 1

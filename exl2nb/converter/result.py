@@ -122,6 +122,7 @@ class Conversion:
     weight files. matrices: in running order, the head last. seconds: per stage. measurement: pass it to the next conversion of this model.
     resumed_layers: layers taken over from an interrupted run. quality: on held-out rows of the calibration text, None without any.
     device: "cpu" or "cuda", where it was computed. polished: what the polish stage found, None where it did not run.
+    descent: sweeps of coordinate descent after GPTQ, at most; the matrices' losses are those after it.
     tuned: what tuning found, None where it did not run; the matrices' losses are those before it.
     asked: the target, the head's bits, overrides and whether choices were frozen, as they were given.
     """
@@ -140,6 +141,7 @@ class Conversion:
     quality: Quality | None = None
     device: str = "cpu"
     polished: Polished | None = None
+    descent: int = 0
     tuned: Tuned | None = None
     asked: dict[str, Any] = field(default_factory=dict)
 
@@ -176,6 +178,7 @@ class Conversion:
             "predicted_kl": self.predicted_kl,
             "polished": self.polished.to_dict() if self.polished else None,
             "quality": self.quality.to_dict() if self.quality else None,
+            **({"descent": self.descent} if self.descent else {}),
             **({"tuned": self.tuned.to_dict()} if self.tuned else {}),
             "unseen": list(self.unseen),
             "matrices": [{**{name: getattr(m, name) for name in names}, "share": m.predicted_kl / total} for m in self.matrices],

@@ -76,6 +76,11 @@ class Settings:
     vision_bits: int | None = None
     tuning: Tuning | None = None
 
+    @property
+    def sweeps(self) -> int:
+        """Of coordinate descent after GPTQ."""
+        return 0 if self.tuning is None else self.tuning.descent
+
 
 def settings(
     *,

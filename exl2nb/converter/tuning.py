@@ -52,14 +52,17 @@ PER_WEIGHT = 40  # bytes: dense, latent, rounded, gradient, two moments, steps, 
 
 @dataclass(frozen=True)
 class Tuning:
-    """What learns, and from how much. Each switch turns one part off, for ablations.
+    """What descends, what learns, and from how much. Each switch turns one part off, for ablations; with all of them off GPTQ sees the rows
+    that it would see otherwise.
 
+    descent: sweeps of coordinate descent over codes and scales of each matrix, before anything learns, at most (converter.descent).
     codes: of all matrices. scales: the largest step of each group. vectors: norms and biases. embedding: its table, and learned positions.
     rows: at most, from the calibration text; None: 1600, on the CPU 320. passes: how often every row is seen. travel: how far a code may
     go, in steps of its grid over the square root of the steps of a pass, if every gradient points the same way: above 0.1 less evidence
     changes a code.
     """
 
+    descent: int = 2
     codes: bool = True
     scales: bool = True
     vectors: bool = True
@@ -69,15 +72,19 @@ class Tuning:
     travel: float = TRAVEL["codes"]
 
     def __post_init__(self) -> None:
-        switches = [getattr(self, name) for name in TRAVEL]
-        for name, value in zip(TRAVEL, switches):
-            check_flag(f"Tuning: {name}", value)
-        if not any(switches):
-            raise OptionError("Tuning: every part is off; expected one of codes, scales, vectors, embedding to be on")
+        for name in TRAVEL:
+            check_flag(f"Tuning: {name}", getattr(self, name))
+        if type(self.descent) is not int or not 0 <= self.descent <= 64:
+            raise OptionError(f"Tuning: descent is {self.descent!r}; expected a whole number from 0 to 64")
         for name, value, high in (("rows", self.rows, 1 << 16), ("passes", self.passes, 64)):
             if value is not None and (type(value) is not int or not 1 <= value <= high):
                 raise OptionError(f"Tuning: {name} is {value!r}; expected a whole number from 1 to {high}")
         check_range("travel", self.travel, 0.001, 10, where="Tuning")
+
+    @property
+    def learns(self) -> bool:
+        """Whether anything learns end to end."""
+        return any(getattr(self, name) for name in TRAVEL)
 
     def most_rows(self, device: torch.device) -> int:
         """Rows to learn from, at most."""

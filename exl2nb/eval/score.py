@@ -14,6 +14,7 @@ from exl2nb.core.errors import OptionError
 from exl2nb.eval.logits import RowRunner, check_ids
 from exl2nb.model.batch import Batch
 from exl2nb.model.model import Model
+from exl2nb.tokenizer.detokenize import token_texts
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -112,17 +113,6 @@ def score(model: Model, tokenizer: Tokenizer, ids: Sequence[int], *, cache: str 
         ScoredToken(int(i), text, logprob, math.exp(logprob), rank) for i, text, logprob, rank in zip(ids[1:], texts[1:], logprobs, ranks)
     ]
     return Score(tokens=(first, *rest))
-
-
-def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
-    """The text of each token in its context; joined they are the decoded text. Special tokens have none."""
-    from exl2nb.tokenizer.detokenize import Detokenizer
-
-    stream = Detokenizer(tokenizer)
-    texts = [stream.feed(i) for i in ids]
-    if texts and (rest := stream.flush()):
-        texts[-1] += rest
-    return texts
 
 
 def _token_html(token: ScoredToken) -> str:

@@ -19,14 +19,14 @@ from exl2nb.eval.logits import check_ids
 from exl2nb.model.batch import Batch
 from exl2nb.model.model import Model
 from exl2nb.model.points import LOGITS, Edit, Edits, Point, T, matching
-from exl2nb.model.vision.prompt import Placed, PromptPictures
 
 if TYPE_CHECKING:
     import pandas as pd
 
+    from exl2nb.model.vision.prompt import Placed, PromptPictures
+
 CHUNK = 1024  # tokens of a step: a long text leaves other requests their turn between two of them
 ATTENTION_CHUNK = 128  # the same where attention patterns are seen, whose work grows with the tokens before
-MAX_BYTES = 1 << 30
 PATTERN = "attn.hook_pattern"
 ROWS = 256  # of the residual stream that meet the head at once
 
@@ -177,7 +177,7 @@ def trace(
     texts: Sequence[str] = (),
     cache: str = "fp32",
     pattern_size: int | None = None,
-    max_bytes: int = MAX_BYTES,
+    max_bytes: int = 1 << 30,
     name: str = "",
     on_step: Callable[[int, Mapping[str, Tensor]], None] | None = None,
     pictures: PromptPictures | None = None,

@@ -31,7 +31,6 @@ from exl2nb.core.errors import ContextOverflow, EngineClosed, GenerationError, O
 from exl2nb.core.log import logger
 from exl2nb.core.progress import Sink
 from exl2nb.generator.batch import MAX_ROWS, BatchBuilder
-from exl2nb.generator.beams import Beams, Guided
 from exl2nb.generator.executor import Executor, HostExecutor
 from exl2nb.generator.handle import TICK_S, Handle
 from exl2nb.generator.loop import StepLoop
@@ -466,10 +465,10 @@ class Engine:
 
 def sequences_for(request: Request, tokenizer: Tokenizer, *, context: int) -> list[Sequence]:
     """The sequences of a request; the first one has the channel that the caller listens to."""
-    if request.beams > 1:
-        return Beams.of(request, tokenizer, context=context).members
-    if request.guided:
-        return Guided.of(request, tokenizer, context=context).members
+    if request.beams > 1 or request.guided:
+        from exl2nb.generator.beams import Beams, Guided
+
+        return (Beams if request.beams > 1 else Guided).of(request, tokenizer, context=context).members
     return [Sequence(request, tokenizer, context=context)]
 
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from exl2nb.core.errors import OptionError, StructureError
 from exl2nb.core.options import check_flag, check_keywords, check_range, shown
 from exl2nb.generator.speculation import Acceptance, Speculation
-from exl2nb.model.vision.prompt import PromptPictures
 from exl2nb.sampling.params import SamplingParams, check_integer
 from exl2nb.tokenizer.reply import Reply, ReplyFormat
 
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from exl2nb.constraint.structure import Structure
+    from exl2nb.model.vision.prompt import PromptPictures
 
 MOST_TOKENS = 2000  # that are tinted; the text of the others follows as it is
 MOST_TITLES = 200  # tokens with a tooltip of alternatives: bounds the time to make a page
@@ -141,6 +141,8 @@ class Request:
         if self.lora is not None and not isinstance(self.lora, LoraRow):
             raise OptionError(f"lora is {shown(self.lora)}; expected adapters of a loaded model: give their names to llm.generate")
         if self.pictures is not None:
+            from exl2nb.model.vision.prompt import PromptPictures  # of a model that sees: the others load without it
+
             if not isinstance(self.pictures, PromptPictures):
                 raise OptionError(f"pictures is {shown(self.pictures)}; expected what llm.chat makes of messages with pictures")
             if self.token_healing or self.lora is not None:

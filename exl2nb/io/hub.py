@@ -20,6 +20,7 @@ from exl2nb.core.progress import Progress, SilentSink, Sink
 NEEDED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "LICENSE*", "README.md"]
 # no subfolder but additional_chat_templates
 SKIPPED = ["[!a]*/*", "a/*", "a[!d]*/*", "ad/*", "ad[!d]*/*", "consolidated*", "*.bin.index.json", "adapter_*"]
+PACKAGED = {"demo": "demo_model", "demo:seeing": "seeing_model"}
 ADAPTER = ["adapter_config.json", "adapter_model.safetensors"]
 TICK_S = 1.0  # without a byte, until the progress says so
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -53,6 +54,12 @@ def resolve(
     if text and path.exists():
         raise ModelNotFound(f"{path}: is a file; give the directory that holds config.json and the .safetensors files")
     return _download(check_id(text), revision, progress, adapter=adapter)
+
+
+def packaged(name: str) -> Path | None:
+    """Directory of a model that comes with the package, by its name on the command line: `demo` or `demo:seeing`; None = no such name."""
+    folder = PACKAGED.get(name)
+    return None if folder is None or Path(name).is_dir() else Path(__file__).resolve().parents[1] / folder
 
 
 def name_of(path_or_id: str | os.PathLike[str]) -> str:

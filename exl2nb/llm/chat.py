@@ -10,17 +10,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from exl2nb.core.errors import ContextOverflow, OptionError
 from exl2nb.core.options import check_flag, shown, spelled_out
-from exl2nb.eval.score import token_texts
 from exl2nb.generator.engine import Engine
 from exl2nb.llm.options import DEFAULTS, ConversationOptions
-from exl2nb.llm.pictures import picture_prompt, placed, take_pictures, with_parts
+from exl2nb.llm.pictures import take_pictures, with_parts
 from exl2nb.llm.requests import STRUCTURES, check_length
 from exl2nb.model.model import Model
-from exl2nb.model.vision.encoder import VisionEncoder
-from exl2nb.model.vision.pictures import Picture
-from exl2nb.model.vision.prompt import PromptPictures
 from exl2nb.sampling.params import check_integer
 from exl2nb.tokenizer import chat as chat_format
+from exl2nb.tokenizer.detokenize import token_texts
 from exl2nb.tokenizer.instruct import INSTRUCT
 from exl2nb.tokenizer.reply import ReplyFormat, think_tags
 from exl2nb.tokenizer.tokenizer import Tokenizer
@@ -30,6 +27,9 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from exl2nb.llm.conversation import Conversation
+    from exl2nb.model.vision.encoder import VisionEncoder
+    from exl2nb.model.vision.pictures import Picture
+    from exl2nb.model.vision.prompt import PromptPictures
     from exl2nb.sampling.replay import Draw
 
 _OURS = ("messages", "source", "special_tokens", "add_generation_prompt", "tools")  # given to every template
@@ -114,7 +114,7 @@ class ChatMixin:
             )
         text = text.rpartition(_END)[0] if continue_final_message else text
         if pictures and self.vision is not None:
-            text = picture_prompt(text, pictures, self.vision, self.tokenizer)
+            text = self.vision.expanded(text, pictures, self.tokenizer.piece)
         return text, pictures
 
     def chat_request(
@@ -171,7 +171,7 @@ class ChatMixin:
                 f"{self.engine.context}; give smaller or fewer pictures, or load the model with a larger context"
             )
         config = self.model.config
-        return placed(ids, pictures, self.vision, whole=config.sees_whole, axes=config.mrope is not None)
+        return self.vision.placed(ids, pictures, whole=config.sees_whole, axes=config.mrope is not None)
 
     def _source(self, template: str | None, tools: Sequence[Tool]) -> str:
         """The Jinja source of a template: given, the name of an instruct format, or the model's own."""

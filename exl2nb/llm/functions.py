@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Literal
 
 from exl2nb.cache.modes import parse_mode
 from exl2nb.converter.keywords import DEFAULTS, ConvertOptions
-from exl2nb.core.errors import Exl2Error
+from exl2nb.core.errors import Exl2Error, OptionError
 from exl2nb.core.options import check_keywords, check_range, spelled_out
 from exl2nb.core.progress import Sink, showing
+from exl2nb.io.hub import packaged
 from exl2nb.io.metadata import metadata_folder
 from exl2nb.llm.keywords import LOAD_DEFAULTS, LoadOptions
 from exl2nb.model.inspect import Inspection
@@ -27,15 +28,24 @@ if TYPE_CHECKING:
 
 
 @spelled_out(LoadOptions, LOAD_DEFAULTS)
-def demo(bpw: float | None = None, **options: Unpack[LoadOptions]) -> LLM:
-    """Load the small model that comes with the package.
+def demo(bpw: float | Literal["seeing"] | None = None, **options: Unpack[LoadOptions]) -> LLM:
+    """Load a small model that comes with the package.
 
     Args:
-        bpw: bits per weight; it is then converted first (a minute), once per machine, into ~/.cache/exl2nb. None = its own fp16 weights.
+        bpw: bits per weight; the model is then converted first (a minute), once per machine, into ~/.cache/exl2nb. None = its own fp16
+            weights. "seeing" = another model, EXL2 already, which answers questions about pictures of shapes and digits.
         options: those of `load`.
+
+    Raises:
+        OptionError: bits outside 2 to 8, or another name.
     """
     from exl2nb.llm.load import load
 
+    if isinstance(bpw, str):
+        found = packaged(f"demo:{bpw}")
+        if found is None:
+            raise OptionError(f"demo: there is no model {bpw[:40]!r}; expected 'seeing', bits per weight from 2 to 8, or nothing")
+        return load(found, **options)
     folder = Path(__file__).resolve().parents[1] / "demo_model"
     if bpw is None:
         return load(folder, **options)

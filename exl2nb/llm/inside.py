@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 from exl2nb.core.errors import EngineClosed, OptionError
 from exl2nb.core.options import shown
-from exl2nb.eval import trace as traces
-from exl2nb.eval.score import token_texts
 from exl2nb.generator.engine import Engine
 from exl2nb.llm.requests import ids_of
 from exl2nb.model.model import Model
 from exl2nb.sampling.params import check_integer
+from exl2nb.tokenizer.detokenize import token_texts
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -49,7 +48,7 @@ class InsideMixin:
         patch: Patch | None = None,
         cache: str = "fp32",
         pattern_size: int | None = None,
-        max_bytes: int = traces.MAX_BYTES,
+        max_bytes: int = 1 << 30,
         on_step: Callable[[int, Mapping[str, Tensor]], None] | None = None,
     ) -> Trace:
         """Read a prompt and keep what passes through the model, by TransformerLens' names, as tensors on the CPU.
@@ -88,7 +87,9 @@ class InsideMixin:
         else:
             ids = ids_of(prompt, self.tokenizer, where="trace", context=self.model.context)
         edits, layers = _parts(patch or {})
-        return traces.trace(
+        from exl2nb.eval.trace import trace
+
+        return trace(
             self.engine.shared_model, ids, capture, patch=edits, layers=layers, texts=token_texts(self.tokenizer, ids), cache=cache,
             pattern_size=pattern_size, max_bytes=max_bytes, name=str(self.name), on_step=on_step,
             pictures=pictures,
@@ -116,9 +117,9 @@ class InsideMixin:
             >>> bool(before.kl(after)[-1] > 0)
             True
         """
-        edits, _ = _parts(patch)
         from exl2nb.model.points import matching
 
+        edits, _ = _parts(patch)
         for name in edits:
             matching(self.model.points, name, where="patch")
         return Patched(self, dict(patch))
@@ -158,7 +159,9 @@ class Patched:
         ids = ids_of(prompt, llm.tokenizer, where="patch", context=llm.model.context)
         edits, layers = _parts(self._patch)
         stop = tuple(llm.tokenizer.eos_ids)
-        found = traces.continued(llm.engine.shared_model, ids, max_tokens=max_tokens, stop=stop, patch=edits, layers=layers, cache=cache)
+        from exl2nb.eval.trace import continued
+
+        found = continued(llm.engine.shared_model, ids, max_tokens=max_tokens, stop=stop, patch=edits, layers=layers, cache=cache)
         return llm.tokenizer.decode(found)
 
     def _check(self) -> None:

@@ -35,5 +35,8 @@ class LoadOptions(TypedDict, total=False):
     progress: Sink | Literal["auto"] | None
 
 
+PARALLEL = ("layers", "tensor")
+"""How several devices share a model: each has whole layers, or a part of every layer."""
+
 LOAD_DEFAULTS: dict[str, Any] = {"parallel": "layers", "cache": "fp16", "max_sequences": 16, "vision": True, "progress": "auto"}
 """Of the options that are not None."""

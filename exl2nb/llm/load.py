@@ -17,17 +17,17 @@ from exl2nb.core.options import check_flag, check_keywords, shown
 from exl2nb.core.progress import Sink, showing
 from exl2nb.generator.draft import DraftModel, check_same_tokenizer
 from exl2nb.io import hub
+from exl2nb.llm.keywords import PARALLEL
 from exl2nb.llm.model import LLM
 from exl2nb.model.loader import load_model
-from exl2nb.model.model import Model
+from exl2nb.model.model import Model, Span
 from exl2nb.model.rope import RopeOverride
-from exl2nb.model.split import Span
-from exl2nb.model.vision.encoder import load_encoder
 from exl2nb.sampling.params import check_integer
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from exl2nb.llm.plan import DeviceChoice
+    from exl2nb.model.vision.encoder import VisionEncoder
 
 CONTEXT = 4096  # tokens, where the caller does not say and the model allows more: a cache that fits small machines
 CACHE_TOKENS = 4096  # at least, so that several short requests run together on a model with a short context
@@ -64,7 +64,8 @@ def load(
             "auto".
         devices: split the layers over several devices, in place of `device`: "auto" (fill the GPUs, then the CPU), a list of names
             (["cuda:0", "cuda:1"]: in proportion to free memory), or a budget for each, which covers weights, cache and activations:
-            {"cuda:0": "6GiB", "cpu": "rest"}, {"cuda": "20 layers", "cpu": "rest"}. Layers on the CPU run first.
+            {"cuda:0": "6GiB", "cpu": "rest"}, {"cuda": "20 layers", "cpu": "rest"}. Layers on the CPU run first. Of a mixture of
+            experts, {"cuda:0": "rest", "cpu": "experts"} keeps the experts on the CPU and all else on GPUs.
             `exl2nb.plan(devices=...)` shows the split before loading.
         gpu_layers: number of layers on the GPU, the rest on the CPU; the same as devices={"cuda": "N layers", "cpu": "rest"}.
         parallel: "layers": each device has whole layers. "tensor": a process for each device, all of which run every layer together, each
@@ -116,8 +117,10 @@ def load(
             if parallel == "tensor":
                 model = _load_ranks(folder, chosen, context=context, rope=rope, deterministic=exact, progress=sink)
             else:
-                spans = () if chosen is None else _spans(folder, chosen, **sizes)
-                model = load_model(folder, device=place, spans=spans, context=context, rope=rope, progress=sink, deterministic=exact)
+                spans, apart = ((), False) if chosen is None else _spans(folder, chosen, **sizes)
+                model = load_model(
+                    folder, device=place, spans=spans, experts=apart, context=context, rope=rope, progress=sink, deterministic=exact
+                )
     try:
         tokenizer = Tokenizer.load(folder)
         tokenizer.templates.prepare()
@@ -126,7 +129,7 @@ def load(
         held = max(tokens, CACHE_TOKENS) if cache_tokens is None else max(tokens, cache_tokens)
         with _fitting(folder, f"{_gib(model.cache_spec(held, mode=cache).total_bytes)} for the cache of {held} tokens"):
             sizes = {"context": tokens, "cache_tokens": held, "max_sequences": max_sequences}
-            encoder = load_encoder(folder, model.config, device=model.device) if vision else None
+            encoder = _tower(folder, model) if vision and model.config.files.passed else None
             llm = LLM(model, tokenizer, path=folder, cache=cache, name=hub.display_name(folder, revision), vision=encoder, **sizes)
     except BaseException:
         model.close()
@@ -181,8 +184,6 @@ def pick_device(device: str | None) -> str:
 
 def _chosen_devices(device: str | None, devices: DeviceChoice | None, gpu_layers: int | None, parallel: str) -> DeviceChoice | None:
     """What to split the model over, or None."""
-    from exl2nb.llm.plan import PARALLEL
-
     if parallel not in PARALLEL:
         raise OptionError(f"load: parallel is {shown(parallel)}; expected one of {', '.join(PARALLEL)}")
     if sum(value is not None for value in (device, devices, gpu_layers)) > 1:
@@ -210,15 +211,22 @@ def _load_ranks(
     return load_parallel(folder, [pick_device(name) for name in names], **options)
 
 
-def _spans(folder: Path, devices: DeviceChoice, *, context: int | None, cache: str, cache_tokens: int | None) -> list[Span]:
-    """Where the layers go."""
+def _spans(folder: Path, devices: DeviceChoice, *, context: int | None, cache: str, cache_tokens: int | None) -> tuple[list[Span], bool]:
+    """Where the layers go, and whether their experts go to the CPU."""
     from exl2nb.llm.plan import plan_split
 
     planned = plan_split(folder, devices=devices, context=cache_tokens or max(context or CONTEXT, CACHE_TOKENS), cache=cache, where="load")
-    spans = [Span(share.device, share.first, share.last) for share in planned.shares]
+    spans = [Span(share.device, share.first, share.last) for share in planned.shares if not share.experts]
     for span in spans:
         pick_device(span.device)
-    return spans
+    return spans, len(spans) < len(planned.shares)
+
+
+def _tower(folder: Path, model: Model) -> VisionEncoder | None:
+    """Of a class whose files hold more than the decoder."""
+    from exl2nb.model.vision.encoder import load_encoder
+
+    return load_encoder(folder, model.config, device=model.device)
 
 
 def _fitting(folder: Path, needed: str) -> AbstractContextManager[None]:

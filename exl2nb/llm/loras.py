@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from exl2nb.core.errors import OptionError
 from exl2nb.core.options import check_range, shown
@@ -20,9 +20,11 @@ from exl2nb.core.show import facts, size_text
 from exl2nb.generator.engine import Engine
 from exl2nb.generator.request import LoraRow
 from exl2nb.io import hub
-from exl2nb.model.lora import LoraFile, changes, read_lora
 from exl2nb.model.model import Model
-from exl2nb.ops.lora import Adapter, blend
+
+if TYPE_CHECKING:
+    from exl2nb.model.lora import LoraFile
+    from exl2nb.ops.lora import Adapter
 
 MAX_WEIGHT = 100.0
 MAX_ROWS = 4096  # different adapters and blends in use at once
@@ -101,6 +103,8 @@ class Loras:
             ModelNotFound, FormatError, ConfigError: the adapter cannot be used with this model; says why. OptionError: a name that is taken
             or no name, a scale out of range. EngineClosed: the model was closed.
         """
+        from exl2nb.model.lora import changes, read_lora
+
         check_range("loras.load: scale", scale, -MAX_WEIGHT, MAX_WEIGHT)
         with showing(progress, "load an adapter") as sink:
             folder = hub.resolve(path, revision, sink, adapter=True)
@@ -201,6 +205,8 @@ class Loras:
         key = " + ".join(sorted(f"{lora.file.digest} * {weight!r}" for lora, weight in mix))
         if (known := self._rows.get(key)) is not None:
             return known
+        from exl2nb.ops.lora import blend
+
         _, program = self._model.network_and_program
         plain = len(mix) == 1 and mix[0][1] == 1
         adapter = mix[0][0].changes if plain else blend([(lora.changes, weight) for lora, weight in mix], program)

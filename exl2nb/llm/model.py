@@ -30,7 +30,6 @@ from exl2nb.llm.scoring import ScoringMixin
 from exl2nb.model.facts import unusual
 from exl2nb.model.loader import fingerprint
 from exl2nb.model.model import Model
-from exl2nb.model.vision.encoder import VisionEncoder
 from exl2nb.sampling.params import SamplingParams, check_integer
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from exl2nb.model.config import ModelConfig
+    from exl2nb.model.vision.encoder import VisionEncoder
     from exl2nb.sampling.explanation import Explanation
     from exl2nb.sampling.replay import Draw
     from exl2nb.server.serve import Server

@@ -1,16 +1,17 @@
-"""Pictures in messages: taken out of their parts, marked in the prompt, encoded and placed. Knows no engine."""
+"""Pictures in messages: taken out of their parts, and marked in the prompt. Knows no engine; a text model loads without `model.vision`."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from exl2nb.core.errors import OptionError, PictureError
-from exl2nb.model.vision.encoder import VisionEncoder
-from exl2nb.model.vision.pictures import Picture
-from exl2nb.model.vision.prompt import PromptPictures, expanded, mark_of, place
 from exl2nb.tokenizer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from exl2nb.model.vision.encoder import VisionEncoder
+    from exl2nb.model.vision.pictures import Picture
 
 MAX_PICTURES = 256  # of one prompt
 IMAGE, VIDEO = "\ue001picture\ue001", "\ue001video\ue001"  # stand for pictures while a conversation is text
@@ -35,8 +36,11 @@ def take_pictures(messages: Sequence[Any]) -> tuple[list[Any], list[Picture]]:
     Raises:
         PictureError: a picture that cannot be used, too many of them, or a text that holds a mark.
     """
+    from exl2nb.model.vision.pictures import check_total
+
     made: list[Any] = []
     found: list[Picture] = []
+    pixels = 0
     for number, message in enumerate(messages):
         content = message.get("content") if isinstance(message, Mapping) else None
         if isinstance(content, (list, tuple)):
@@ -47,6 +51,8 @@ def take_pictures(messages: Sequence[Any]) -> tuple[list[Any], list[Picture]]:
                     raise PictureError(f"message {number}: more than {MAX_PICTURES} pictures in one conversation; give fewer")
                 if kind:
                     found.append(_picture(part, kind, number))
+                    pixels += found[-1].pixels
+                    check_total(pixels, f"message {number}")
                 parts.append({"type": "text", "text": VIDEO if kind == "video" else IMAGE} if kind else part)
             message = {**message, "content": parts}
         made.append(message)
@@ -59,9 +65,9 @@ def with_parts(
     """Messages of plain texts as the template `source` wants them: marks become parts, or the model's own marks where it knows no parts."""
     knows = re.search(r"""['"]image['"]""", source) is not None
     everywhere = knows and "is string" not in source and "is not string" not in source
-    marks = {IMAGE: mark_of(encoder.vision, False, tokenizer.piece)}
+    marks = {IMAGE: encoder.mark(tokenizer.piece)}
     if encoder.vision.marks.video is not None:
-        marks[VIDEO] = mark_of(encoder.vision, True, tokenizer.piece)
+        marks[VIDEO] = encoder.mark(tokenizer.piece, video=True)
     made, count = [], 0
     for message in messages:
         content = message.get("content")
@@ -80,20 +86,6 @@ def with_parts(
     return made
 
 
-def picture_prompt(text: str, pictures: Sequence[Picture], encoder: VisionEncoder, tokenizer: Tokenizer) -> str:
-    """A prompt with the model's marks as the text that it reads: each mark becomes as many tokens as its picture takes.
-
-    Raises:
-        PictureError: other marks than pictures, or a video, and the model reads none.
-    """
-    return expanded(text, encoder.vision, pictures, [encoder.grid(picture) for picture in pictures], tokenizer.piece)
-
-
-def placed(ids: Sequence[int], pictures: Sequence[Picture], encoder: VisionEncoder, *, whole: bool, axes: bool) -> PromptPictures:
-    """The pictures of an expanded prompt, encoded; arguments as of `model.vision.prompt.place`."""
-    return place(ids, encoder.vision, pictures, [encoder(picture) for picture in pictures], whole=whole, axes=axes)
-
-
 def _part(piece: str) -> dict[str, str]:
     if piece in (IMAGE, VIDEO):
         return {"type": "image" if piece == IMAGE else "video"}
@@ -104,17 +96,19 @@ def _kind(part: Any) -> str:
     """What a part is: "image", "video", or "" for a text and what is no part."""
     if isinstance(part, str) or part is None:
         return ""
-    if not isinstance(part, Mapping):
-        return "video" if isinstance(part, Picture) and part.is_video else "image" if _is_picture(part) else ""
-    kind = part.get("type")
-    return "image" if kind in IMAGES else "video" if kind in VIDEOS else ""
+    if isinstance(part, Mapping):
+        kind = part.get("type")
+        return "image" if kind in IMAGES else "video" if kind in VIDEOS else ""
+    from exl2nb.model.vision.pictures import Picture
 
-
-def _is_picture(part: Any) -> bool:
-    return isinstance(part, Picture) or hasattr(part, "savefig") or hasattr(part, "__array__") or type(part).__module__.startswith("PIL.")
+    if isinstance(part, Picture):
+        return "video" if part.is_video else "image"
+    return "image" if hasattr(part, "savefig") or hasattr(part, "__array__") or type(part).__module__.startswith("PIL.") else ""
 
 
 def _picture(part: Any, kind: str, number: int) -> Picture:
+    from exl2nb.model.vision.pictures import Picture
+
     where = f"message {number}"
     if not isinstance(part, Mapping):
         return Picture.of(part, where=where)

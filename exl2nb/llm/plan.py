@@ -6,29 +6,30 @@ memory, and the head, which is read whole, is on a GPU.
 
 from __future__ import annotations
 
-import html
 import os
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, overload
+from typing import NamedTuple, overload
 
 import torch
 
 from exl2nb.cache.modes import parse_mode
-from exl2nb.cache.spec import PAGE_SIZE, CacheSpec
 from exl2nb.converter.sizes import parse_bytes
 from exl2nb.core.errors import OptionError
 from exl2nb.core.options import shown
 from exl2nb.core.show import size_text
 from exl2nb.io.hub import display_name
 from exl2nb.io.metadata import metadata_folder
+from exl2nb.llm.keywords import PARALLEL
 from exl2nb.llm.memory import CONTEXT, LIMITS, MemoryPlan, formula_of, free_bytes, multiprocessors
+from exl2nb.llm.split_plan import Holder, KindFormula, Share, Sizes, SplitFormula, SplitPlan
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.gpu_memory import kept_by_layer
-from exl2nb.model.inspect import Inspection, inspect
+from exl2nb.model.inspect import Inspection, Matrix, inspect
+from exl2nb.model.layout import ATTENTION, layer_linears
 from exl2nb.model.loader import read_model_config
 from exl2nb.model.lora import adapter_bytes
 from exl2nb.model.split import STREAM_ROWS, Span
@@ -36,7 +37,6 @@ from exl2nb.model.vision.encoder import plan_encoder
 from exl2nb.ops.memory import read_memory
 from exl2nb.sampling.params import check_integer
 
-PARALLEL = ("layers", "tensor")
 RESERVE = 512 * 2**20  # bytes of a GPU that "auto" leaves to others
 PROBE_BYTES = 256 * 2**20  # read to learn what the processor reads in a second
 DeviceChoice = str | Sequence[str] | Mapping[str, str | int]
@@ -76,6 +76,22 @@ def read_devices(devices: DeviceChoice, *, where: str = "load") -> list[Budget]:
     return sorted(budgets, key=lambda budget: budget.device != "cpu")
 
 
+def experts_apart(devices: DeviceChoice, *, where: str = "load") -> tuple[DeviceChoice, bool]:
+    """What is left of `devices` without "cpu": "experts", and whether that was in it.
+
+    Raises:
+        OptionError: experts on a GPU, or no GPU for the rest.
+    """
+    if not isinstance(devices, Mapping) or "experts" not in devices.values():
+        return devices, False
+    rest = {name: size for name, size in devices.items() if size != "experts"}
+    if devices.get("cpu") != "experts" or "experts" in rest.values() or not rest:
+        raise OptionError(
+            f"{where}: devices is {shown(devices)}; 'experts' is for the CPU, with GPUs for the rest: {{'cuda': 'rest', 'cpu': 'experts'}}"
+        )
+    return rest, True
+
+
 def gpu_layers(count: int, *, where: str = "load") -> DeviceChoice:
     """So many layers on the GPU, the rest on the CPU, as `devices`."""
     check_integer(f"{where}: gpu_layers", count, 0, 1024)
@@ -108,63 +124,51 @@ def _budget(name: object, size: object, where: str) -> Budget:
 # ---- what each device holds
 
 
-@dataclass(frozen=True, kw_only=True)
-class Share:
-    """What one device holds of a model, in bytes.
-
-    device: its name. first, last: layers [first, last). weights: with the embedding or the head where they are there. cache: of these
-    layers. work: activations, and on a GPU what CUDA and captured steps keep. read: weights that a step of one sequence reads. free: memory
-    free now, None where it is not known. speed: bytes a second that it reads, None where it is not known.
-    """
-
-    device: str
-    first: int
-    last: int
-    weights: int
-    cache: int
-    work: int
-    read: int
-    free: int | None
-    speed: float | None
-
-    @property
-    def total(self) -> int:
-        """All together."""
-        return self.weights + self.cache + self.work
-
-
-class Sizes(NamedTuple):
-    """Bytes on one kind of device: of the embedding, each layer, and head; of a layer's cache; of what a step needs besides."""
-
-    parts: list[int]
-    layer_cache: int
-    work: int
-
-    def of(self, first: int, last: int) -> tuple[int, int, int]:
-        """Weights, cache and work of layers [first, last) with what goes with them; nothing where there are none."""
-        if last <= first:
-            return 0, 0, 0
-        start, end = (0 if first == 0 else first + 1), (len(self.parts) if last == len(self.parts) - 2 else last + 1)
-        return sum(self.parts[start:end]), self.layer_cache * (last - first), self.work
-
-
-def sizes_of(config: ModelConfig, found: Inspection, kind: str, *, context: int, batch: int, mode: str) -> Sizes:
-    """The sizes on "cpu" or "cuda" for `batch` sequences of `context` tokens in the cache."""
-    formula = formula_of(config, found, kind, modes=(mode,))
-    parts = formula.parts(context=context, batch=batch, mode=mode)
-    spec = CacheSpec(config.num_layers, config.num_kv_heads, config.head_dim, max(1, batch * -(-context // PAGE_SIZE)), mode)
-    work = sum(parts[name] for name in ("work", "graphs", "logits", "rounding")) + 4 * STREAM_ROWS[kind] * config.hidden_size
+def kind_formula(config: ModelConfig, found: Inspection, kind: str, modes: tuple[str, ...] = (), *, experts: bool = True) -> KindFormula:
+    """What the model takes on "cpu" or "cuda". modes: cache modes to know besides those with a name. experts: False leaves those out."""
+    apart = {matrix.key for matrix in _experts(config, found)} if not experts else set[str]()
     if kind == "cuda":
-        weights = kept_by_layer(config, found)
+        weights = kept_by_layer(config, found, experts=experts)
     else:
         weights = [0] * (config.num_layers + 2)
         for matrix in found.matrices:
-            if matrix.layer is not None:
+            if matrix.layer is not None and matrix.key not in apart:
                 weights[matrix.layer + 1] += matrix.nbytes
         weights[0] = 0 if found.embedding is None else found.embedding.nbytes
         head = found.head or found.embedding
         weights[-1] = 0 if head is None else head.nbytes
-    return Sizes(weights, spec.total_bytes // config.num_layers, work)
+    return KindFormula(
+        parts=tuple(weights),
+        read=(0, *(round(size * share) for size, share in zip(weights[1:-1], _visited(config, found, experts))), weights[-1]),
+        stream=4 * STREAM_ROWS[kind] * config.hidden_size,
+        formula=formula_of(config, found, kind, modes=modes),
+    )
+
+
+def _visited(config: ModelConfig, found: Inspection, experts: bool) -> list[float]:
+    """Of each layer's bytes the share that a token reads; less than 1 where it has experts."""
+    held, idle = [0] * config.num_layers, [0.0] * config.num_layers
+    for matrix in found.matrices:
+        if matrix.layer is not None:
+            held[matrix.layer] += matrix.nbytes
+    for matrix in _experts(config, found) if experts else ():
+        idle[matrix.layer or 0] += _idle(config, matrix)
+    return [1 - gone / max(1, size) for gone, size in zip(idle, held)]
+
+
+def _experts(config: ModelConfig, found: Inspection) -> list[Matrix]:
+    """The matrices of sparse layers' MLPs, those of the shared expert included."""
+    sparse = [layer for layer in range(config.num_layers) if config.experts(layer) is not None]
+    keys = {one.key for layer in sparse for role, one in layer_linears(config, layer).items() if role not in ATTENTION}
+    return [matrix for matrix in found.matrices if matrix.layer is not None and matrix.key in keys]
+
+
+def _idle(config: ModelConfig, matrix: Matrix) -> float:
+    """Bytes of an expert's matrix that a token does not read, on average."""
+    assert config.moe is not None
+    assert matrix.layer is not None
+    shared = matrix.key in {config.names.at(matrix.layer, f"shared_{role}") for role in ("gate", "up", "down")}
+    return 0.0 if shared else matrix.nbytes * (1 - config.moe.top_k / config.moe.num_experts)
 
 
 def place_layers(budgets: Sequence[Budget], sizes: Mapping[str, Sizes], layers: int, *, where: str = "load") -> list[Span]:
@@ -232,80 +236,6 @@ def _kind(device: str) -> str:
 # ---- the plan
 
 
-@dataclass(frozen=True, kw_only=True)
-class SplitPlan:
-    """Bytes that a model takes on each of several devices; see `MemoryPlan` for one.
-
-    name: of the model. context, batch, cache_mode: as there. shares: in running order. parallel: "layers" or "tensor", as in `load`; with
-    "tensor" each device has a part of every layer.
-    """
-
-    name: str
-    context: int
-    batch: int
-    cache_mode: str
-    shares: tuple[Share, ...]
-    parallel: str = "layers"
-
-    @property
-    def total(self) -> int:
-        """All devices together."""
-        return sum(share.total for share in self.shares)
-
-    @property
-    def fits(self) -> bool | None:
-        """Whether every device has room; None if that is not known of one."""
-        known = [share.total <= share.free for share in self.shares if share.free is not None]
-        return False if not all(known) else True if len(known) == len(self.shares) else None
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        """What one sequence decodes at most: devices with whole layers read them one after the other, those with parts of all at the same
-        time; None: a speed is not known.
-        """
-        times = [share.read / share.speed for share in self.shares if share.speed]
-        spent = sum(times) if self.parallel == "layers" else max(times, default=0.0)
-        return 1 / spent if len(times) == len(self.shares) and spent else None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        shares = [{**vars(share), "total": share.total} for share in self.shares]
-        names = ["name", "context", "batch", "cache_mode", "parallel", "total", "fits", "tokens_per_second"]
-        return {**{name: getattr(self, name) for name in names}, "devices": shares}
-
-    def verdict(self) -> str:
-        """One line: does it fit, and how fast can it be."""
-        over = [
-            f"{share.device} by {size_text(share.total - share.free)}" for share in self.shares if share.free and share.total > share.free
-        ]
-        fits = f"too much for {', '.join(over)}" if over else "fits" if self.fits else "free memory is not known of every device"
-        speed = self.tokens_per_second
-        return f"{size_text(self.total)} in all: {fits}" + (f"; at most {speed:.3g} tokens/s, by bytes read" if speed else "")
-
-    def __str__(self) -> str:
-        lines = [f"{self.name}, {self.batch} x {self.context} tokens, {self.cache_mode} cache"]
-        most = max([1, *(max(share.total, share.free or 0) for share in self.shares)])
-        for share in self.shares:
-            free = "" if share.free is None else f" of {size_text(share.free)} free"
-            bar = "#" * round(40 * share.total / most)
-            lines.append(f"{share.device:<8} {self._held(share):<17} {size_text(share.total):>10}{free}  {bar}".rstrip())
-        return "\n".join([*lines, self.verdict()])
-
-    def _held(self, share: Share) -> str:
-        return f"layers {share.first:>3} to {share.last - 1:<3}" if self.parallel == "layers" else f"1/{len(self.shares)} of each layer"
-
-    def _repr_html_(self) -> str:
-        rows = "".join(
-            f"<tr><td>{html.escape(share.device)}</td><td>{self._held(share).removeprefix('layers ')}</td>"
-            f"<td>{size_text(share.weights)}</td><td>{size_text(share.cache)}</td><td>{size_text(share.work)}</td><td><b>{size_text(share.total)}</b></td>"
-            f"<td>{'not known' if share.free is None else size_text(share.free)}</td></tr>"
-            for share in self.shares
-        )
-        head = "".join(f"<th>{name}</th>" for name in ("device", "layers", "weights", "cache", "work", "in all", "free"))
-        caption = html.escape(str(self).split("\n", 1)[0])
-        return f"<table><caption>{caption}</caption><tr>{head}</tr>{rows}</table><div>{html.escape(self.verdict())}</div>"
-
-
 def plan_split(
     path: str | os.PathLike[str],
     *,
@@ -328,17 +258,38 @@ def plan_split(
     for what, value in (("context", 1 if context is None else context), ("batch", batch)):
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LIMITS[what]:
             raise OptionError(f"{where}: {what} is {value!r}; expected a whole number from 1 to {LIMITS[what]}")
+    devices, apart = experts_apart(devices, where=where)
     budgets = read_devices(devices, where=where)
     with metadata_folder(path, revision) as folder:
         config, found = read_model_config(folder), inspect(folder)
         name = display_name(folder) if Path(path).expanduser().exists() else f"{path}@{revision}" if revision else str(path)
+    if apart and config.moe is None:
+        raise OptionError(f"{where}: devices puts experts on the CPU, and {name} has none: it is dense; give cpu 'rest' or '12 layers'")
     tokens = min(config.max_position_embeddings, CONTEXT) if context is None else context
-    kinds = {_kind(budget.device) for budget in budgets}
-    sizes = {kind: sizes_of(config, found, kind, context=tokens, batch=batch, mode=mode) for kind in kinds}
-    shares = [
-        _share(span, sizes[_kind(span.device)], config.num_layers) for span in place_layers(budgets, sizes, config.num_layers, where=where)
-    ]
-    return SplitPlan(name=name, context=tokens, batch=batch, cache_mode=mode, shares=tuple(shares))
+    choice = {"context": tokens, "batch": batch, "mode": mode}
+    free = {budget.device: _free(budget.device) for budget in budgets}
+    holders = [Holder(one.device, free[one.device] if one.bytes is None else one.bytes, _read_speed(one.device)) for one in budgets]
+    kinds = {holder.kind: kind_formula(config, found, holder.kind, modes=(mode,), experts=not apart) for holder in holders}
+    formula = SplitFormula(devices=tuple(holders), kinds=kinds)
+    sizes = {kind: one.at(**choice) for kind, one in kinds.items()}
+    ends, spans = [], place_layers(budgets, sizes, config.num_layers, where=where)
+    for budget in budgets:
+        ends.append(spans.pop(0).last if spans and spans[0].device == budget.device else ends[-1] if ends else 0)
+    shares = [replace(share, free=free[share.device]) for share in formula.shares(ends[:-1], **choice)]
+    if apart:
+        shares.append(_experts_share(config, found, **choice))
+    about = {"name": name, "path": str(path), "revision": revision, "formula": None if apart else formula}
+    return SplitPlan(context=tokens, batch=batch, cache_mode=mode, shares=tuple(shares), **about)
+
+
+def _experts_share(config: ModelConfig, found: Inspection, *, context: int, batch: int, mode: str) -> Share:
+    """All experts on the CPU."""
+    matrices = _experts(config, found)
+    weights = sum(matrix.nbytes for matrix in matrices)
+    work = formula_of(config, found, "cpu", modes=(mode,)).parts(context=context, batch=batch, mode=mode)["work"]
+    read = weights - round(sum(_idle(config, matrix) for matrix in matrices))
+    sizes = {"weights": weights, "cache": 0, "work": work, "read": read}
+    return Share(device="cpu", first=0, last=config.num_layers, free=_free("cpu"), speed=_read_speed("cpu"), experts=True, **sizes)
 
 
 def plan_ranks(
@@ -362,7 +313,8 @@ def plan_ranks(
     with metadata_folder(path, revision) as folder:
         config, found = read_model_config(folder), inspect(folder)
     check_parallel(config, {matrix.format for matrix in found.matrices}, size, where=where)
-    kept = sizes_of(config, found, kind, context=whole.context, batch=batch, mode=whole.cache_mode).parts
+    assert whole.formula is not None
+    kept = whole.formula.kinds[kind].parts
     kept_whole = kept[0]  # every rank has the embedding, and of each layer the output matrix of attention
     for layer in range(config.num_layers):
         mine = [matrix for matrix in found.matrices if matrix.layer == layer]
@@ -379,12 +331,12 @@ def plan_ranks(
             cache=share.cache // size,
             work=share.work + buffers,
             read=weights - kept[0],
-            free=None if kind != "cpu" and not torch.cuda.is_available() else free_bytes(name),
+            free=_free(name),
             speed=_read_speed(name) if kind != "cpu" else _shared_speed(size),
         )
         for name in names
     ]
-    return replace(whole, shares=tuple(shares), parallel="tensor")
+    return replace(whole, shares=tuple(shares), parallel="tensor", formula=None)
 
 
 def _shared_speed(size: int) -> float | None:
@@ -393,20 +345,8 @@ def _shared_speed(size: int) -> float | None:
     return speed and speed / size
 
 
-def _share(span: Span, sizes: Sizes, layers: int) -> Share:
-    weights, cache, work = sizes.of(span.first, span.last)
-    free = None if span.device != "cpu" and not torch.cuda.is_available() else free_bytes(span.device)
-    return Share(
-        device=span.device,
-        first=span.first,
-        last=span.last,
-        weights=weights,
-        cache=cache,
-        work=work,
-        read=weights - (sizes.parts[0] if span.first == 0 else 0),
-        free=free,
-        speed=_read_speed(span.device),
-    )
+def _free(device: str) -> int | None:
+    return None if device != "cpu" and not torch.cuda.is_available() else free_bytes(device)
 
 
 _speeds: dict[str, float | None] = {}

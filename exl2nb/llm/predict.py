@@ -1,6 +1,7 @@
 """How fast a model should run on a GPU that is not here: a model of three constants, fitted to two cards. A prediction, not a measurement.
 
-A decode step reads every weight that the token uses, and takes each out of its bits. The slower of the two decides, softly:
+A decode step reads every weight that the token uses, and takes each out of its bits. The slower of the two dominates, and
+the fourth powers smooth the change from one to the other:
 
     step = (memory**4 + unpacking**4)**(1/4) + layers * LAYER_US + STEP_US + what attention reads of the cache
 
@@ -22,11 +23,12 @@ from exl2nb.core.errors import OptionError
 from exl2nb.core.options import shown
 from exl2nb.core.show import size_text
 from exl2nb.io.metadata import metadata_folder
-from exl2nb.llm.memory import CONTEXT, MemoryPlan
+from exl2nb.llm.memory import CONTEXT, LIMITS, MemoryPlan
 from exl2nb.llm.plan import plan
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.inspect import Inspection, inspect
 from exl2nb.model.loader import read_model_config
+from exl2nb.sampling.params import check_integer
 
 READ_SHARE = 0.96  # of the datasheet's bandwidth
 WEIGHTS_PER_CLOCK = 46.0  # of one multiprocessor
@@ -166,8 +168,7 @@ def predict(
     for card in cards:
         if card not in CARDS:
             raise OptionError(f"predict: card is {shown(card)}; expected one of {', '.join(CARDS)}")
-    if context < 1:
-        raise OptionError(f"predict: context is {context}; expected at least 1")
+    check_integer("predict: context", context, 1, LIMITS["context"])
     mode = parse_mode(cache, where="predict")
     with metadata_folder(path, revision) as folder:
         config, found = read_model_config(folder), inspect(folder)

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 
 from exl2nb.core.errors import OptionError
 from exl2nb.core.options import several
-from exl2nb.eval import hidden as activations
-from exl2nb.eval import score as scores
 from exl2nb.generator.engine import Engine
 from exl2nb.llm.requests import ids_of
 from exl2nb.model.model import Model
+from exl2nb.tokenizer.detokenize import token_texts
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -46,9 +45,11 @@ class ScoringMixin:
             ...     found.total > llm.score("night stormy and dark a was It.").total
             True
         """
+        from exl2nb.eval.score import score
+
         ids = ids_of(text, self.tokenizer, where="score", name="text", context=self.model.context)
         row = None if lora is None else self.loras.row(lora, where="score")
-        return scores.score(self.engine.shared_model, self.tokenizer, ids, adapter=-1 if row is None else row.row)
+        return score(self.engine.shared_model, self.tokenizer, ids, adapter=-1 if row is None else row.row)
 
     def choose(self, prompt: str | Sequence[int], options: Sequence[str], *, normalise: str = "sum") -> Choice:
         """Which of several continuations is the most likely.
@@ -68,6 +69,8 @@ class ScoringMixin:
             ...     choice.best, round(sum(choice.probs.values()), 6)
             (' man', 1.0)
         """
+        from exl2nb.eval.score import choice_of, option_logprobs
+
         texts = several(options)
         if len(texts) < 2 or not all(isinstance(text, str) and text for text in texts) or len(set(texts)) < len(texts):
             raise OptionError(f"choose: options is {str(options)[:80]}; expected at least two different texts, none of them empty")
@@ -79,8 +82,8 @@ class ScoringMixin:
         if len(set(map(tuple, rows))) < len(rows):
             raise OptionError("choose: two options are the same tokens to this model; leave one of them out")
         shown = prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
-        found = scores.option_logprobs(self.engine.shared_model, rows)
-        return scores.choice_of(shown, texts, found, normalise=normalise)
+        found = option_logprobs(self.engine.shared_model, rows)
+        return choice_of(shown, texts, found, normalise=normalise)
 
     def hidden(
         self,
@@ -108,12 +111,16 @@ class ScoringMixin:
             ...     len(found), found["layers.3.output"].shape[1] == llm.config.hidden_size
             (13, True)
         """
+        from exl2nb.eval.hidden import hidden
+
         ids = ids_of(text, self.tokenizer, where="hidden", name="text")
         row = None if lora is None else self.loras.row(lora, where="hidden")
-        texts, adapter = scores.token_texts(self.tokenizer, ids), -1 if row is None else row.row
-        return activations.hidden(self.engine.shared_model, ids, points, texts=texts, adapter=adapter)
+        texts, adapter = token_texts(self.tokenizer, ids), -1 if row is None else row.row
+        return hidden(self.engine.shared_model, ids, points, texts=texts, adapter=adapter)
 
     @property
     def points(self) -> list[str]:
         """Names of the points of `hidden`, in running order."""
-        return activations.point_names(self.model)
+        from exl2nb.eval.hidden import point_names
+
+        return point_names(self.model)

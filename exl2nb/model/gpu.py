@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,7 +12,9 @@ from exl2nb import ops
 from exl2nb.cache.pool import CachePart, KVCache
 from exl2nb.model.batch import TENSORS, Batch
 from exl2nb.ops import gpu, gpu_prefill, kernel_code, kv_codes
-from exl2nb.ops.lora import LoraTable
+
+if TYPE_CHECKING:
+    from exl2nb.ops.lora import LoraTable
 
 SHORT = 8  # tokens of one sequence that the step kernels take
 MOST = 512  # tokens of a step that go through the step kernels

@@ -54,15 +54,15 @@ def kept_bytes(config: ModelConfig, found: Inspection) -> int:
     return sum(kept_by_layer(config, found))
 
 
-def kept_by_layer(config: ModelConfig, found: Inspection) -> list[int]:
-    """The same of each part: the embedding, each layer, last norm and head."""
+def kept_by_layer(config: ModelConfig, found: Inspection, *, experts: bool = True) -> list[int]:
+    """The same of each part: the embedding, each layer, last norm and head. experts: False leaves those and their routers out."""
     sizes = [0] * (config.num_layers + 2)
-    for layer, size in _kept(config, {matrix.key: matrix for matrix in found.matrices}, found):
+    for layer, size in _kept(config, {matrix.key: matrix for matrix in found.matrices}, found, experts):
         sizes[layer + 1] += aligned(size)
     return sizes
 
 
-def _kept(config: ModelConfig, matrices: dict[str, Matrix], found: Inspection) -> Iterator[tuple[int, int]]:
+def _kept(config: ModelConfig, matrices: dict[str, Matrix], found: Inspection, experts: bool) -> Iterator[tuple[int, int]]:
     """Layer and bytes of every tensor; layer -1: before them, num_layers: behind them."""
     names, last = config.names, config.num_layers
     for name, shape in end_vectors(config).items():
@@ -72,14 +72,19 @@ def _kept(config: ModelConfig, matrices: dict[str, Matrix], found: Inspection) -
         else:
             yield last, 4 * prod(shape)
     for layer in range(last):
+        apart = not experts and config.experts(layer) is not None
         routers = [f"{names.at(layer, part)}.weight" for part in ("router", "shared_router")] if config.experts(layer) else []
         for name, shape in layer_vectors(config, layer).items():
             routed = name in routers
+            if apart and routed:
+                continue
             yield layer, blob_bytes([_dense(name, shape[1], shape[0])]) if routed else 4 * prod(shape)
         if config.parallel and config.pre_norm:  # attention and MLP each hold the norm that they share
             yield from [(layer, 4 * config.hidden_size)] * (2 if config.norm_bias else 1)
         roles = layer_linears(config, layer)
         for module in modules(roles):
+            if apart and "q" not in module:
+                continue
             down = [role for role in module if role == "o" or role.startswith(("down", "shared_down"))]
             for stack in ([role for role in module if role not in down], down):
                 yield layer, blob_bytes([_matrix(matrices, roles[role]) for role in stack])

@@ -246,30 +246,42 @@ class Layer:
 
     def __call__(self, x: Tensor, step: Step, observe: Callable[[str, Tensor], None] | None = None) -> None:
         """Add this layer to x f32 `(T, H)` in place. observe: sees "attention" `(T, Hq * D)`, and x as "middle" and "output"."""
-        mixed = self.attention.attend(x, step)
-        inner = self.mlp.activate(x) if self.parallel and isinstance(self.mlp, MLP) else None
-        if observe is not None:
-            observe("attention", mixed)
-        self.attention.add(x, mixed)
-        if observe is not None:
-            observe("middle", x)
-        if inner is not None and isinstance(self.mlp, MLP):
+        if self.parallel and isinstance(self.mlp, MLP):
+            mixed, inner = self.attention.attend(x, step), self.mlp.activate(x)
+            self._add(x, mixed, observe)
             self.mlp.add(x, inner)
         else:
+            self.attend(x, step, observe)
             self.mlp(x)
         if observe is not None:
             observe("output", x)
 
     def record(self, program: ops.Program, ropes: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         """Record the same op in a program."""
-        self.attention.record_attend(program, ropes)
         if self.parallel and isinstance(self.mlp, MLP):
+            self.attention.record_attend(program, ropes)
             self.mlp.record_activate(program, aside=True)
             self.attention.record_add(program)
             self.mlp.record_add(program, aside=True)
         else:
-            self.attention.record_add(program)
+            self.record_attention(program, ropes)
             self.mlp.record(program)
+
+    def attend(self, x: Tensor, step: Step, observe: Callable[[str, Tensor], None] | None = None) -> None:
+        """The half before the MLP."""
+        self._add(x, self.attention.attend(x, step), observe)
+
+    def _add(self, x: Tensor, mixed: Tensor, observe: Callable[[str, Tensor], None] | None) -> None:
+        if observe is not None:
+            observe("attention", mixed)
+        self.attention.add(x, mixed)
+        if observe is not None:
+            observe("middle", x)
+
+    def record_attention(self, program: ops.Program, ropes: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        """Record `attend` in a program."""
+        self.attention.record_attend(program, ropes)
+        self.attention.record_add(program)
 
 
 def tensors_of(part: Any) -> Iterator[Tensor]:

@@ -25,10 +25,9 @@ from exl2nb.model.facts import remote_code
 from exl2nb.model.gpu_memory import Arena, kept_by_layer
 from exl2nb.model.inspect import inspect
 from exl2nb.model.layers import MLP, Attention, Embedding, Head, Layer, Norm, ResidualAdd, RoutedMLP
-from exl2nb.model.model import SMALL_MODEL_BYTES, Model, Network
+from exl2nb.model.model import SMALL_MODEL_BYTES, Model, Network, Span
 from exl2nb.model.rope import MAX_CONTEXT, RopeOverride, rope_tables, trained_context
 from exl2nb.model.sources import Source, find_sources, read_gptq
-from exl2nb.model.split import Span, SplitModel
 from exl2nb.model.store import ModelStore, open_store
 from exl2nb.ops.memory import large_pages
 from exl2nb.quant.exl2 import Exl2Tensors
@@ -61,6 +60,7 @@ def load_model(
     *,
     device: str = "cpu",
     spans: Sequence[Span] = (),
+    experts: bool = False,
     weights: str = "auto",
     context: int | None = None,
     rope: RopeOverride | None = None,
@@ -74,6 +74,7 @@ def load_model(
         device: "cpu", "cuda" or "cuda:1"; on CUDA every plain weight is kept in fp16, and so is a GPTQ matrix whose scales fp16 cannot
             hold.
         spans: layers on several devices, in running order and without gaps, in place of `device`.
+        experts: with spans: keep the experts of sparse layers on the CPU, wherever the rest of their layer is.
         weights: "auto" keeps every matrix in the format it is stored in; "fp32" widens plain ones and reconstructs quantised ones to fp32
             (a reference: 4 bytes a weight).
         context: longest sequence in tokens; None = max_position_embeddings. Dynamic NTK takes its base from it. A RuntimeWarning
@@ -104,6 +105,8 @@ def load_model(
             raise OptionError("load_model: weights='fp32' is a reference for the CPU; use device='cpu'")
     config = read_model_config(directory, rope=rope)
     _check_spans(spans, config.num_layers)
+    if experts and (config.moe is None or not spans):
+        raise OptionError(f"load_model: experts apart from their layers, {'without spans' if config.moe else 'and this model has none'}")
     longest = config.max_position_embeddings
     if config.learned_positions and context is not None and context > longest:
         raise OptionError(f"load_model: context is {context}; expected at most {longest}, the positions this model has learned")
@@ -112,11 +115,12 @@ def load_model(
         sources = find_sources(config, store)
         pieces, shared = [], small_model_memory(directory, widened=weights == "fp32")
         host = None if shared is None else Arena(shared.numel(), "cpu", shared)  # of every span on the CPU
+        apart = Builder(config, store, sources, widen=weights == "fp32", device="cpu", arena=host) if experts else None
         with Meter("load", total=config.num_layers + 2, unit="layers", sink=progress) as meter:
             for span in spans or [Span(device, 0, config.num_layers)]:
                 with ops.on_device(span.device):
-                    arena = host if span.device == "cpu" else _arena(config, directory, span)
-                    builder = Builder(config, store, sources, widen=weights == "fp32", device=span.device, arena=arena)
+                    arena = host if span.device == "cpu" else _arena(config, directory, span, experts=not experts)
+                    builder = Builder(config, store, sources, widen=weights == "fp32", device=span.device, arena=arena, experts=apart)
                     pieces.append(builder.span(span, meter))
                     if span.device != "cpu":
                         torch.cuda.empty_cache()  # what held tensors while they were packed
@@ -125,8 +129,10 @@ def load_model(
     assert head is not None
     network = Network(embedding, tuple(layer for piece in pieces for layer in piece.layers), head)
     longest = context if context is not None else longest
-    if len(spans) > 1:
-        return SplitModel(config, network, spans, context=longest, deterministic=deterministic)
+    if len(spans) > 1 or experts:
+        from exl2nb.model.split import SplitModel
+
+        return SplitModel(config, network, spans, context=longest, deterministic=deterministic, experts=experts)
     return Model(config, network, context=longest, device=spans[0].device if spans else device, deterministic=deterministic)
 
 
@@ -152,9 +158,9 @@ def _warn_beyond(config: ModelConfig, context: int | None, *, where: str) -> Non
     )
 
 
-def _arena(config: ModelConfig, directory: str | os.PathLike[str], span: Span) -> Arena:
+def _arena(config: ModelConfig, directory: str | os.PathLike[str], span: Span, *, experts: bool) -> Arena:
     """One allocation for all weights of a span on a GPU."""
-    embedding, *layers, head = kept_by_layer(config, inspect(directory))
+    embedding, *layers, head = kept_by_layer(config, inspect(directory), experts=experts)
     ends = (embedding if span.first == 0 else 0) + (head if span.last == config.num_layers else 0)
     return Arena(ends + sum(layers[span.first : span.last]), span.device)
 
@@ -168,12 +174,21 @@ class _Piece(NamedTuple):
 
 
 class Builder:
-    """Reads the tensors of a plan and packs them into layers."""
+    """Reads the tensors of a plan and packs them into layers. experts: reads and packs those, in place of this one, or None."""
 
     def __init__(
-        self, config: ModelConfig, store: ModelStore, sources: dict[str, Source], *, widen: bool, device: str, arena: Arena | None
+        self,
+        config: ModelConfig,
+        store: ModelStore,
+        sources: dict[str, Source],
+        *,
+        widen: bool,
+        device: str,
+        arena: Arena | None,
+        experts: Builder | None = None,
     ) -> None:
         self.config, self.store, self.sources, self.widen, self.device, self.arena = config, store, sources, widen, device, arena
+        self.experts = experts
 
     def span(self, span: Span, meter: Meter) -> _Piece:
         """Everything of a span, layer by layer."""
@@ -187,7 +202,7 @@ class Builder:
             )
             meter.step(detail="embedding")
         for layer in range(span.first, span.last):
-            mlp = self.mlp(layer) if config.experts(layer) is None else self.routed_mlp(layer)
+            mlp = self.mlp(layer) if config.experts(layer) is None else (self.experts or self).routed_mlp(layer)
             attention = replace(self.attention(layer), layer=layer - span.first)
             layers.append(Layer(attention=attention, mlp=mlp, parallel=config.parallel))
             meter.step(detail=f"layer {layer}")

@@ -19,17 +19,17 @@ from exl2nb.model.batch import TENSORS, Batch
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.gpu import GpuForward, formats_of
 from exl2nb.model.layers import MLP, Embedding, Head, Layer, RoutedMLP, Step, tensors_of
-from exl2nb.model.points import Edits, Point, points
 from exl2nb.model.rope import both_tables, rope_switch, rope_tables
-from exl2nb.model.trace import Borrowed, Seen, Walk, forward_adapted, layers_of
 from exl2nb.ops import gpu_prefill
 from exl2nb.ops.ahead import draw_ahead, join_ahead, step_draw
 from exl2nb.ops.gpu import LoraBuffers, unpack_half
 from exl2nb.ops.kernel_code import KernelId
-from exl2nb.ops.lora import Adapter, LoraTable
 
 if TYPE_CHECKING:
     from exl2nb.model.parallel import ParallelModel
+    from exl2nb.model.points import Edits, Point
+    from exl2nb.model.trace import Borrowed, Seen
+    from exl2nb.ops.lora import Adapter, LoraTable
 
 SCRATCH = 4096  # rows behind the RoPE tables of a model with three positions per token: written anew for the pictures of each step
 SMALL_MODEL_BYTES = 64 << 20  # of weights: what may still stay in a processor's cache
@@ -46,6 +46,14 @@ class Ahead:
     def join(self) -> None:
         """Take part in the step until it is complete."""
         join_ahead(self.drawn)
+
+
+class Span(NamedTuple):
+    """Layers [first, last) on a device. The embedding is with the first span of a model, the head with the last."""
+
+    device: str
+    first: int
+    last: int
 
 
 @dataclass(frozen=True)
@@ -184,6 +192,8 @@ class Model:
 
     def set_adapters(self, adapters: Sequence[Adapter | None]) -> None:
         """What row 0, 1, ... of `Batch.adapters` mean from the next step on; steps that run keep what they began with."""
+        from exl2nb.ops.lora import LoraTable
+
         self.adapters = LoraTable(self.network_and_program[1], tuple(adapters))
 
     def _lora(self, batch: Batch) -> tuple[LoraTable | None, tuple[Tensor | None, Tensor | None]]:
@@ -347,6 +357,8 @@ class Model:
         if self.device != "cpu":
             return self.capped(forward_gpu_observed(self.gpu.program, batch, cache, observe, table))
         if table is not None:
+            from exl2nb.model.trace import forward_adapted
+
             return self.capped(forward_adapted(table, batch, cache, observe))
         return self._by_ops(network, batch, cache, observe)
 
@@ -362,6 +374,8 @@ class Model:
     @cached_property
     def points(self) -> dict[str, Point]:
         """Every point of `trace`, in running order."""
+        from exl2nb.model.points import points
+
         return points(self.config)
 
     def trace(
@@ -388,6 +402,9 @@ class Model:
         program = self._program if self.device == "cpu" else self.gpu.program
         assert program is not None
         parallel = any(layer.parallel for layer in network.layers)
+        from exl2nb.model.points import Edits
+        from exl2nb.model.trace import Walk
+
         walk = Walk(
             program, batch, cache, known=self.points, wanted=wanted, seen=seen, edits=edits or Edits(self.points, {}, 0), borrowed=borrowed,
             parallel=parallel, logit_scale=self.config.logit_scale,
@@ -405,6 +422,8 @@ class Model:
                 self._extend_ropes(self._network, tokens)
             program = self._program
         assert program is not None
+        from exl2nb.model.trace import Borrowed, layers_of
+
         return Borrowed(layers_of(program)[index], program)
 
     def matrix(self, layer: int, part: str) -> Tensor | None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -689,7 +690,7 @@ def load_parallel(
     if here != "cpu" and size > MOST_RANKS:
         raise OptionError(f"load: parallel='tensor' over {size} devices; expected at most {MOST_RANKS}")
     _check_divides(directory, rope, size)
-    store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=START_S))
+    store = meeting_place()
     threads = max(1, (os.cpu_count() or size) // size)
     processes: list[subprocess.Popen[bytes]] = []
     try:
@@ -719,6 +720,13 @@ def load_parallel(
     except BaseException:
         end(processes, wait_s=0)
         raise
+
+
+def meeting_place() -> TCPStore:
+    """The store by which ranks find each other, reached from this machine alone: torch's own socket listens on every network."""
+    listener = socket.create_server((HOST, 0))
+    port, wait = listener.getsockname()[1], timedelta(seconds=START_S)
+    return TCPStore(HOST, port, is_master=True, wait_for_workers=False, timeout=wait, master_listen_fd=listener.detach())
 
 
 def _check_divides(directory: str | os.PathLike[str], rope: RopeOverride, size: int) -> None:

@@ -1,4 +1,5 @@
 """A model whose layers lie on several devices: parts of consecutive layers, run one after the other, the residual stream handed on.
+Experts may lie on the CPU apart from the rest of their layers; each sparse layer's are then a part of their own.
 
 Every part is a program of its own. All but the first begin with a table that holds the rows of the residual stream in place of embeddings;
 all but the last end with the stream in place of logits. Where all parts are on GPUs, captured steps run through all of them and the last
@@ -25,8 +26,8 @@ from exl2nb.core.log import logger
 from exl2nb.model.batch import TENSORS, Batch
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.gpu import GpuForward, formats_of
-from exl2nb.model.layers import Embedding, Step
-from exl2nb.model.model import DecodeInputs, Model, Network, forward_gpu_observed
+from exl2nb.model.layers import Embedding, RoutedMLP, Step
+from exl2nb.model.model import DecodeInputs, Model, Network, Span, forward_gpu_observed
 from exl2nb.ops import gpu_prefill
 from exl2nb.ops.gpu import LoraBuffers, launch_lock
 from exl2nb.ops.kernel_code import KernelId
@@ -42,23 +43,38 @@ _capturing = threading.Lock()  # torch captures one graph at a time
 Observe = Callable[[str, Tensor], None]
 
 
-class Span(NamedTuple):
-    """Layers [first, last) on a device. The embedding is with the first span of a model, the head with the last."""
+class Piece(NamedTuple):
+    """What a part runs: layers [first, last) of a span, the last without its experts where `cut`; without layers the head alone."""
 
-    device: str
+    span: Span
     first: int
     last: int
+    cut: bool = False
 
 
 @dataclass
 class Part:
-    """A span as a program. stream: f32 `(rows, H)`, what it reads in place of embeddings; None in the first part. gpu: runs it there."""
+    """A piece as a program. stream: f32 `(rows, H)`, what it reads in place of embeddings; None in the first part. gpu: runs it there.
 
-    span: Span
+    experts: of the last layer, to be run behind the program on the CPU, or None.
+    """
+
+    piece: Piece
     program: ops.Program
     stream: Tensor | None
     gpu: GpuForward | None
+    experts: RoutedMLP | None = None
     captured: dict[tuple[int, int], Captured | None] = field(default_factory=dict)  # None: could not be captured
+
+    @property
+    def span(self) -> Span:
+        """Where it is, and whose pools it reads."""
+        return self.piece.span
+
+    @property
+    def headed(self) -> bool:
+        """Whether it is the head alone."""
+        return self.piece.first == self.piece.last
 
 
 class SplitModel(Model):
@@ -66,15 +82,25 @@ class SplitModel(Model):
 
     Args:
         network: the tensors of each layer on its device, `attention.layer` counted within its span.
-        spans: in running order, without gaps.
+        spans: in running order, without gaps. experts: those of sparse layers are on the CPU, wherever the rest of their layer is.
 
     Attributes:
         device: "cpu", where batches are made and logits arrive. placement: of every layer, for `KVCache`.
     """
 
-    def __init__(self, config: ModelConfig, network: Network, spans: Sequence[Span], *, context: int, deterministic: bool = False) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        network: Network,
+        spans: Sequence[Span],
+        *,
+        context: int,
+        deterministic: bool = False,
+        experts: bool = False,
+    ) -> None:
         super().__init__(config, network, context=context, deterministic=deterministic)
-        self.spans = tuple(spans)
+        self.spans, self.experts_apart = tuple(spans), experts
+        self._pieces = [piece for span in spans for piece in self._cut(span)] if experts else [Piece(span, *span[1:]) for span in spans]
         self._parts: list[Part] = []
         self._graphed = env.get("EXL2NB_CUDA_GRAPHS", "1") == "1"
 
@@ -86,7 +112,18 @@ class SplitModel(Model):
     @property
     def draw_device(self) -> str:
         """The last GPU where all layers are on GPUs: captured steps then run through all of them."""
-        return "cpu" if any(span.device == "cpu" for span in self.spans) else numbered(self.spans[-1].device)
+        on_host = self.experts_apart or any(span.device == "cpu" for span in self.spans)
+        return "cpu" if on_host else numbered(self.spans[-1].device)
+
+    def _cut(self, span: Span) -> Iterator[Piece]:
+        """The pieces of a span whose experts are elsewhere."""
+        first = span.first
+        for layer in range(span.first, span.last):
+            if self.config.experts(layer) is not None:
+                yield Piece(span, first, layer + 1, cut=True)
+                first = layer + 1
+        if first < span.last or span.last == self.config.num_layers:
+            yield Piece(span, first, span.last)
 
     @property
     def outputs(self) -> int:
@@ -160,7 +197,8 @@ class SplitModel(Model):
     @property
     def where(self) -> str:
         """The spans in words."""
-        return ", ".join(f"layers {first} to {last - 1} on {device}" for device, first, last in self.spans)
+        held = [f"layers {first} to {last - 1} on {device}" for device, first, last in self.spans]
+        return ", ".join([*held, "experts on cpu"] if self.experts_apart else held)
 
     def close(self) -> None:
         """Drop every tensor; the memory returns at once. Harmless when repeated."""
@@ -195,6 +233,8 @@ class SplitModel(Model):
         rows, x = torch.arange(tokens, dtype=torch.int32), torch.empty(0)
         for index, part in enumerate(self._parts):
             mine = batch
+            if part.headed:
+                return self.unembed(x[batch.logit_rows.to(x.device).long()])
             if index:
                 part = self._with_room(index, tokens)
                 assert part.stream is not None
@@ -208,10 +248,10 @@ class SplitModel(Model):
 
     def _run(self, part: Part, batch: Batch, pools: CachePart, ids: Tensor | None) -> Tensor:
         if part.gpu is None:
-            return part.program.run(*TENSORS(batch), pools.k, pools.v)
+            return _then_experts(part, part.program.run(*TENSORS(batch), pools.k, pools.v))
         with ops.on_device(part.span.device):
             captured = self._captured(part, batch, pools) if self.draw_device == "cpu" else None  # the executor has those of all parts
-            return part.gpu.run(batch, pools, ids=ids) if captured is None else captured.run(batch)
+            return _then_experts(part, part.gpu.run(batch, pools, ids=ids) if captured is None else captured.run(batch))
 
     def decode_step(
         self, cache: KVCache, inputs: DecodeInputs, logits: Tensor, adapters: tuple[LoraBuffers, Tensor] | None
@@ -273,19 +313,25 @@ class SplitModel(Model):
         return part.captured[key]
 
     def _run_by_ops(self, part: Part, batch: Batch, pools: CachePart, observe: Observe | None) -> Tensor:
-        (device, first, last), network = part.span, self._open()
+        (_, first, last, cut), device, network = part.piece, part.span.device, self._open()
         named = None if observe is None else _Shifted(observe, first)
         if part.gpu is not None:
             with ops.on_device(device):
                 moved = {f.name: value.to(device) for f in fields(batch) if (value := getattr(batch, f.name)) is not None}
-                return forward_gpu_observed(part.program, Batch(**moved), pools, named)
+                return _then_experts(part, forward_gpu_observed(part.program, Batch(**moved), pools, named), observe)
         step = Step(batch, pools, self._ropes)
         embedding = network.embedding if part.stream is None else Embedding(table=part.stream)
         x = embedding(batch.input_ids, batch.positions)
         if named is not None:
             named("embedding", x)
         for index, layer in enumerate(network.layers[first:last]):
-            layer(x, step, None if named is None else lambda name, value, index=index: named(f"layers.{index}.{name}", value))
+            see = None if named is None else lambda name, value, index=index: named(f"layers.{index}.{name}", value)
+            if cut and first + index == last - 1:
+                layer.attend(x, step, see)
+            else:
+                layer(x, step, see)
+        if cut:
+            return _then_experts(part, x, observe)
         if last < self.config.num_layers:
             return x
         assert network.head is not None
@@ -293,19 +339,19 @@ class SplitModel(Model):
 
     def _record(self, network: Network) -> None:
         """Record the parts anew, those on GPUs only once: their tables cover the whole context."""
-        known = {part.span: part for part in self._parts if part.gpu is not None}
-        self._parts = [known.get(span) or self._part(network, span, 0) for span in self.spans]
+        known = {part.piece: part for part in self._parts if part.gpu is not None}
+        self._parts = [known.get(piece) or self._part(network, piece, 0) for piece in self._pieces]
 
     def _with_room(self, index: int, tokens: int) -> Part:
         """A part whose table holds so many rows of the stream."""
         part = self._parts[index]
         if part.stream is not None and tokens > len(part.stream):
             assert self._network is not None
-            part = self._parts[index] = self._part(self._network, part.span, 1 << (tokens - 1).bit_length())
+            part = self._parts[index] = self._part(self._network, part.piece, 1 << (tokens - 1).bit_length())
         return part
 
-    def _part(self, network: Network, span: Span, rows: int) -> Part:
-        device, first, last = span
+    def _part(self, network: Network, piece: Piece, rows: int) -> Part:
+        (device, *_), first, last, cut = piece
         kind = device.partition(":")[0]
         program, stream, ropes = ops.Program(device), None, self._ropes
         if kind != "cpu":
@@ -317,14 +363,31 @@ class SplitModel(Model):
             with torch.inference_mode(False):  # it is written to in steps of requests and of callers alike
                 stream = torch.zeros(max(rows, STREAM_ROWS[kind]), self.config.hidden_size, device=device)
             Embedding(table=stream).record(program)
-        for layer in network.layers[first:last]:
+        whole, experts = network.layers[first : last - cut], None
+        for layer in whole:
             layer.record(program, ropes)
-        if last == self.config.num_layers:
+        if cut:
+            layer = network.layers[last - 1]
+            assert isinstance(layer.mlp, RoutedMLP)
+            layer.record_attention(program, ropes)
+            experts = layer.mlp
+        if last == self.config.num_layers and not cut:
             network.head.record(program)
         else:
             program.residual_out()
         gpu = None if kind == "cpu" else GpuForward(program, torch.device(device), deterministic=self.deterministic)
-        return Part(span, program, stream, gpu)
+        return Part(piece, program, stream, gpu, experts)
+
+
+def _then_experts(part: Part, x: Tensor, observe: Observe | None = None) -> Tensor:
+    """The stream behind the part's experts, where it has any: then on the CPU."""
+    if part.experts is None:
+        return x
+    x = x.to("cpu")
+    part.experts(x)
+    if observe is not None:
+        observe(f"layers.{part.piece.last - 1}.output", x)
+    return x
 
 
 def numbered(device: str) -> str:

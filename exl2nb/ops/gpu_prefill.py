@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -17,10 +17,12 @@ from torch import Tensor
 from exl2nb.ops import gpu, reference
 from exl2nb.ops.attention import paged_attention
 from exl2nb.ops.cuda_attention import gate_rows, gather_cache, norm_rows, rope_append, rotate_rows
-from exl2nb.ops.lora import Adapter, LoraChange
 from exl2nb.ops.moe import Experts
 from exl2nb.ops.prefill_attention import attend, attend_whole, can_attend
 from exl2nb.ops.program import Program
+
+if TYPE_CHECKING:
+    from exl2nb.ops.lora import Adapter, LoraChange
 
 FEW = 64  # rows that go through the kernels of decode steps rather than through an unpacked matrix
 ROWS_OF_KERNELS = (16, 32, 64)  # each may be computed by another kernel, of which there is one per doubling

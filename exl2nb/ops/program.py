@@ -23,7 +23,6 @@ from exl2nb.ops import gpu
 from exl2nb.ops._library import REFERENCES, check, define, dynamic_size
 from exl2nb.ops.attention import QKVProjection
 from exl2nb.ops.kv_codes import FORMATS, page_size
-from exl2nb.ops.lora import merged
 from exl2nb.ops.moe import Experts
 from exl2nb.ops.reference import ACTIVATIONS
 from exl2nb.ops.weights import pack_concat
@@ -377,6 +376,8 @@ def _decode_step(
     lora: Tensor | None = None,
     adapters: Tensor | None = None,
 ) -> Tensor:
+    from exl2nb.ops.lora import merged
+
     key = int(program[3]) if program.dtype == torch.int64 and len(program) > HEADER_WORDS and int(program[0]) == MAGIC else 0
     check(key in _programs, "decode_step", "program", tuple(program.shape), "the code of a Program that is alive")
     pages = k_pools[0].shape[0] if k_pools else 0

@@ -18,7 +18,6 @@ from exl2nb.ops.draw import NO_DISTRIBUTION, draw_rows
 from exl2nb.sampling.draw import Sampled, check_left, highest_logit, inverse_cdf, prob_of, report, uniform, weights_of
 from exl2nb.sampling.filters import ALL_TOKENS, CONSTRAINT, Candidates
 from exl2nb.sampling.params import SamplingParams
-from exl2nb.sampling.replay import after_draw
 from exl2nb.sampling.state import Bounds, SamplerState
 
 _new = tuple.__new__  # half the time of `Sampled(...)`
@@ -120,6 +119,8 @@ def sample_row(row: np.ndarray, state: SamplerState, *, top: int = 0) -> Sampled
     highest = highest_logit(row)
     token = _draw(row, state)
     if state.params.post_sampling:
+        from exl2nb.sampling.replay import after_draw
+
         token = after_draw(token, row, state)
     chosen = report(row, highest, token, top)
     state.push(chosen.id)

@@ -52,12 +52,12 @@ def beginning(body: bytes) -> str:
     """What a request's prompt begins with, as a hash; empty where it is shorter than what replicas keep."""
     try:
         asked = json.loads(body)
-    except ValueError:
+        parts = [asked.get(name) for name in ("system", "instructions", "messages", "prompt", "input")] if isinstance(asked, dict) else []
+        text = _text(parts)
+    except (ValueError, RecursionError):  # no JSON, or nested without end: the replica says what is wrong with it
         return ""
-    if not isinstance(asked, dict):
-        return ""
-    text = _text([asked.get("system"), asked.get("instructions"), asked.get("messages"), asked.get("prompt"), asked.get("input")])
-    return blake2b(text[:PREFIX].encode(), digest_size=8).hexdigest() if len(text) >= PREFIX else ""
+    known = text[:PREFIX].encode(errors="replace")  # JSON may spell surrogates
+    return blake2b(known, digest_size=8).hexdigest() if len(text) >= PREFIX else ""
 
 
 def _text(value: object) -> str:

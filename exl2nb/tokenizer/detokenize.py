@@ -169,3 +169,12 @@ class _Window:
             return self._decode(ids, skip_special_tokens=False)
         except BaseException as error:
             reraise(error)
+
+
+def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
+    """The text of each token in its context; joined they are the decoded text. Special tokens have none."""
+    stream = Detokenizer(tokenizer)
+    texts = [stream.feed(i) for i in ids]
+    if texts and (rest := stream.flush()):
+        texts[-1] += rest
+    return texts

@@ -36,6 +36,7 @@ PART = "attn.hook_pattern"
 _PICTURE_PX = 3
 ANSWER_TOKENS = 48  # of a question about pictures
 SEEN_PX = 384  # longer side of a picture as it travels
+PNG = "data:image/png;base64,"
 
 
 class AttentionView(InsideWidget):
@@ -113,6 +114,8 @@ class AttentionView(InsideWidget):
                 self._patterns = [_tensor(text, (shown["layers"], shown["heads"], shown["size"])) for text in shown.pop("patterns")]
             except (ValueError, RuntimeError) as error:
                 raise OptionError(f"AttentionView: result cannot be read: {error}; expected what to_dict() gives") from error
+            if not all(str(one["url"]).startswith(PNG) for one in shown["pictures"]):
+                raise OptionError("AttentionView: a picture of the result is no data URL of a PNG; expected what to_dict() gives")
             self._result = shown
         self._show()
 
@@ -144,7 +147,7 @@ class AttentionView(InsideWidget):
     def _measure(self, ids: list[int], stop: threading.Event) -> dict[str, Any] | None:
         import torch
 
-        from exl2nb.eval.score import token_texts
+        from exl2nb.tokenizer.detokenize import token_texts
 
         first = self.sides[0]
         layers, heads = first.llm.config.num_layers, first.llm.config.num_heads

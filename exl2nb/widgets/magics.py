@@ -7,7 +7,6 @@ import ast
 import shlex
 import sys
 from dataclasses import fields
-from pathlib import Path
 from typing import Any, NoReturn
 
 from IPython.core.error import UsageError
@@ -200,7 +199,9 @@ def unregister(shell: Any) -> None:
 
 
 def _place(path: str) -> str:
-    return str(Path(__file__).parent.parent / "demo_model") if path == "demo" else path
+    from exl2nb.io.hub import packaged
+
+    return str(packaged(path) or path)
 
 
 def _words(where: str, line: str) -> list[str]:

@@ -1,4 +1,6 @@
-"""MemoryPlan: what a model takes, as a stacked bar against free memory; the page answers its controls itself."""
+"""MemoryPlan: what a model takes, as a stacked bar against free memory, or on several devices with borders that can be moved; the page
+answers its controls itself.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,14 @@ from typing import Any, ClassVar
 import traitlets as t
 
 from exl2nb.core.errors import OptionError
-from exl2nb.llm.memory import COLOURS, LABELS, LIMITS, Formula, size_text
+from exl2nb.core.options import shown
+from exl2nb.core.show import size_text
+from exl2nb.llm.memory import COLOURS, LABELS, LIMITS, Formula
 from exl2nb.llm.memory import MemoryPlan as Planned
+from exl2nb.llm.plan import DeviceChoice
 from exl2nb.llm.plan import plan as plan_of
+from exl2nb.llm.split_plan import COLOURS as DEVICE_COLOURS
+from exl2nb.llm.split_plan import Share, SplitPlan, check_limit, check_speed
 from exl2nb.widgets import static
 from exl2nb.widgets.base import ExlWidget
 from exl2nb.widgets.protocol import PlanState
@@ -27,14 +34,22 @@ class MemoryPlan(ExlWidget):
     Context, number of sequences, cache mode and free memory can be changed in the page, which answers without the kernel; from Python the
     same are traits, and `plan` is the `exl2nb.MemoryPlan` of what is shown.
 
+    With several devices: the layers of each, with a border between two devices that is dragged or moved with the arrow keys; the memory of
+    each against what it may hold, the most tokens a second, and the line of Python that loads the model so. `plan` is then what
+    `exl2nb.plan(devices=...)` gives.
+
     Args:
         source: a model directory or hub id (headers are read, weights are not), a loaded model, the result of `exl2nb.plan`, or plain data
             as its `to_dict()` gives it.
         device: "cpu" or "cuda", for a directory or hub id. Default: the loaded model's, else "cpu".
+        devices: several, in place of `device`, as in `exl2nb.load`; a GPU that is not here needs a size, as in
+            {"cuda:0": "24GiB", "cpu": "rest"}.
 
     Traits, also keywords (synced with the page both ways):
         context: tokens of one sequence. batch: sequences. cache_mode: format of K and V. Default: those of `source`.
-        free: bytes free, None where it is not known. Default: what the device says.
+        free: bytes free, None where it is not known. Default: what the device says. With one device.
+        borders: layers where each device but the last ends. limits: bytes that each may hold. speeds: bytes a second that each reads. In
+            running order: the CPU, then the GPUs. None in limits and speeds: not known. Default: what `source` says.
 
     Example:
         >>> import exl2nb as ex
@@ -54,19 +69,36 @@ class MemoryPlan(ExlWidget):
     batch = t.Int(1).tag(sync=True, option=True)
     cache_mode = t.Unicode("fp16").tag(sync=True, option=True)
     free = t.Int(None, allow_none=True).tag(sync=True, option=True)
+    borders = t.List(t.Int()).tag(sync=True, option=True)
+    limits = t.List(t.Int(allow_none=True)).tag(sync=True, option=True)
+    speeds = t.List(t.Float(allow_none=True)).tag(sync=True, option=True)
+    _split = t.Any(None).tag(sync=True)  # a Dict would turn None into {}
     _formula = t.Dict().tag(sync=True)
     _modes = t.List().tag(sync=True)
 
-    def __init__(self, source: Any, *, device: str | None = None, **kwargs: Any) -> None:
-        planned = _planned(source, device)
-        modes = planned.formula.page_bytes
+    def __init__(self, source: Any, *, device: str | None = None, devices: DeviceChoice | None = None, **kwargs: Any) -> None:
+        planned = _planned(source, device, devices)
         self._base = planned
-        known = {"context": planned.context, "batch": planned.batch, "cache_mode": planned.cache_mode, "free": planned.free}
+        known = {"context": planned.context, "batch": planned.batch, "cache_mode": planned.cache_mode}
+        if isinstance(planned, Planned):
+            formula = planned.formula
+            known["free"] = planned.free
+        else:
+            split = planned.movable()
+            formula = split.formula
+            known["borders"] = [*planned.borders]
+            known |= {"limits": [one.limit for one in split.devices], "speeds": [one.speed for one in split.devices]}
+        modes = formula.page_bytes
         super().__init__(**{**known, **kwargs})
         with self.hold_sync():
-            self.name, self.device = planned.name, planned.device
-            self._formula = planned.formula.to_dict()
+            self.name, self._formula = planned.name, formula.to_dict()
             self._modes = [m for m in SHOWN_MODES if m in modes] + [m for m in modes if m not in SHOWN_MODES]
+            if isinstance(planned, SplitPlan):
+                split = planned.movable()
+                kinds = {kind: one.to_dict() for kind, one in split.kinds.items()}
+                self._split = {"devices": [[one.name, one.kind] for one in split.devices], "kinds": kinds, "source": planned.load_source}
+            else:
+                self.device = planned.device
 
     @t.validate("context", "batch", "free")
     def _in_range(self, proposal: Mapping[str, Any]) -> Any:
@@ -79,16 +111,39 @@ class MemoryPlan(ExlWidget):
     def _known_mode(self, proposal: Mapping[str, Any]) -> str:
         return self._base.at(cache=proposal["value"]).cache_mode
 
+    @t.validate("borders", "limits", "speeds")
+    def _of_devices(self, proposal: Mapping[str, Any]) -> Any:
+        name, value = proposal["trait"].name, proposal["value"]
+        if not isinstance(self._base, SplitPlan):
+            if value:
+                raise OptionError(f"MemoryPlan: {name} with one device; expected devices=, such as {{'cuda:0': '24GiB', 'cpu': 'rest'}}")
+            return value
+        split = self._base.movable()
+        if name == "borders":
+            return [*split.check(value)]
+        check = check_limit if name == "limits" else check_speed
+        if len(value) != len(split.devices) or not all(one is None or check(one) for one in value):
+            raise OptionError(
+                f"MemoryPlan: {name} is {shown(value)}; expected a number above 0 or None for each of {len(split.devices)} devices"
+            )
+        return value
+
     @property
-    def plan(self) -> Planned:
+    def plan(self) -> Planned | SplitPlan:
         """What is shown, as `exl2nb.plan` gives it."""
-        found = self._base.at(context=self.context, batch=self.batch, cache=self.cache_mode, free=self.free)
+        sizes = {"context": self.context, "batch": self.batch, "cache": self.cache_mode}
+        if isinstance(self._base, SplitPlan):
+            names = [one.name for one in self._base.movable().devices]
+            told = {"limits": dict(zip(names, self.limits)), "speeds": dict(zip(names, self.speeds))}
+            return self._base.at(borders=self.borders, **told, **sizes)
+        found = self._base.at(free=self.free, **sizes)
         return found if self.free is not None else found.unbounded()
 
     @property
     def parts(self) -> dict[str, int]:
-        """Name -> bytes."""
-        return self.plan.parts
+        """Name -> bytes; of several devices each one's."""
+        plan = self.plan
+        return {share.device: share.total for share in plan.shares} if isinstance(plan, SplitPlan) else plan.parts
 
     @property
     def total(self) -> int:
@@ -96,13 +151,18 @@ class MemoryPlan(ExlWidget):
         return self.plan.total
 
     def _summary(self) -> str:
-        return f"MemoryPlan({self.plan.verdict()})"
+        plan = self.plan
+        held = [f"{share.device}: layers {share.first} to {share.last - 1}" for share in plan.shares] if isinstance(plan, SplitPlan) else []
+        return f"MemoryPlan({'; '.join([*held, plan.verdict()])})"
 
     def _caption(self) -> str:
         return ""
 
     def _static_body(self) -> str:
         plan = self.plan
+        if isinstance(plan, SplitPlan):
+            line = f"<div><code>{html.escape(plan.load_line)}</code></div>"
+            return f"{_layer_bar(plan)}{plan._repr_html_()}{line}"  # pyright: ignore[reportPrivateUsage]
         rows = "".join(
             f'<tr><td><span style="color:{COLOURS[name]}">&#9632;</span> {LABELS[name]}</td>'
             f'<td style="text-align:right;padding-left:2em">{size_text(size)}</td></tr>'
@@ -114,16 +174,43 @@ class MemoryPlan(ExlWidget):
 
     def _picture(self) -> static.Pixels | None:
         plan = self.plan
+        if isinstance(plan, SplitPlan):
+            layers = plan.movable().layers
+            line = [
+                _rgb(colour)
+                for share, colour in _coloured(plan)
+                for _ in range(BAR_PX * share.first // layers, BAR_PX * share.last // layers)
+            ]
+            return [line] * 16
         most = max(1, plan.total, plan.free or 0)
         line: list[static.RGB] = []
         for name, size in plan.parts.items():
-            red, green, blue = bytes.fromhex(COLOURS[name][1:])
-            line += [(red, green, blue)] * round(BAR_PX * size / most)
+            line += [_rgb(COLOURS[name])] * round(BAR_PX * size / most)
         line = (line + [(236, 236, 236)] * BAR_PX)[:BAR_PX]
         if plan.free is not None and plan.free < most:
             at = round(BAR_PX * plan.free / most)
             line[at : at + 2] = [(0, 0, 0)] * len(line[at : at + 2])
         return [line] * 16
+
+
+def _rgb(colour: str) -> static.RGB:
+    red, green, blue = bytes.fromhex(colour[1:])
+    return red, green, blue
+
+
+def _coloured(plan: SplitPlan) -> list[tuple[Share, str]]:
+    """Shares with the colours of their devices."""
+    names = [one.name for one in plan.movable().devices]
+    return [(share, DEVICE_COLOURS[names.index(share.device) % len(DEVICE_COLOURS)]) for share in plan.shares]
+
+
+def _layer_bar(plan: SplitPlan) -> str:
+    pieces = "".join(
+        f'<div style="flex:{share.last - share.first};background:{colour};color:#fff;overflow:hidden;padding-left:4px;font-size:11px">'
+        f"{html.escape(share.device)}</div>"
+        for share, colour in _coloured(plan)
+    )
+    return f'<div style="display:flex;height:18px;border:1px solid rgba(128,128,128,.6);margin:4px 0">{pieces}</div>'
 
 
 def _bar(plan: Planned) -> str:
@@ -136,13 +223,19 @@ def _bar(plan: Planned) -> str:
     return f'<div style="display:flex;height:18px;border:1px solid rgba(128,128,128,.6);margin:4px 0">{pieces}</div>'
 
 
-def _planned(source: Any, device: str | None) -> Planned:
-    if isinstance(source, Planned):
+def _planned(source: Any, device: str | None, devices: DeviceChoice | None) -> Planned | SplitPlan:
+    if isinstance(source, (str, os.PathLike)):
+        if devices is not None:
+            if device is not None:
+                raise OptionError("MemoryPlan: device and devices say the same thing; expected one of them")
+            return plan_of(source, devices=devices)
+        return plan_of(source, device=device or "cpu")
+    if devices is not None:
+        raise OptionError("MemoryPlan: devices needs a model directory or hub id; of a loaded model or a plan they are known")
+    if isinstance(source, (Planned, SplitPlan)):
         return source
     if isinstance(source, Mapping):
-        return _from_data(source)
-    if isinstance(source, (str, os.PathLike)):
-        return plan_of(source, device=device or "cpu")
+        return SplitPlan.from_dict(source) if "devices" in source else _from_data(source)
     path, engine = getattr(source, "path", None), getattr(source, "engine", None)
     if path is None or engine is None:
         raise OptionError(
@@ -150,7 +243,12 @@ def _planned(source: Any, device: str | None) -> Planned:
             "or what its to_dict gives"
         )
     context, spec = source.context, engine.spec
-    return plan_of(path, device=source.model.device, context=context, cache=spec.mode, batch=max(1, spec.num_tokens // context))
+    sizes = {"context": context, "cache": spec.mode, "batch": max(1, spec.num_tokens // context)}
+    spans = getattr(source.model, "spans", ())
+    counts = {span.device: f"{span.last - span.first} layers" for span in spans}
+    if len(counts) > 1:
+        return plan_of(path, devices=counts, **sizes)
+    return plan_of(path, device=source.model.device.partition(":")[0], **sizes)
 
 
 def _from_data(data: Mapping[str, Any]) -> Planned:

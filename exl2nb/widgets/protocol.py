@@ -598,8 +598,36 @@ class PlanFormula(TypedDict):
     adapters: int
 
 
+class PlanDevice(NamedTuple):
+    """One of several devices. kind: "cpu" or "cuda"."""
+
+    name: str
+    kind: str
+
+
+class PlanKind(TypedDict):
+    """The coefficients of a split on one kind of device, exl2nb/llm/split_plan.py."""
+
+    parts: list[int]
+    read: list[int]
+    stream: int
+    formula: PlanFormula
+
+
+class PlanSplit(TypedDict):
+    """Devices in running order, and how the model's place is written in Python, with its revision."""
+
+    devices: list[PlanDevice]
+    kinds: dict[str, PlanKind]
+    source: str
+
+
 class PlanState(TypedDict):
-    """Synced traits of MemoryPlan. free: bytes, null = not known. _modes: cache modes to choose from."""
+    """Synced traits of MemoryPlan. free: bytes, null = not known. _modes: cache modes to choose from.
+
+    _split: null where there is one device. Of several: borders: layers where each but the last ends; limits: bytes that each may hold,
+    speeds: bytes a second that each reads; null in them = not known.
+    """
 
     status: Status
     error: str
@@ -610,6 +638,10 @@ class PlanState(TypedDict):
     batch: int
     cache_mode: str
     free: int | None
+    borders: list[int]
+    limits: list[int | None]
+    speeds: list[float | None]
+    _split: PlanSplit | None
     _formula: PlanFormula
     _modes: list[str]
     _protocol: int

@@ -52,6 +52,15 @@ def test_the_engine_does_not_bring_torchs_compiler():
     assert fresh(code).split() == ["False"]
 
 
+def test_loading_brings_what_the_model_uses():
+    """A text model neither sees nor has adapters: each of these modules would be a part of its time to load."""
+    code = "import sys, exl2nb as ex; ex.demo(device='cpu', progress=None).close(); print(*(m for m in sys.modules if m[:7] == 'exl2nb.'))"
+    loaded = fresh(code).split()
+    unused = ("model.vision", "model.lora", "model.trace", "model.split", "llm.plan", "eval.", "generator.beams", "server", "widgets")
+    assert not [name for name in loaded if name.removeprefix("exl2nb.").startswith(unused)]
+    assert "exl2nb.generator.engine" in loaded
+
+
 def test_import_is_quick():
     best = min(float(fresh("import time; t = time.perf_counter(); import exl2nb; print(time.perf_counter() - t)")) for _ in range(3))
     assert best < 0.5  # about 0.01 s; half a second is what a notebook user would notice

@@ -110,10 +110,17 @@ def folder() -> Path:
     return Path(place.name)
 
 
-def written(name: str, data: bytes) -> Path:
+@cache
+def place_of(name: str) -> Path:
     path = folder() / name
     path.parent.mkdir(exist_ok=True)
-    path.write_bytes(data)
+    return path
+
+
+def written(name: str, data: bytes) -> Path:
+    path = place_of(name)
+    with open(path, "wb", buffering=0) as file:
+        file.write(data)
     return path
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import random
 from itertools import pairwise
 from pathlib import Path
@@ -285,3 +286,37 @@ def test_requests_on_a_gpu_in_parts(options: dict[str, object]) -> None:
     with ex.load(DEMO, device="cuda", progress=None) as llm:
         alike = [a[:20] == b[:20] for a, b in zip(first, _texts(llm, prompts, temperature=0))]
         assert sum(alike) >= 2, "near ties may fall the other way"
+
+
+# ---- borders
+
+
+def test_a_plan_says_how_to_load_it() -> None:
+    """Every line loads exactly the split that was planned."""
+    planned = ex.plan(DEMO, devices={"cuda:0": "1GiB", "cuda:1": "1GiB", "cpu": "rest"}, context=512, cache="q4", batch=2)
+    for borders in ((3, 5), (0, 4), (4, 4), (4, 12), (11, 12)):
+        moved = planned.at(borders=borders)
+        assert moved.borders == borders
+        call = ast.parse(moved.load_line).body[0].value
+        asked = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+        assert ast.literal_eval(call.args[0]) == str(DEMO) and asked["cache_tokens"] == 1024
+        again = ex.plan(DEMO, devices=asked["devices"], context=512, cache="q4", batch=2)
+        assert [(share.device, share.first, share.last) for share in again.shares] == [
+            (share.device, share.first, share.last) for share in moved.shares
+        ]
+    assert "device='cpu'" in planned.at(borders=(12, 12)).load_line
+    assert "gpu_layers=7" in ex.plan(DEMO, devices={"cuda": "7 layers", "cpu": "rest"}).load_line
+    assert "parallel='tensor'" in ex.plan(DEMO, devices=["cpu", "cpu"], parallel="tensor").load_line
+
+
+def test_moving_a_border_moves_whole_layers() -> None:
+    planned = ex.plan(DEMO, devices={"cuda": "7 layers", "cpu": "rest"})
+    sizes = [share.weights for share in planned.shares]
+    moved = planned.at(borders=[planned.borders[0] + 1], cache="q4", context=256)
+    assert moved.shares[0].weights > sizes[0] and moved.shares[1].weights < sizes[1]
+    assert moved == ex.plan(DEMO, devices={"cuda": "6 layers", "cpu": "rest"}, cache="q4", context=256).at(
+        limits={share.device: share.free for share in moved.shares}
+    )
+    for bad in ({"borders": [1, 2]}, {"borders": 3}, {"context": 0}, {"cache": "q5"}, {"limits": {"tpu": 1}}, {"speeds": {"cpu": -1.0}}):
+        with pytest.raises(OptionError):
+            planned.at(**bad)

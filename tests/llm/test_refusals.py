@@ -107,6 +107,7 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
         (lambda m: ex.compare(m, m, 7), OptionError, "expected a text or a list of token ids"),
         (lambda m: ex.compare(m, m, cache="q2"), OptionError, "compare: unknown cache mode 'q2'"),
         (lambda m: ex.demo(bpw=1.5), OptionError, "bpw"),
+        (lambda m: ex.demo("hearing"), OptionError, "there is no model 'hearing'; expected 'seeing'"),
     ],
 )
 def test_calls(llm, call, error, message):

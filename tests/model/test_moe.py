@@ -8,6 +8,7 @@ import torch
 from exl2nb.cli import main
 from exl2nb.core.errors import ConfigError, EngineClosed, FormatError
 from exl2nb.io.shards import TensorStore
+from exl2nb.llm.plan import plan
 from exl2nb.model.archs import parse_config
 from exl2nb.model.inspect import inspect
 from exl2nb.model.layers import RoutedMLP
@@ -46,6 +47,14 @@ def test_a_token_reads_its_experts_and_no_others(tmp_path):
     model.close()
     with pytest.raises(EngineClosed, match="closed"):
         model.bytes_per_token  # noqa: B018
+
+
+def test_a_plan_counts_the_experts_of_a_token(tmp_path):
+    directory = write("mixtral", build("mixtral"), tmp_path)
+    [share] = plan(directory, devices={"cpu": "rest"}, context=64).shares
+    found = inspect(directory)
+    assert share.read == pytest.approx(found.token_bytes, rel=0.05)
+    assert share.read < 0.9 * share.weights
 
 
 def _visited(model, ids):

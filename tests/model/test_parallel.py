@@ -5,16 +5,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from exl2nb.cache.pool import KVCache
 from exl2nb.core.errors import OptionError
 from exl2nb.model.batch import Batch
 from exl2nb.model.loader import load_model
-from exl2nb.model.parallel import RankModel, bounds, read_part
+from exl2nb.model.parallel import HOST, RankModel, bounds, meeting_place, read_part
 from exl2nb.model.rope import RopeOverride
 from exl2nb.quant.exl2 import Exl2Tensors
 
@@ -139,3 +141,14 @@ def test_counts_that_do_not_divide(tmp_path: Path) -> None:
     folder = write("llama", build("llama"), tmp_path)
     with pytest.raises(OptionError, match="4 heads and 2 KV heads do not divide by 3"):
         ranks(folder, 3)
+
+
+def test_ranks_meet_on_this_machine_alone() -> None:
+    store = meeting_place()
+    store.set("a", "1")
+    listening = []
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        rows = [line.split() for line in Path(table).read_text().splitlines()[1:]] if Path(table).exists() else []
+        listening += [row[1] for row in rows if row[3] == "0A" and int(row[1].rpartition(":")[2], 16) == store.port]
+    assert listening == [f"0100007F:{store.port:04X}"]
+    assert TCPStore(HOST, store.port, is_master=False, timeout=timedelta(seconds=30)).get("a") == b"1"

@@ -100,9 +100,27 @@ def test_too_many_pictures_are_refused(client):
     assert "more than 256" in answer.json()["error"]["message"]
 
 
+def test_small_files_of_many_pixels_are_refused_together(client, monkeypatch):
+    monkeypatch.setattr("exl2nb.model.vision.pictures.MAX_TOTAL", 1000)
+    one = {"type": "image_url", "image_url": {"url": URL}}
+    assert ask(client, one).status_code == 200
+    for parts in ([one, one], [{"type": "video_url", "video_url": [URL, URL]}]):
+        answer = ask(client, *parts)
+        assert answer.status_code == 400
+        assert "million pixels together" in answer.json()["error"]["message"]
+
+
 def test_addresses_are_fetched_where_that_is_allowed(llm, monkeypatch):
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
+            while self.path == "/slow_headers.png" and not self.wfile.closed:
+                self.wfile.write(b"HTTP/1.1 200 OK\r\nX-" if not self.close_connection else b"x")
+                self.close_connection = True
+                time.sleep(0.02)
+            if self.path == "/elsewhere.png":
+                self.send_response(302)
+                self.send_header("Location", "ftp://127.0.0.1/a.png")
+                return self.end_headers()
             self.send_response(404 if self.path == "/b.png" else 200)
             self.end_headers()
             while self.path == "/slow.png" and not self.wfile.closed:
@@ -124,10 +142,14 @@ def test_addresses_are_fetched_where_that_is_allowed(llm, monkeypatch):
             missing = ask(client, {"type": "image_url", "image_url": {"url": f"{address}/b.png"}})
             assert missing.status_code == 400
             assert "cannot be fetched" in missing.json()["error"]["message"]
+            elsewhere = ask(client, {"type": "image_url", "image_url": {"url": f"{address}/elsewhere.png"}})
+            assert elsewhere.status_code == 400
+            assert "cannot be fetched" in elsewhere.json()["error"]["message"]
             monkeypatch.setattr("exl2nb.server.pictures.FETCH_S", 0.2)
-            slow = ask(client, {"type": "image_url", "image_url": {"url": f"{address}/slow.png"}})
-            assert slow.status_code == 400
-            assert "takes longer than 0.2 s" in slow.json()["error"]["message"]
+            for path in ("slow.png", "slow_headers.png"):
+                slow = ask(client, {"type": "image_url", "image_url": {"url": f"{address}/{path}"}})
+                assert slow.status_code == 400
+                assert "takes longer than 0.2 s" in slow.json()["error"]["message"]
     finally:
         pages.shutdown()
         pages.server_close()

@@ -48,6 +48,13 @@ def test_beginnings_are_those_of_prompts() -> None:
         assert beginning(short) == ""
 
 
+def test_no_body_harms_the_router() -> None:
+    deep, number = b'{"prompt":' + b"[" * 900 + b"]" * 900 + b"}", b'{"prompt":' + b"9" * 9999 + b"}"
+    for hostile in (b"[" * 100_000, b'{"prompt":' * 100_000, deep, number, b"\xff\xfe"):
+        assert beginning(hostile) == ""
+    assert beginning(b'{"prompt":"' + b"\\ud800" * PREFIX + b'"}') != ""
+
+
 def test_what_replicas_do_not_do_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(MissingDependency, match=r"pip install 'exl2nb\[ray,server\]'"):

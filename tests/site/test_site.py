@@ -7,6 +7,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from playwright.sync_api import expect
 
 ROOT = Path(__file__).parents[2]
 SITE = ROOT / "build" / "site"
@@ -110,20 +111,17 @@ def test_sliders_move_without_a_kernel(opened, address, site, place):
     frame.scroll_into_view_if_needed()
     inside = frame.content_frame
     slider = inside.get_by_role("slider", name="Bits per weight")
-    before = inside.locator(".exl2nb-figures").inner_text()
+    figures = inside.locator(".exl2nb-figures")
+    before = figures.inner_text()
+    assert "predicted KL" in before
     slider.fill("6")
-    inside.locator("text=/predicted KL/").first.wait_for()
-    page.wait_for_function("() => true")
-    assert inside.locator(".exl2nb-figures").inner_text() != before
+    expect(figures).not_to_have_text(before, timeout=10_000)
     plan = page.locator("iframe[data-widget=plan]")
     plan.scroll_into_view_if_needed()
-    page.wait_for_timeout(500)
-    assert plan.evaluate("(frame) => frame.offsetHeight") not in (0, 420), "the frame has the height of its widget"
+    page.wait_for_function("() => ![0, 420].includes(document.querySelector('iframe[data-widget=plan]').offsetHeight)", timeout=10_000)
     if place == "server":
-        dark = "() => getComputedStyle(document.documentElement).colorScheme"
         page.locator("label[for=__palette_1]").first.click()
-        page.wait_for_timeout(300)
-        assert inside.locator("html").evaluate(dark) == "dark"
+        expect(inside.locator("html")).to_have_css("color-scheme", "dark", timeout=10_000)
 
 
 @pytest.mark.parametrize("place", ["server", "folder"])

@@ -176,7 +176,8 @@ class Cells(Notebook):
 
     def look(self, kind: str, screenshots: Path, prefix: str = "lab") -> None:
         """Keep a picture, and ask axe."""
-        assert violations(self.page, f".exl2nb-{kind}", besides=ROUNDED) == []
+        found = violations(self.page, f".exl2nb-{kind}", besides=ROUNDED)
+        assert not found, found
         self.page.locator(f".exl2nb-{kind}").screenshot(path=screenshots / f"{prefix}-{kind}.png")
 
     def stored(self, name: str) -> str:

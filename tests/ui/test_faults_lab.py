@@ -78,9 +78,10 @@ def test_the_cell_is_run_again_while_it_streams(lab, page):
 
 def test_an_interrupt_of_the_waiting_cell(lab, page):
     """The stop button of the notebook: the cell ends with KeyboardInterrupt, the run is stopped, its text stays, the next run works."""
+    slow = "play.on_token(lambda token: time.sleep(0.02))"  # 16 s: the key comes before the end, however slow the page is
     cells = [
         SETUP,
-        MAKE.replace("play.start();", "play.start().wait();"),
+        MAKE.replace("play.start();", f"{slow}\nplay.start().wait();"),
         "print(play.status, len(play.text) > 0)",
         "print(llm.generate('It was', max_tokens=2).finish_reason)",
     ]

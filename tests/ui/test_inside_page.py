@@ -4,7 +4,7 @@ import base64
 
 import pytest
 from everything import DATA
-from mock_host import MockHost, low_controls, state_of, violations
+from mock_host import ROUNDED, MockHost, low_controls, state_of, violations
 
 import exl2nb as ex
 from exl2nb import widgets as w
@@ -114,6 +114,23 @@ def test_attention_view_shows_a_head_and_what_it_loses(page, made):
     page.keyboard.press("End")
     page.keyboard.press("ArrowUp")
     assert "it comes later" in page.locator(".exl2nb-inside-line").inner_text()
+
+
+def test_heads_of_another_layer_are_awaited_or_not_stored(page, made):
+    """Between the key and the kernel's answer the heads of the last layer stay; only a page without a kernel says that it has none."""
+    state = state_of(made["attention"])
+    host = MockHost(page, "attention", state)
+    title, heads = page.locator("h4", has_text="Heads of layer"), page.get_by_role("listbox", name="Heads of the layer")
+    host.put(layer=2)
+    assert title.inner_text().startswith("Heads of layer 6") and heads.get_by_role("option").count() == 4
+    assert heads.get_attribute("aria-busy") == "true" and not page.get_by_text("not stored in this page").is_visible()
+    assert violations(page, besides=ROUNDED) == []
+    host.put(_heads=[{**state["_heads"][0], "layer": 2}])
+    assert title.inner_text().startswith("Heads of layer 2") and heads.get_attribute("aria-busy") == "false"
+    host = MockHost(page, "attention", {**state, "_static": True, "_stored": []})
+    host.put(layer=2, _heads=[])
+    assert page.get_by_text("not stored in this page").is_visible() and not heads.is_visible()
+    assert violations(page, besides=ROUNDED) == []
 
 
 def test_attention_that_is_being_read_has_rows_so_far(page, made):

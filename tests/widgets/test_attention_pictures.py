@@ -77,6 +77,10 @@ def test_without_scripts_words_say_where_the_answer_looks(view):
 def test_it_is_shown_again_from_its_dict(view):
     again = AttentionView(result=view.to_dict(), layer=view.layer, head=view.head)
     assert (again.on_picture(-2) == view.on_picture(-2)).all()
+    strange = view.to_dict()
+    strange["pictures"] = [{**strange["pictures"][0], "url": "https://example.org/who-looks.png"}]
+    with pytest.raises(OptionError, match="no data URL"):
+        AttentionView(result=strange)
 
 
 def test_a_long_prompt_shares_what_its_places_get(llm):

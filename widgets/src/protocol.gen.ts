@@ -474,7 +474,30 @@ export interface PlanFormula {
   adapters: number;
 }
 
-/** Synced traits of MemoryPlan. free: bytes, null = not known. _modes: cache modes to choose from. */
+/** One of several devices. kind: "cpu" or "cuda". */
+export type PlanDevice = [name: string, kind: string];
+
+/** The coefficients of a split on one kind of device, exl2nb/llm/split_plan.py. */
+export interface PlanKind {
+  parts: number[];
+  read: number[];
+  stream: number;
+  formula: PlanFormula;
+}
+
+/** Devices in running order, and how the model's place is written in Python, with its revision. */
+export interface PlanSplit {
+  devices: PlanDevice[];
+  kinds: Record<string, PlanKind>;
+  source: string;
+}
+
+/**
+ * Synced traits of MemoryPlan. free: bytes, null = not known. _modes: cache modes to choose from.
+ *
+ * _split: null where there is one device. Of several: borders: layers where each but the last ends; limits: bytes that each may hold,
+ * speeds: bytes a second that each reads; null in them = not known.
+ */
 export interface PlanState {
   status: Status;
   error: string;
@@ -485,6 +508,10 @@ export interface PlanState {
   batch: number;
   cache_mode: string;
   free: number | null;
+  borders: number[];
+  limits: (number | null)[];
+  speeds: (number | null)[];
+  _split: PlanSplit | null;
   _formula: PlanFormula;
   _modes: string[];
   _protocol: number;

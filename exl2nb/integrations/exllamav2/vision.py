@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 from exl2nb.core.errors import OptionError
 from exl2nb.io import hub
 from exl2nb.llm.load import pick_device
-from exl2nb.llm.pictures import picture_prompt, placed
 from exl2nb.model.loader import read_model_config
 from exl2nb.model.vision.encoder import VisionEncoder, load_encoder
 from exl2nb.model.vision.pictures import Picture
-from exl2nb.model.vision.prompt import PromptPictures, mark_of
+from exl2nb.model.vision.prompt import PromptPictures
 
 if TYPE_CHECKING:
     from exl2nb.integrations.exllamav2.model import ExLlamaV2, ExLlamaV2Config, ExLlamaV2Tokenizer
@@ -86,8 +85,8 @@ class ExLlamaV2MMEmbedding:
         self.first_index = ExLlamaV2MMEmbedding._next
         ExLlamaV2MMEmbedding._next += self.mm_length
         self.text_alias = text_alias or f"<$EMB_{self.first_index}$>"
-        mark = mark_of(encoder.vision, picture.is_video, tokenizer.inner.piece)
-        self.expanded = picture_prompt(mark, [picture], encoder, tokenizer.inner)
+        mark = encoder.mark(tokenizer.inner.piece, video=picture.is_video)
+        self.expanded = encoder.expanded(mark, [picture], tokenizer.inner.piece)
 
     @property
     def _token(self) -> int:
@@ -138,4 +137,4 @@ def placed_prompt(
         ids[at] = one._token
     if len(order) != len(embeddings):
         raise OptionError(f"ExLlamaV2DynamicJob: {len(embeddings)} embeddings, {len(order)} of them in input_ids; encode with embeddings=")
-    return ids, placed(ids, [one.picture for one in order], order[0].encoder, whole=whole, axes=axes)
+    return ids, order[0].encoder.placed(ids, [one.picture for one in order], whole=whole, axes=axes)

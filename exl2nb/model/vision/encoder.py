@@ -6,10 +6,10 @@ import math
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from exl2nb.model.config import ModelConfig
 from exl2nb.model.store import ModelStore, open_store
 from exl2nb.model.vision.families import VISIONS, Features, Vision, read_vision
 from exl2nb.model.vision.pictures import Picture
+from exl2nb.model.vision.prompt import Piece, PromptPictures, expanded, mark_of, place
 from exl2nb.model.vision.rules import Rules
 from exl2nb.model.vision.tower import Grid, forward, grid_of
 from exl2nb.quant.exl2 import SUFFIXES, Exl2Tensors, check_headers
@@ -55,22 +56,40 @@ class VisionEncoder:
         self.runs = 0  # pictures that went through the tower
         self._check(hidden, where)
 
-    def grid(self, picture: Picture) -> Grid:
-        """Patches in time, height and width that a picture becomes; from its size alone."""
-        rules, tower = self._rules(picture), self.vision.tower
-        width, height = rules.size_for(*picture.size, len(picture.frames))
-        frames = -(-len(picture.frames) // rules.temporal) * rules.temporal
+    def grid(self, picture: Any) -> Grid:
+        """Patches in time, height and width that a picture, or what `Picture.of` takes, becomes; from its size alone."""
+        given = Picture.of(picture)
+        rules, tower = self._rules(given), self.vision.tower
+        width, height = rules.size_for(*given.size, len(given.frames))
+        frames = -(-len(given.frames) // rules.temporal) * rules.temporal
         return frames // tower.temporal, height // tower.patch, width // tower.patch
 
-    def tokens(self, picture: Picture) -> int:
-        """Tokens of the prompt that a picture takes, its marks left out."""
+    def tokens(self, picture: Any) -> int:
+        """Tokens of the prompt that a picture, or what `Picture.of` takes, needs; its marks left out."""
         return self.vision.tokens(self.grid(picture))
 
-    def seen(self, picture: Picture) -> Image:
+    def seen(self, picture: Any) -> Image:
         """The picture, or a video's first frame, as the tower sees it: after resizing and cutting."""
         import PIL.Image
 
-        return PIL.Image.fromarray(self._rules(picture).fitted(picture.frames[0], len(picture.frames)))
+        given = Picture.of(picture)
+        return PIL.Image.fromarray(self._rules(given).fitted(given.frames[0], len(given.frames)))
+
+    def mark(self, piece: Piece, *, video: bool = False) -> str:
+        """What stands in a prompt for one picture before it is expanded. piece: the text of a token."""
+        return mark_of(self.vision, video, piece)
+
+    def expanded(self, text: str, pictures: Sequence[Picture], piece: Piece) -> str:
+        """A prompt with marks as the text that the model reads: each mark becomes as many tokens as its picture takes.
+
+        Raises:
+            PictureError: other marks than pictures, or a video, and the model reads none.
+        """
+        return expanded(text, self.vision, pictures, [self.grid(picture) for picture in pictures], piece)
+
+    def placed(self, ids: Sequence[int], pictures: Sequence[Picture], *, whole: bool, axes: bool) -> PromptPictures:
+        """The pictures of an expanded prompt, encoded; arguments and errors as of `prompt.place`."""
+        return place(ids, self.vision, pictures, [self(picture) for picture in pictures], whole=whole, axes=axes)
 
     @property
     def largest(self) -> int:
@@ -106,6 +125,10 @@ class VisionEncoder:
                 torch.cuda.current_stream(self.device).synchronize()  # the engine reads them on a stream of its own
         return made, grid
 
+    def __repr__(self) -> str:
+        tower, size = self.vision.tower, f"{self.weight_bytes / 2**20:.1f} MiB on {self.device}"
+        return f"VisionEncoder({tower.layers} layers of {tower.width}, patches of {tower.patch} pixels, {size})"
+
     def close(self) -> None:
         """Give the memory back."""
         self._weights, self._kept = {}, OrderedDict()
@@ -122,9 +145,9 @@ class VisionEncoder:
         tower, rules = self.vision.tower, self.vision.rules
         weights = {name: torch.empty_like(tensor, device="meta") for name, tensor in self._weights.items()}
         side = rules.height or rules.unit * max(1, tower.window // rules.unit)
-        frames = torch.empty(tower.temporal, 3, side, side, device="meta")
-        grid = grid_of(tower, frames)
         try:
+            frames = torch.empty(tower.temporal, 3, side, side, device="meta")
+            grid = grid_of(tower, frames)
             found = self.vision.project(weights, forward(tower, weights, frames), grid)
         except KeyError as error:
             raise FormatError(f"{where}: tensor {str(error.args[0])!r} is missing; config.json says that the tower has it") from None

@@ -25,6 +25,8 @@ MAX_SIDE = 16384  # pixels
 MAX_PIXELS = 1 << 26  # of a picture
 MAX_RATIO = 200  # of the longer side to the shorter
 MAX_FRAMES = 768
+MAX_TOTAL = 1 << 28  # pixels of all frames of a video, and of all pictures of a conversation: 768 MiB
+MAX_DECODED = 1 << 36  # pixels of a video file up to its last frame that is taken: minutes of work
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +50,11 @@ class Picture:
     def size(self) -> tuple[int, int]:
         """Width and height in pixels."""
         return self.frames[0].size
+
+    @property
+    def pixels(self) -> int:
+        """Of all frames."""
+        return math.prod(self.size) * len(self.frames)
 
     @property
     def data_url(self) -> str:
@@ -105,7 +112,10 @@ class Picture:
             if not given:
                 raise PictureError(f"{where}: is a {type(source).__name__}; expected a video file, or a sequence of at least one picture")
             step = max(1, math.ceil(len(given) / max_frames))
-            frames = [_rgb(one, f"{where}, frame {i * step}") for i, one in enumerate(given[::step])]
+            frames = []
+            for i, one in enumerate(given[::step]):
+                frames.append(_rgb(one, f"{where}, frame {i * step}"))
+                check_total(math.prod(frames[0].size) * len(frames), where)
             times = [i * step / fps for i in range(len(frames))]
         if len({frame.size for frame in frames}) > 1:
             raise PictureError(f"{where}: frames of {sorted({frame.size for frame in frames})[:4]}; expected one size for all")
@@ -165,6 +175,18 @@ def check_size(width: int, height: int, where: str) -> None:
     if max(width, height) > MAX_RATIO * min(width, height):
         raise PictureError(
             f"{where}: the picture is {width}x{height} pixels; expected a longer side of at most {MAX_RATIO} times the other"
+        )
+
+
+def check_total(pixels: int, where: str) -> None:
+    """Refuse what each is small enough and all together are not.
+
+    Raises:
+        PictureError: says the limit.
+    """
+    if pixels > MAX_TOTAL:
+        raise PictureError(
+            f"{where}: its pictures or frames have more than {MAX_TOTAL / 1e6:.0f} million pixels together; give fewer, or smaller ones"
         )
 
 
@@ -298,6 +320,7 @@ def _decoded(source: Any, fps: float, max_frames: int, where: str) -> tuple[list
         raise PictureError(f"{where}: the file has {len(data) >> 20} MiB; expected at most {MAX_BYTES >> 20} MiB")
     frames: list[Pixels] = []
     times: list[float] = []
+    decoded = 0
     try:
         with av.open(io.BytesIO(data)) as held:
             stream = held.streams.video[0]
@@ -305,8 +328,14 @@ def _decoded(source: Any, fps: float, max_frames: int, where: str) -> tuple[list
             step = max(1 / fps, length / max_frames)
             for frame in held.decode(stream):
                 check_size(frame.width, frame.height, where)
+                decoded += frame.width * frame.height
+                if decoded > MAX_DECODED:
+                    raise PictureError(
+                        f"{where}: the video has more than {MAX_DECODED / 1e9:.0f} billion pixels; give a shorter or smaller one"
+                    )
                 at = float(frame.time or 0.0)
                 if at + 1e-6 >= len(frames) * step:
+                    check_total(frame.width * frame.height * (len(frames) + 1), where)
                     frames.append(frame.to_image().convert("RGB"))
                     times.append(at)
                 if len(frames) >= max_frames:

@@ -16,6 +16,7 @@ from exl2nb.model.vision.families import Features, Vision
 from exl2nb.model.vision.pictures import Picture
 from exl2nb.model.vision.tower import Grid
 
+MAX_TOKENS = 1 << 22  # of all pictures of a prompt: 256 of Qwen2-VL's largest
 Piece = Callable[[int], str]
 
 
@@ -106,9 +107,11 @@ def expanded(text: str, vision: Vision, pictures: Sequence[Picture], grids: Sequ
     """The prompt with every placeholder replaced by its picture's tokens, as text.
 
     Raises:
-        PictureError: there are more or fewer placeholders than pictures.
+        PictureError: there are more or fewer placeholders than pictures, or pictures of millions of tokens.
     """
-    marks = vision.marks
+    marks, count = vision.marks, sum(map(vision.tokens, grids))
+    if count > MAX_TOKENS:
+        raise PictureError(f"the pictures take {count} tokens; expected at most {MAX_TOKENS}: give fewer, or smaller ones")
     image = piece(marks.image if marks.mark is None else marks.mark)
     video = piece(marks.video) if marks.video is not None else None
     queues = {image: [i for i, one in enumerate(pictures) if not one.is_video]}

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from exl2nb.core.errors import PictureError
 from exl2nb.io.hf_config import read_json
 from exl2nb.model.fields import Fields
+from exl2nb.model.vision.pictures import MAX_PIXELS, MAX_TOTAL
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -86,7 +88,16 @@ class Rules:
         return made
 
     def size_for(self, width: int, height: int, frames: int = 1) -> tuple[int, int]:
-        """Width and height of what the tower sees of a picture of this size."""
+        """Width and height of what the tower sees of a picture of this size.
+
+        Raises:
+            PictureError: more pixels than any tower needs: the model's settings enlarge pictures without bound.
+        """
+        across, down = self._size_for(width, height, frames)
+        _check_pixels(across * down)
+        return across, down
+
+    def _size_for(self, width: int, height: int, frames: int) -> tuple[int, int]:
         unit = self.unit
         if self.fit == "exact" or self.fit == "shortest":
             return self.width, self.height
@@ -115,6 +126,7 @@ class Rules:
         """What the tower sees: f32 `(T, 3, H, W)`; T is a multiple of `temporal`, the last frame repeated where there are too few."""
         import numpy as np
 
+        _check_pixels(math.prod(self.size_for(*picture.size, len(picture.frames))) * len(picture.frames), MAX_TOTAL)
         made = [self.fitted(frame, len(picture.frames)) for frame in picture.frames]
         made += [made[-1]] * (-len(made) % self.temporal)
         pixels = torch.from_numpy(np.stack(made)).permute(0, 3, 1, 2).float() * self.scale
@@ -128,6 +140,7 @@ class Rules:
 
         if self.square and picture.width != picture.height:
             side = max(picture.size)
+            _check_pixels(side * side)
             whole = PIL.Image.new("RGB", (side, side), tuple(int(x * 255) for x in self.mean))  # pyright: ignore[reportArgumentType]
             whole.paste(picture, ((side - picture.width) // 2, (side - picture.height) // 2))
             picture = whole
@@ -137,11 +150,20 @@ class Rules:
         short, long = sorted(picture.size)
         other = int(self.shortest * long / short)
         size = (self.shortest, other) if picture.width <= picture.height else (other, self.shortest)
+        _check_pixels(math.prod(size))
         made = np.asarray(picture.resize(size, self.resample))
         up, left = max(0, self.height - made.shape[0]), max(0, self.width - made.shape[1])
         made = np.pad(made, ((-(-up // 2), up // 2), (-(-left // 2), left // 2), (0, 0))) if up or left else made
         top, left = (made.shape[0] - self.height) // 2, (made.shape[1] - self.width) // 2
         return made[top : top + self.height, left : left + self.width]
+
+
+def _check_pixels(pixels: int, most: int = MAX_PIXELS) -> None:
+    if pixels > most:
+        raise PictureError(
+            f"the model's preprocessor_config.json makes {pixels / 1e6:.0f} million pixels of the picture; expected at most "
+            f"{most / 1e6:.0f}: give a smaller one, or correct its sizes"
+        )
 
 
 def _three(fields: Fields, key: str, default: tuple[float, ...]) -> tuple[float, ...]:

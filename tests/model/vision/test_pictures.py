@@ -122,6 +122,13 @@ def test_large_files_are_not_read(tmp_path, monkeypatch, drawn):
         Picture.video(png(drawn))
 
 
+def test_all_frames_together_are_bounded(monkeypatch, drawn):
+    monkeypatch.setattr(pictures, "MAX_TOTAL", 100)
+    assert Picture.video([drawn] * 2).pixels == 96
+    with pytest.raises(PictureError, match="million pixels together"):
+        Picture.video([drawn] * 3)
+
+
 def test_other_formats_are_refused(drawn):
     with pytest.raises(PictureError, match="PNG, JPEG"):
         Picture.of(png(drawn, "TIFF"))
@@ -154,7 +161,7 @@ def test_videos_that_cannot_be_seen_are_refused(source, options, says):
         Picture.video(source, **options)
 
 
-def test_video_files(tmp_path, drawn):
+def test_video_files(tmp_path, drawn, monkeypatch):
     try:
         import av
     except ImportError:
@@ -177,6 +184,15 @@ def test_video_files(tmp_path, drawn):
     assert len(Picture.video(path.read_bytes(), fps=5, max_frames=4).frames) == 4
     with pytest.raises(PictureError, match="cannot be read"):
         Picture.video(b"no video")
+    with monkeypatch.context() as low:
+        low.setattr(pictures, "MAX_TOTAL", 5 * 1024)
+        assert len(Picture.video(path, fps=2).frames) == 4
+        with pytest.raises(PictureError, match="million pixels together"):
+            Picture.video(path, fps=5)
+    monkeypatch.setattr(pictures, "MAX_DECODED", 10 * 1024)  # frames that are left out count, too
+    assert len(Picture.video(path, fps=1, max_frames=1).frames) == 1
+    with pytest.raises(PictureError, match="billion pixels"):
+        Picture.video(path, fps=0.5)
 
 
 def test_without_pillow_the_error_says_what_to_install(monkeypatch):

@@ -7,7 +7,7 @@ import PIL.Image
 import pytest
 import torch
 
-from exl2nb.core.errors import ConfigError
+from exl2nb.core.errors import ConfigError, PictureError
 from exl2nb.model.fields import Fields
 from exl2nb.model.vision.families import read_vision
 from exl2nb.model.vision.pictures import Picture
@@ -118,6 +118,39 @@ def test_an_odd_number_of_frames_repeats_the_last():
 def test_settings_that_cannot_be_used_are_refused(settings, says):
     with pytest.raises(ConfigError, match=says):
         Rules(fit="pixels", unit=28, temporal=2, low=1, high=2).read(Fields(settings))
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        Rules(fit="pixels", unit=28, low=1 << 34, high=1 << 34),
+        Rules(fit="shortest", unit=1, shortest=4096, height=4096, width=4096),
+        Rules(fit="exact", unit=1, height=4096, width=4096, square=True),
+    ],
+)
+def test_settings_that_blow_pictures_up_are_refused(rules):
+    long = Picture.of(noise((100, 16000)))
+    with pytest.raises(PictureError, match=r"preprocessor_config\.json makes"):
+        rules.frames(long)
+
+
+def test_pictures_of_millions_of_tokens_are_refused_before_their_text_is_made():
+    from exl2nb.model.vision.prompt import MAX_TOKENS, expanded
+
+    class Huge:
+        marks = None
+
+        def tokens(self, grid):
+            return grid[0]
+
+    with pytest.raises(PictureError, match="give fewer"):
+        expanded("x", Huge(), [], [(MAX_TOKENS, 1, 1), (1, 1, 1)], str)
+
+
+def test_frames_of_a_video_are_counted_together(monkeypatch):
+    monkeypatch.setattr("exl2nb.model.vision.rules.MAX_TOTAL", 1000)
+    with pytest.raises(PictureError, match="expected at most"):
+        Rules(fit="exact", unit=1, height=20, width=20).frames(Picture.video([noise((8, 8))] * 3))
 
 
 def test_settings_are_found_in_either_file(tmp_path):

@@ -2,13 +2,16 @@
 
 import importlib.util
 import random
+import re
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import exl2nb as ex
+from exl2nb.io.hub import packaged
 
 SCRIPT = Path(__file__).parents[3] / "tools" / "train_seeing_model.py"
 
@@ -72,6 +75,54 @@ def test_a_conversation_is_written_as_the_template_has_it(script):
         said = tokenizer.decode(rows.labels[n][rows.labels[n] >= 0].tolist(), skip_special_tokens=False)
         assert all(part in text for part in said.split("</s>"))
         assert "<|user|>" not in said
+
+
+def test_training_computes_what_exl2nb_runs(script, tmp_path):
+    """Logits of a question about a picture, by the training's forward pass and by the model that it writes."""
+    from transformers import LlavaForConditionalGeneration
+
+    tokenizer, rows = script.tokenizer_of(), script.Rows.empty(1)
+    torch.manual_seed(0)
+    model = LlavaForConditionalGeneration(script.config_of(512, "small"))
+    script.write(model, tokenizer, tmp_path)
+    picture, asks, answer, _ = next(script.held_out(1, 3))
+    rows.ids[0, 0] = script.SPECIAL.index("<s>")
+    script.Writer(tokenizer).turn(rows, 0, 1, asks, answer, 0)
+    rows.pixels[0, 0] = np.asarray(picture.resize((script.SIDE, script.SIDE), 3))
+    ids, _, seen, pixels, _ = rows.tensors("cpu")
+    with torch.inference_mode():
+        want = script.logits_of(model, ids, seen, pixels)[0]
+    with ex.load(tmp_path, device="cpu", progress=None) as llm:
+        got = llm.trace([{"role": "user", "content": [picture, asks]}], "logits").logits
+    assert len(got) > script.TOKENS
+    assert float((got - want[: len(got)]).abs().max()) < 0.02 * float(want.std())
+
+
+def test_the_packaged_model_answers_about_pictures_it_never_saw(script):
+    """To the letter, as its card says; and not without looking: about another picture it says something else."""
+    found = script.measure(packaged("demo:seeing"), 60, seed=5)
+    assert sum(good for good, _ in found.values()) >= 48, found
+    asked = list(script.held_out(30, 6))
+    with ex.demo("seeing", device="cpu", progress=None) as llm:
+        blind = [llm.chat([{"role": "user", "content": [asked[i - 1][0], asked[i][1]]}], stream=True, temperature=0) for i in range(30)]
+        assert sum(handle.result().text.strip() == answer for handle, (_, _, answer, _) in zip(blind, asked)) <= 18
+
+
+def test_what_the_tower_gets_is_asked_of_any_picture():
+    """An array, a PIL image or an `ex.Image`: how many tokens, which patches, what remains of it."""
+    with ex.demo("seeing", device="cpu", progress=None) as llm:
+        array = np.zeros((50, 80, 3), np.uint8)
+        for picture in (array, ex.Image(array), ex.Image(array).frames[0]):
+            assert llm.vision.tokens(picture) == 36 and llm.vision.grid(picture) == (1, 6, 6)
+            assert llm.vision.seen(picture).size == (72, 72)
+        assert repr(llm.vision) == f"VisionEncoder(3 layers of 128, patches of 12 pixels, {llm.vision.weight_bytes / 2**20:.1f} MiB on cpu)"
+
+
+def test_the_packaged_model_is_small_and_has_a_card():
+    folder = packaged("demo:seeing")
+    assert sum(file.stat().st_size for file in folder.iterdir()) < 8e6
+    card = (folder / "README.md").read_text()
+    assert "right to the letter" in card and re.search(r"\| all \| \d+\.\d% \| \d+\.\d% \| \d{4} \|", card)
 
 
 @pytest.mark.slow

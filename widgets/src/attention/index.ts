@@ -27,6 +27,7 @@ class AttentionViewer extends InsideView<AttentionViewState> {
   );
   private readonly mapPart: HTMLElement;
   private readonly thumbs = h("div", { class: "exl2nb-heads", role: "listbox", "aria-label": "Heads of the layer" });
+  private readonly absent = h("div", { class: "exl2nb-muted", hidden: true }, "not stored in this page");
   private readonly cells = roving(
     this.thumbs,
     (index) => index >= 0 && this.say(this.headWords(this.layer, index)),
@@ -52,7 +53,7 @@ class AttentionViewer extends InsideView<AttentionViewState> {
     super(widget, "attention", "Attention view");
     this.large = [0, 1, 2].map(() => this.largeView());
     this.mapPart = this.part(h("h4", {}, "Attention moved: heads down, layers across; darker = more"), this.map.element);
-    const thumbs = this.part(this.thumbsTitle, this.thumbs);
+    const thumbs = this.part(this.thumbsTitle, this.thumbs, this.absent);
     const large = h("div", { class: "exl2nb-larges" }, ...this.large.map((view) => view.box));
     this.onePart = this.part(this.largeTitle, large, this.line);
     const taken = { text: () => this.text(), picture: () => snapshot(this.onePart) };
@@ -147,15 +148,18 @@ class AttentionViewer extends InsideView<AttentionViewState> {
     });
   }
 
+  /** The heads of the layer; those of the last one stay until the kernel has sent them. */
   private drawThumbs(): void {
     const found = this.heads;
+    const awaited = !found && this.able;
+    setAttributes(this.thumbs, { "aria-busy": String(awaited) });
+    if (awaited) return;
     const { labels } = this.widget.get("_result");
     const kind = labels.length > 1 ? `: ${labels[0]} above, ${labels[this.side]} below` : "";
     this.thumbsTitle.textContent = `Heads of layer ${this.layer}${kind}`;
-    if (!found) {
-      this.thumbs.replaceChildren(h("span", { class: "exl2nb-muted" }, "not stored in this page"));
-      return;
-    }
+    this.thumbs.hidden = !found;
+    this.absent.hidden = found !== undefined;
+    if (!found) return;
     const models = unpacked(found);
     const shown = labels.length > 1 ? [models[0] ?? [], models[this.side] ?? []] : [models[0] ?? []];
     const cells = (shown[0] ?? []).map((_, head) => {

@@ -1,0 +1,82 @@
+"""tools/train_test_bed.py: both families of models, trained for a moment on the CPU, load here and in Transformers."""
+
+import json
+import lzma
+import os
+
+import pytest
+import torch
+
+from exl2nb.eval.logits import logits
+from exl2nb.model.layout import linears
+from exl2nb.model.loader import load_model, read_model_config
+from exl2nb.tokenizer.tokenizer import Tokenizer
+
+TEXT = "\n\n".join(f"Chapter {n}. The sea was calm, and the {n * n % 17} ships lay still in the harbour." for n in range(400))
+
+
+@pytest.fixture(scope="module")
+def tool(script):
+    script("tools/train_demo_model.py")
+    return script("tools/train_test_bed.py")
+
+
+@pytest.fixture(scope="module")
+def beds(tool, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("beds")
+    (folder / "text.txt.xz").write_bytes(lzma.compress(TEXT.encode()))
+    assert tool.main([str(folder / "text.txt.xz"), str(folder), "--toy", "--steps", "8", "--device", "cpu"]) == 0
+    return folder
+
+
+def test_sizes(tool):
+    train = tool.train.__globals__
+    for name, millions in (("llama-60m", 60), ("qwen2-40m", 40)):
+        with torch.device("meta"):
+            model = train["Llama"](tool.SHAPES[name])
+        assert abs(sum(p.numel() for p in model.parameters()) / 1e6 - millions) < 2, name
+        assert model.shape.num_heads > model.shape.num_kv_heads
+        assert model.shape.hidden_size % 128 == 0 and model.shape.intermediate_size % 32 == 0
+
+
+@pytest.mark.parametrize(("name", "biases"), [("llama-60m", False), ("qwen2-40m", True)])
+def test_transformers_and_exl2nb_agree(beds, name, biases, monkeypatch):
+    monkeypatch.setitem(os.environ, "HF_HUB_OFFLINE", "1")
+    import transformers
+
+    config = read_model_config(beds / name)
+    assert {linear.role: linear.bias for linear in linears(config) if linear.layer == 0}["q"] is biases
+    assert config.num_kv_heads < config.num_heads
+    twin = transformers.AutoModelForCausalLM.from_pretrained(beds / name, dtype=torch.float32).eval()
+    if biases:
+        assert float(twin.model.layers[0].self_attn.q_proj.bias.detach().abs().max()) > 0, "it learned"
+    ids = torch.tensor([Tokenizer.load(beds / name).encode("The sea was calm.")])
+    with torch.inference_mode():
+        expected = twin(ids).logits
+    model = load_model(beds / name)
+    assert (logits(model, ids) - expected).abs().max() < 1e-4 * expected.std()
+    model.close()
+
+
+def test_what_is_there_stays(tool, beds, capsys):
+    facts = json.loads((beds / "llama-60m" / "training.json").read_text())
+    assert facts["steps"] == 8
+    capsys.readouterr()
+    assert tool.main([str(beds / "nothing.txt"), str(beds), "--toy"]) == 0
+    assert "every model is there" in capsys.readouterr().out
+
+
+def test_time_and_passes_limit_the_steps(tool, tmp_path, monkeypatch):
+    (tmp_path / "text.txt").write_text(TEXT)
+    words = [str(tmp_path / "text.txt"), str(tmp_path), "--toy", "--models", "llama-60m", "--device", "cpu", "--passes", "0.1"]
+    assert tool.main(words) == 0
+    facts = json.loads((tmp_path / "llama-60m" / "training.json").read_text())
+    assert facts["passes"] <= 0.1 or facts["steps"] == 1
+    stream, shape = torch.arange(500, dtype=torch.int32) % 7, tool.replace(tool.SHAPES["llama-60m"], vocab_size=8, **tool.TOY)
+    assert tool.steps_within(stream, shape, tool.TOY_RECIPE, 0.0, torch.device("cpu"), compiled=False) == 1
+
+
+def test_empty_text_is_refused(tool, tmp_path):
+    (tmp_path / "text.txt").write_text(" \n ")
+    with pytest.raises(SystemExit, match="has no text"):
+        tool.main([str(tmp_path / "text.txt"), str(tmp_path), "--toy"])
