@@ -135,7 +135,7 @@ class GpuExecutor:
         self._model, self._cache = model, cache
         self._device = torch.device(model.draw_device)
         self._graphed = env.get("EXL2NB_CUDA_GRAPHS", "1") == "1"
-        self._graphs: dict[tuple[int, int, bool, bool, LoraBuffers | None], _Graph | None] = {}  # None: could not be captured
+        self._graphs: dict[tuple[int, int, bool, bool, bool, LoraBuffers | None], _Graph | None] = {}  # None: could not be captured
         self._drawn: Tensor | None = None  # ids drawn by the last launch, by logit row
         self._last: _Graph | None = None
 
@@ -221,11 +221,11 @@ class GpuExecutor:
             if self._model.deterministic and mixes_adapters(step.batch):
                 return None  # two steps
             lora = self._model.adapter_buffers()
-        key = (_bucket(len(draws)), 1 << (width - 1).bit_length(), counted, moved, lora)
+        key = (_bucket(len(draws)), 1 << (width - 1).bit_length(), counted, moved, lora is not None and lora.inside, lora)
         if key not in self._graphs:
             if lora is not None:  # those that know buffers which are no longer used
                 self._graphs = {known: graph for known, graph in self._graphs.items() if known[-1] in (None, lora)}
-            self._graphs[key] = self._capture(*key) if self._graphed else None
+            self._graphs[key] = self._capture(*key[:4], lora) if self._graphed else None
         graph = self._graphs[key]
         if graph is not None:
             graph.set(step, draws, self._drawn)

@@ -20,7 +20,7 @@ SHORT = 8  # tokens of one sequence that the step kernels take
 MOST = 512  # tokens of a step that go through the step kernels
 MOST_ROUTED = 64  # of a model with experts: the step kernels read them once for every token that chose them
 APART = 4  # this many decoding sequences or more get a launch of their own beside prompts
-STREAM_K_FROM = 9  # tokens of a step from which on its products are stream-K GEMMs
+STREAM_K_FROM = 9  # tokens of a step from which on its products are stream-K GEMMs; on Hopper sooner, where a persistent chain ends
 
 
 class GpuForward:
