@@ -135,9 +135,11 @@ class Walker {
     }
     return true;
   }
-  // Whether persistent chains would take several launches, in layers so large that reading them once is worth four launches.
+  // Whether stream-K GEMMs take these few rows: where persistent chains would take several launches, or four rows (H100, 2026-11-26:
+  // TinyLlama's four took 1.27 times as long in a chain as six in stream-K), in layers so large that reading them once is worth four launches.
   bool exceeds_chain() {
     constexpr int64_t kLargeLayer = 16 << 20;  // bytes
+    constexpr int kChainRows = 3;
     int64_t bytes = 0;
     int most = 0;
     for (const Op* op = program_.first(); op; op = next(op)) {
@@ -148,7 +150,7 @@ class Walker {
       if (const uint8_t* blob = matrix_of(op)) bytes += Weight(blob).header().bytes;
       if (const auto* o = as<ResidualOp>(op); o && last_qkv_ && !most) most = chain_tokens(*o);
     }
-    return most && most < s_.tokens && bytes >= kLargeLayer;
+    return most && s_.tokens > std::min(most, kChainRows) && bytes >= kLargeLayer;
   }
   NormArgs norm_of(const NormedOp& op) const {
     return {!op.norm ? kNoNorm : op.layer_norm ? kLayerNorm : kRmsNorm, H_, static_cast<float>(op.eps), op.norm, op.norm_bias};
