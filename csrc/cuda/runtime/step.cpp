@@ -136,7 +136,8 @@ class Walker {
     return true;
   }
   // Whether stream-K GEMMs take these few rows: where persistent chains would take several launches, or four rows (H100, 2026-11-26:
-  // TinyLlama's four took 1.27 times as long in a chain as six in stream-K), in layers so large that reading them once is worth four launches.
+  // TinyLlama's four took 1.27 times as long in a chain as six in stream-K), in layers so large that reading them once is worth four
+  // launches.
   bool exceeds_chain() {
     constexpr int64_t kLargeLayer = 16 << 20;  // bytes
     constexpr int kChainRows = 3;
