@@ -286,28 +286,27 @@ class _Graph:
         self.rows, self.width = rows, width
         device = torch.device(model.draw_device)
         self._model, self._cache = model, cache
-        self._state = torch.zeros(rows * (5 + width), dtype=torch.int32, device=device)
-        parts = self._state.split([rows, rows, rows, rows, rows, rows * width])
-        self.ids, self._positions, self._lens, self._steps, adapters, table = parts
+        state = torch.zeros(rows * (5 + width), dtype=torch.int32, device=device)
+        ids, positions, lens, steps, adapters, table = state.split([rows, rows, rows, rows, rows, rows * width])
         adapters.fill_(-1)
         adapted = None if lora is None else (lora, adapters)
-        self._table = table.view(rows, width)
-        self._params = torch.zeros(rows, 48, dtype=torch.uint8, device=device)
-        self._results = torch.zeros(RING, rows, 4, dtype=torch.int32).pin_memory()
-        self._count = 0
+        params = torch.zeros(rows, 48, dtype=torch.uint8, device=device)
+        results = torch.zeros(RING, rows, 4, dtype=torch.int32).pin_memory()
         logits = torch.zeros(rows, model.outputs, device=device)
-        self._counts = torch.zeros(rows, model.outputs, dtype=torch.int16, device=device) if counted else None
-        self._bias = torch.zeros(rows, model.outputs, device=device) if moved else None
-        forward = model.decode_step(cache, DecodeInputs(self.ids, self._positions, self._lens, self._table), logits, adapted)
+        counts = torch.zeros(rows, model.outputs, dtype=torch.int16, device=device) if counted else None
+        bias = torch.zeros(rows, model.outputs, device=device) if moved else None
+        forward = model.decode_step(cache, DecodeInputs(ids, positions, lens, table.view(rows, width)), logits, adapted)
 
-        def step() -> tuple[Tensor, Tensor]:
+        def step() -> tuple[Tensor, Tensor]:  # does not know this object: a cycle would keep a closed model's weights until it is collected
             forward()
-            drawn = model.capped(logits), self._params, self._counts, self._steps, self.ids, self._positions, self._lens
-            _, top_ids, top_logprobs = sample_rows(*drawn, None, None, RING, True, self._bias, self._results)
+            drawn = model.capped(logits), params, counts, steps, ids, positions, lens
+            _, top_ids, top_logprobs = sample_rows(*drawn, None, None, RING, True, bias, results)
             if model.ranks is not None:
-                model.ranks.share(self._state[: 3 * rows])  # tokens, positions, lengths of the next step
+                model.ranks.share(state[: 3 * rows])  # tokens, positions, lengths of the next step
             return top_ids, top_logprobs
 
+        self._state, self.ids, self._params, self._results, self._counts, self._bias = state, ids, params, results, counts, bias
+        self._count = 0
         self._kept = forward, logits, lora  # the graph knows their addresses only
         self.step = step
 
