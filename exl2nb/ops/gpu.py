@@ -146,7 +146,7 @@ class LoraBuffers:
             return
         words = table.words[6:].view(-1, *self.table.shape[1:])
         self.table[: len(words)].copy_(words.pin_memory() if self.table.is_cuda else words, non_blocking=True)
-        self.inside = table.fits_inside and env.get("EXL2NB_LORA_INSIDE", "0") == "1"
+        self.inside = table.fits_inside and env.get("EXL2NB_LORA_INSIDE", "1") == "1"
         self._written = table  # the one before goes: whatever still runs is ahead in the stream, where its memory is used again
 
 

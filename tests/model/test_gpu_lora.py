@@ -145,7 +145,7 @@ def test_inside_the_products(name, rank, step, monkeypatch):
         assert torch.equal(got[0], got[1])
         assert torch.equal(got[0], got[2])
         without = pair.wanted(counts, [-1] * len(counts), rows)
-        assert float((want - without).norm() / want.norm()) > 0.05, "the adapters change the logits"
+        assert float((want - without).norm() / want.norm()) > 0.03, "the adapters change the logits"
     if torch.cuda.get_device_capability()[0] == 9:
         made = [one.name for one in kernel_code.noted(lambda: pair.found(counts, adapters))]
         assert any(one.startswith(kernel) for one in made), made

@@ -135,12 +135,12 @@ class Walker {
     }
     return true;
   }
-  // Whether stream-K GEMMs take these few rows: where persistent chains would take several launches, or four rows (H100, 2026-11-26:
-  // TinyLlama's four took 1.27 times as long in a chain as six in stream-K), in layers so large that reading them once is worth four
-  // launches.
+  // Whether stream-K GEMMs take these few rows, in layers so large that reading them once is worth four launches: where persistent chains
+  // would take several launches, from four rows on, and from three where rows are short (H100, 2026-11-26, chain over stream-K: TinyLlama's
+  // three rows 1.06, four 1.27; Llama-2-7B's three 0.97).
   bool exceeds_chain() {
     constexpr int64_t kLargeLayer = 16 << 20;  // bytes
-    constexpr int kChainRows = 3;
+    const int chain_rows = H_ > 2048 ? 3 : 2;
     int64_t bytes = 0;
     int most = 0;
     for (const Op* op = program_.first(); op; op = next(op)) {
@@ -151,7 +151,7 @@ class Walker {
       if (const uint8_t* blob = matrix_of(op)) bytes += Weight(blob).header().bytes;
       if (const auto* o = as<ResidualOp>(op); o && last_qkv_ && !most) most = chain_tokens(*o);
     }
-    return most && s_.tokens > std::min(most, kChainRows) && bytes >= kLargeLayer;
+    return most && s_.tokens > std::min(most, chain_rows) && bytes >= kLargeLayer;
   }
   NormArgs norm_of(const NormedOp& op) const {
     return {!op.norm ? kNoNorm : op.layer_norm ? kLayerNorm : kRmsNorm, H_, static_cast<float>(op.eps), op.norm, op.norm_bias};

@@ -77,7 +77,7 @@ struct LoraWarp {
     for (int q = 0; q < C.count; q++) {
       if (q == 0)
         pdl_wait();
-      else if (lane == 0)
+      else if (kWarpArrivals > 1 || lane == 0)
         barrier_wait(stored, (q - 1) & 1), barrier_wait(inputs, q & 1);
       __syncwarp();
       if (q == 0) {  // both are read by every CTA before any finishes the launch
@@ -87,7 +87,7 @@ struct LoraWarp {
       shrink(q, C.gemm[q].a.x + (q ? set / 2 : 0), C.gemm[q].a.x_stride);
       expand(q);
       __syncwarp();
-      if (lane == 0) barrier_arrive(ready);
+      warp_arrive(ready, lane);
       ahead(q);
     }
   }
@@ -350,7 +350,7 @@ struct WithLora {
     const float* at;
     __device__ __forceinline__ float to(float v, int place) const { return v + at[place]; }
   };
-  static constexpr int kArrivals = 2;
+  static constexpr int kArrivals = 1 + kWarpArrivals;
   const LoraChain& L;
   __device__ __forceinline__ Adds adds(const uint8_t* shared, int first) const {
     return {reinterpret_cast<const float*>(shared + L.adds) + first};
