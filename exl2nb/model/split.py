@@ -28,6 +28,7 @@ from exl2nb.model.config import ModelConfig
 from exl2nb.model.gpu import GpuForward, formats_of
 from exl2nb.model.layers import Embedding, RoutedMLP, Step
 from exl2nb.model.model import DecodeInputs, Model, Network, Span, forward_gpu_observed
+from exl2nb.model.streaming import LayerStream, Streaming, prompts_of, select
 from exl2nb.ops import gpu_prefill
 from exl2nb.ops.gpu import LoraBuffers, launch_lock
 from exl2nb.ops.kernel_code import KernelId
@@ -83,6 +84,7 @@ class SplitModel(Model):
     Args:
         network: the tensors of each layer on its device, `attention.layer` counted within its span.
         spans: in running order, without gaps. experts: those of sparse layers are on the CPU, wherever the rest of their layer is.
+        streaming: where prompts through layers on the CPU are computed, whose tensors are `together`; None: on the CPU.
 
     Attributes:
         device: "cpu", where batches are made and logits arrive. placement: of every layer, for `KVCache`.
@@ -97,8 +99,10 @@ class SplitModel(Model):
         context: int,
         deterministic: bool = False,
         experts: bool = False,
+        streaming: Streaming | None = None,
     ) -> None:
         super().__init__(config, network, context=context, deterministic=deterministic)
+        self.streaming, self._streams = streaming, dict[Piece, LayerStream]()
         self.spans, self.experts_apart = tuple(spans), experts
         self._pieces = [piece for span in spans for piece in self._cut(span)] if experts else [Piece(span, *span[1:]) for span in spans]
         self._parts: list[Part] = []
@@ -114,6 +118,11 @@ class SplitModel(Model):
         """The last GPU where all layers are on GPUs: captured steps then run through all of them."""
         on_host = self.experts_apart or any(span.device == "cpu" for span in self.spans)
         return "cpu" if on_host else numbered(self.spans[-1].device)
+
+    @property
+    def prompt_device(self) -> str:
+        """A GPU also where that computes the prompts of layers on the CPU."""
+        return self.draw_device if self.streaming is None else self.streaming.device
 
     def _cut(self, span: Span) -> Iterator[Piece]:
         """The pieces of a span whose experts are elsewhere."""
@@ -203,7 +212,7 @@ class SplitModel(Model):
     def close(self) -> None:
         """Drop every tensor; the memory returns at once. Harmless when repeated."""
         super().close()
-        self._parts = []
+        self._parts, self._streams = [], {}
 
     def _open(self) -> Network:
         """The network, its parts recorded."""
@@ -248,10 +257,35 @@ class SplitModel(Model):
 
     def _run(self, part: Part, batch: Batch, pools: CachePart, ids: Tensor | None) -> Tensor:
         if part.gpu is None:
-            return _then_experts(part, part.program.run(*TENSORS(batch), pools.k, pools.v))
+            return self._on_host(part, batch, pools)
         with ops.on_device(part.span.device):
             captured = self._captured(part, batch, pools) if self.draw_device == "cpu" else None  # the executor has those of all parts
             return _then_experts(part, part.gpu.run(batch, pools, ids=ids) if captured is None else captured.run(batch))
+
+    def _on_host(self, part: Part, batch: Batch, pools: CachePart) -> Tensor:
+        """A part on the CPU; long prompts go through the GPU that has room for its layers in turn."""
+        rows, tokens = prompts_of(batch) if self.streaming is not None else ([], 0)
+        stream = self._stream(part) if rows else None
+        if stream is None or tokens < stream.rows:
+            return _then_experts(part, part.program.run(*TENSORS(batch), pools.k, pools.v))
+        embedding = self._open().embedding if part.stream is None else Embedding(table=part.stream)
+        out = torch.empty(len(batch.input_ids), self.config.hidden_size, device=stream.device)
+        for prompts, some, places in select(batch, rows):
+            if prompts:
+                x = stream.run(part.program, embedding(some.input_ids, some.positions), some, pools)
+            else:  # their bits do not depend on what else is in the step
+                x = part.program.run(*TENSORS(some), pools.k, pools.v)
+            out[places.to(out.device)] = x.to(out.device)
+        return out
+
+    def _stream(self, part: Part) -> LayerStream | None:
+        """None: the part has the head, or experts to follow."""
+        _, first, last, cut = piece = part.piece
+        if self.streaming is None or cut or first == last or last == self.config.num_layers:
+            return None
+        if piece not in self._streams:
+            self._streams[piece] = LayerStream(self._open().layers[first:last], self.streaming)
+        return self._streams[piece]
 
     def decode_step(
         self, cache: KVCache, inputs: DecodeInputs, logits: Tensor, adapters: tuple[LoraBuffers, Tensor] | None
