@@ -298,18 +298,18 @@ class _Graph:
         logits = torch.zeros(rows, model.outputs, device=device)
         self._counts = torch.zeros(rows, model.outputs, dtype=torch.int16, device=device) if counted else None
         self._bias = torch.zeros(rows, model.outputs, device=device) if moved else None
-        forward = model.decode_step(cache, DecodeInputs(self.ids, self._positions, self._lens, self._table), logits, adapted)
+        self._forward = model.decode_step(cache, DecodeInputs(self.ids, self._positions, self._lens, self._table), logits, adapted)
+        self._logits, self._kept = logits, lora  # the graph knows their addresses only
 
-        def step() -> tuple[Tensor, Tensor]:
-            forward()
-            drawn = model.capped(logits), self._params, self._counts, self._steps, self.ids, self._positions, self._lens
-            _, top_ids, top_logprobs = sample_rows(*drawn, None, None, RING, True, self._bias, self._results)
-            if model.ranks is not None:
-                model.ranks.share(self._state[: 3 * rows])  # tokens, positions, lengths of the next step
-            return top_ids, top_logprobs
-
-        self._kept = forward, logits, lora  # the graph knows their addresses only
-        self.step = step
+    def step(self) -> tuple[Tensor, Tensor]:
+        """Launch it. No closure, which the graph would hold and which would hold the graph: the memory returns when it is dropped."""
+        model = self._model
+        self._forward()
+        drawn = model.capped(self._logits), self._params, self._counts, self._steps, self.ids, self._positions, self._lens
+        _, top_ids, top_logprobs = sample_rows(*drawn, None, None, RING, True, self._bias, self._results)
+        if model.ranks is not None:
+            model.ranks.share(self._state[: 3 * self.rows])  # tokens, positions, lengths of the next step
+        return top_ids, top_logprobs
 
     def capture(self) -> _Graph:
         """Record the step."""

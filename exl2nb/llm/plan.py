@@ -40,6 +40,7 @@ from exl2nb.ops.memory import read_memory
 from exl2nb.sampling.params import check_integer
 
 RESERVE = 512 * 2**20  # bytes of a GPU that "auto" leaves to others
+PART_BYTES = 2**20  # of a captured step of a few kernels, an estimate: what the driver keeps, and rounding of its workspace
 UNPACK_BYTES = 8  # for each weight that is unpacked at a time
 PROBE_BYTES = 256 * 2**20  # read to learn what the processor reads in a second
 DeviceChoice = str | Sequence[str] | Mapping[str, str | int]
@@ -147,6 +148,10 @@ def kind_formula(
         head = found.head or found.embedding
         weights[-1] = 0 if head is None else head.nbytes
     formula = formula_of(config, found, kind, modes=modes)
+    if kind == "cuda" and not experts:  # a part for each sparse layer, with a captured step and its workspace; the last has the logits
+        parts, logits = 1 + sum(config.experts(layer) is not None for layer in range(config.num_layers)), 2 * 4 * config.vocab_size
+        fixed, row = formula.graph_fixed + (parts - 1) * PART_BYTES, parts * (formula.graph_row - logits) + logits
+        formula = replace(formula, graph_fixed=fixed, graph_row=row)
     if streaming:
         formula = replace(formula, stages=tuple(_streaming_too(stage, config, found) for stage in formula.stages))
     return KindFormula(

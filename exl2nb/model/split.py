@@ -106,6 +106,7 @@ class SplitModel(Model):
         self.spans, self.experts_apart = tuple(spans), experts
         self._pieces = [piece for span in spans for piece in self._cut(span)] if experts else [Piece(span, *span[1:]) for span in spans]
         self._parts: list[Part] = []
+        self._taken_over: dict[str, Tensor] = {}  # of a device, for all of its parts: they run one after the other
         self._graphed = env.get("EXL2NB_CUDA_GRAPHS", "1") == "1"
 
     @property
@@ -212,7 +213,7 @@ class SplitModel(Model):
     def close(self) -> None:
         """Drop every tensor; the memory returns at once. Harmless when repeated."""
         super().close()
-        self._parts, self._streams = [], {}
+        self._parts, self._streams, self._taken_over = [], {}, {}
 
     def _open(self) -> Network:
         """The network, its parts recorded."""
@@ -384,6 +385,13 @@ class SplitModel(Model):
             part = self._parts[index] = self._part(self._network, part.piece, 1 << (tokens - 1).bit_length())
         return part
 
+    def _table(self, device: str, rows: int) -> Tensor:
+        """Where parts on a device take the residual stream over, f32 `(rows, H)` or longer; parts keep the one that they were recorded with."""
+        if device not in self._taken_over or len(self._taken_over[device]) < rows:
+            with torch.inference_mode(False):  # it is written to in steps of requests and of callers alike
+                self._taken_over[device] = torch.zeros(rows, self.config.hidden_size, device=device)
+        return self._taken_over[device]
+
     def _part(self, network: Network, piece: Piece, rows: int) -> Part:
         (device, *_), first, last, cut = piece
         kind = device.partition(":")[0]
@@ -394,8 +402,7 @@ class SplitModel(Model):
         if first == 0:
             network.embedding.record(program)
         else:
-            with torch.inference_mode(False):  # it is written to in steps of requests and of callers alike
-                stream = torch.zeros(max(rows, STREAM_ROWS[kind]), self.config.hidden_size, device=device)
+            stream = self._table(device, max(rows, STREAM_ROWS[kind]))
             Embedding(table=stream).record(program)
         whole, experts = network.layers[first : last - cut], None
         for layer in whole:
