@@ -72,8 +72,8 @@ def load(
         gpu_layers: number of layers on the GPU, the rest on the CPU; the same as devices={"cuda": "N layers", "cpu": "rest"}.
         parallel: "layers": each device has whole layers. "tensor": a process for each device, all of which run every layer together, each
             with some of its heads and channels; all on GPUs (["cuda:0", "cuda:1"]), or all on the CPU.
-        stream_from: with layers on the CPU beside a GPU: from so many prompt tokens in a step on, copy those layers to the GPU one after
-            the other and compute them there; 0: never. None: by what copying and computing take, at least 65. The bits are then those
+        stream_from: with layers or experts on the CPU beside a GPU: from so many prompt tokens in a step on, copy them to the GPU layer
+            by layer and compute them there; 0: never. None: by what copying and computing take, at least 65. The bits are then those
             of a GPU; with deterministic=True it is never done.
         cache: how keys and values are kept: "fp16" or "fp32"; "q8", "q6" (keys in 8 bits, values in 4) or "q4", which hold 1.9, 2.5 and 3.6
             times the tokens of fp16 in the same memory; "fp8"; or the bits of keys and values apart, as "k8v4" (4, 8 or 16 each).
@@ -126,7 +126,7 @@ def load(
             else:
                 spans, apart = ((), False) if chosen is None else _spans(folder, chosen, stream_from=stream_from, **sizes)
                 model = load_model(
-                    folder, device=place, spans=spans, experts=apart, streaming=_streaming(spans, stream_from, exact=exact),
+                    folder, device=place, spans=spans, experts=apart, streaming=_streaming(spans, stream_from, apart=apart, exact=exact),
                     context=context, rope=rope, progress=sink, deterministic=exact,
                 )  # fmt: skip
     try:
@@ -233,10 +233,13 @@ def _spans(
     return spans, len(spans) < len(planned.shares)
 
 
-def _streaming(spans: Sequence[Span], stream_from: int | None, *, exact: bool) -> Streaming | None:
-    """Where prompts through layers on the CPU are computed; None: there. exact: no token's bits may depend on its step."""
+def _streaming(spans: Sequence[Span], stream_from: int | None, *, apart: bool, exact: bool) -> Streaming | None:
+    """Where prompts through what is on the CPU are computed; None: there.
+
+    apart: experts are on the CPU. exact: no token's bits may depend on its step.
+    """
     gpus = [span.device for span in spans if span.device != "cpu"]
-    if exact or stream_from == 0 or not gpus or len(gpus) == len(spans):
+    if exact or stream_from == 0 or not gpus or (len(gpus) == len(spans) and not apart):
         return None
     return Streaming(gpus[0], stream_from)
 

@@ -33,7 +33,7 @@ from exl2nb.model.layout import ATTENTION, layer_linears
 from exl2nb.model.loader import read_model_config
 from exl2nb.model.lora import adapter_bytes
 from exl2nb.model.split import STREAM_ROWS, Span
-from exl2nb.model.streaming import BUFFERS
+from exl2nb.model.streaming import BUFFERS, experts_fit
 from exl2nb.model.vision.encoder import plan_encoder
 from exl2nb.ops.host_prefill import CHUNK
 from exl2nb.ops.memory import read_memory
@@ -153,7 +153,7 @@ def kind_formula(
         fixed, row = formula.graph_fixed + (parts - 1) * PART_BYTES, parts * (formula.graph_row - logits) + logits
         formula = replace(formula, graph_fixed=fixed, graph_row=row)
     if streaming:
-        formula = replace(formula, stages=tuple(_streaming_too(stage, config, found) for stage in formula.stages))
+        formula = replace(formula, stages=tuple(_streaming_too(stage, config, found, not experts) for stage in formula.stages))
     return KindFormula(
         parts=tuple(weights),
         read=(0, *(round(size * share) for size, share in zip(weights[1:-1], _visited(config, found, experts))), weights[-1]),
@@ -162,15 +162,22 @@ def kind_formula(
     )
 
 
-def _streaming_too(stage: Stage, config: ModelConfig, found: Inspection) -> Stage:
-    """With what `model.streaming` holds on a GPU: copies of two layers and of their cache, a matrix in fp16 and what unpacks it."""
-    layers, inner = [0] * config.num_layers, config.intermediate_size * (2 if config.gated else 1)
-    for matrix in found.matrices:
+def _streaming_too(stage: Stage, config: ModelConfig, found: Inspection, apart: bool) -> Stage:
+    """With what `model.streaming` holds on a GPU: copies of two layers and of their cache, a matrix in fp16 and what unpacks it.
+
+    apart: of their experts alone.
+    """
+    layers, inner = [0] * config.num_layers, config.intermediate_size
+    for matrix in _experts(config, found) if apart else found.matrices:
         if matrix.layer is not None:
             layers[matrix.layer] += matrix.nbytes
-    widest = config.hidden_size * max(config.q_size + 2 * config.kv_size, inner)
+    if apart and not experts_fit(max(layers)):
+        return stage
+    if config.moe is not None:
+        inner = max(0 if apart else inner, config.moe.intermediate_size, config.moe.shared_size or 0)
+    widest = config.hidden_size * max(0 if apart else config.q_size + 2 * config.kv_size, inner * (2 if config.gated else 1))
     fixed = BUFFERS * max(layers) + 2 * widest + UNPACK_BYTES * min(CHUNK, widest)
-    return Stage(stage.fixed + fixed, stage.token, stage.context + BUFFERS * 4 * config.kv_size)
+    return Stage(stage.fixed + fixed, stage.token, stage.context + (0 if apart else BUFFERS * 4 * config.kv_size))
 
 
 def _visited(config: ModelConfig, found: Inspection, experts: bool) -> list[float]:
@@ -298,7 +305,7 @@ def plan_split(
     choice = {"context": tokens, "batch": batch, "mode": mode}
     free = {budget.device: _free(budget.device) for budget in budgets}
     holders = [Holder(one.device, free[one.device] if one.bytes is None else one.bytes, _read_speed(one.device)) for one in budgets]
-    streaming = streaming and not apart and len({holder.kind for holder in holders}) > 1
+    streaming = streaming and (apart or len({holder.kind for holder in holders}) > 1)
     kinds = {
         holder.kind: kind_formula(
             config, found, holder.kind, modes=(mode,), experts=not apart, streaming=streaming and holder.kind == "cuda"

@@ -119,6 +119,8 @@ def load_model(
         pieces, shared = [], small_model_memory(directory, widened=weights == "fp32")
         host = None if shared is None else Arena(shared.numel(), "cpu", shared)  # of every span on the CPU
         apart = Builder(config, store, sources, widen=weights == "fp32", device="cpu", arena=host) if experts else None
+        if apart is not None:
+            apart.together = streaming is not None
         with Meter("load", total=config.num_layers + 2, unit="layers", sink=progress) as meter:
             for span in spans or [Span(device, 0, config.num_layers)]:
                 with ops.on_device(span.device):
@@ -210,7 +212,10 @@ class Builder:
             )
             meter.step(detail="embedding")
         for layer in range(span.first, span.last):
-            mlp = self.mlp(layer) if config.experts(layer) is None else (self.experts or self).routed_mlp(layer)
+            owner = self.experts or self
+            mlp = self.mlp(layer) if config.experts(layer) is None else owner.routed_mlp(layer)
+            if isinstance(mlp, RoutedMLP) and owner is not self and owner.together:
+                mlp = together(mlp)
             attention = replace(self.attention(layer), layer=layer - span.first)
             one = Layer(attention=attention, mlp=mlp, parallel=config.parallel)
             layers.append(together(one) if self.together else one)

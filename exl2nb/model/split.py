@@ -26,9 +26,9 @@ from exl2nb.core.log import logger
 from exl2nb.model.batch import TENSORS, Batch
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.gpu import GpuForward, formats_of
-from exl2nb.model.layers import Embedding, RoutedMLP, Step
+from exl2nb.model.layers import Embedding, RoutedMLP, Step, tensors_of
 from exl2nb.model.model import DecodeInputs, Model, Network, Span, forward_gpu_observed
-from exl2nb.model.streaming import LayerStream, Streaming, prompts_of, select
+from exl2nb.model.streaming import ExpertStream, LayerStream, Streaming, experts_fit, prompts_of, select
 from exl2nb.ops import gpu_prefill
 from exl2nb.ops.gpu import LoraBuffers, launch_lock
 from exl2nb.ops.kernel_code import KernelId
@@ -102,9 +102,10 @@ class SplitModel(Model):
         streaming: Streaming | None = None,
     ) -> None:
         super().__init__(config, network, context=context, deterministic=deterministic)
-        self.streaming, self._streams = streaming, dict[Piece, LayerStream]()
+        self.streaming = streaming
         self.spans, self.experts_apart = tuple(spans), experts
         self._pieces = [piece for span in spans for piece in self._cut(span)] if experts else [Piece(span, *span[1:]) for span in spans]
+        self._streams, self._expert_streams = ({}, {}) if streaming is None else _streams_of(self._pieces, network, streaming)
         self._parts: list[Part] = []
         self._taken_over: dict[str, Tensor] = {}  # of a device, for all of its parts: they run one after the other
         self._graphed = env.get("EXL2NB_CUDA_GRAPHS", "1") == "1"
@@ -213,7 +214,7 @@ class SplitModel(Model):
     def close(self) -> None:
         """Drop every tensor; the memory returns at once. Harmless when repeated."""
         super().close()
-        self._parts, self._streams, self._taken_over = [], {}, {}
+        self._parts, self._streams, self._expert_streams, self._taken_over = [], {}, {}, {}
 
     def _open(self) -> Network:
         """The network, its parts recorded."""
@@ -261,14 +262,14 @@ class SplitModel(Model):
             return self._on_host(part, batch, pools)
         with ops.on_device(part.span.device):
             captured = self._captured(part, batch, pools) if self.draw_device == "cpu" else None  # the executor has those of all parts
-            return _then_experts(part, part.gpu.run(batch, pools, ids=ids) if captured is None else captured.run(batch))
+            return self._with_experts(part, part.gpu.run(batch, pools, ids=ids) if captured is None else captured.run(batch), batch)
 
     def _on_host(self, part: Part, batch: Batch, pools: CachePart) -> Tensor:
         """A part on the CPU; long prompts go through the GPU that has room for its layers in turn."""
-        rows, tokens = prompts_of(batch) if self.streaming is not None else ([], 0)
-        stream = self._stream(part) if rows else None
+        stream = self._streams.get(part.piece)
+        rows, tokens = ([], 0) if stream is None else prompts_of(batch)
         if stream is None or tokens < stream.rows:
-            return _then_experts(part, part.program.run(*TENSORS(batch), pools.k, pools.v))
+            return self._with_experts(part, part.program.run(*TENSORS(batch), pools.k, pools.v), batch)
         embedding = self._open().embedding if part.stream is None else Embedding(table=part.stream)
         out = torch.empty(len(batch.input_ids), self.config.hidden_size, device=stream.device)
         for prompts, some, places in select(batch, rows):
@@ -279,14 +280,12 @@ class SplitModel(Model):
             out[places.to(out.device)] = x.to(out.device)
         return out
 
-    def _stream(self, part: Part) -> LayerStream | None:
-        """None: the part has the head, or experts to follow."""
-        _, first, last, cut = piece = part.piece
-        if self.streaming is None or cut or first == last or last == self.config.num_layers:
-            return None
-        if piece not in self._streams:
-            self._streams[piece] = LayerStream(self._open().layers[first:last], self.streaming)
-        return self._streams[piece]
+    def _with_experts(self, part: Part, x: Tensor, batch: Batch) -> Tensor:
+        """The stream behind the part's experts; those of long prompts go through the device of the part."""
+        stream = None if part.experts is None else self._expert_streams.get(part.span.device)
+        if stream is None or prompts_of(batch)[1] < stream.rows:
+            return _then_experts(part, x)
+        return stream.run(part.piece.last - 1, part.program, x)
 
     def decode_step(
         self, cache: KVCache, inputs: DecodeInputs, logits: Tensor, adapters: tuple[LoraBuffers, Tensor] | None
@@ -386,7 +385,7 @@ class SplitModel(Model):
         return part
 
     def _table(self, device: str, rows: int) -> Tensor:
-        """Where parts on a device take the residual stream over, f32 `(rows, H)` or longer; parts keep the one that they were recorded with."""
+        """Where parts on a device take the stream over, f32 `(rows, H)` or longer; a part keeps the one that it was recorded with."""
         if device not in self._taken_over or len(self._taken_over[device]) < rows:
             with torch.inference_mode(False):  # it is written to in steps of requests and of callers alike
                 self._taken_over[device] = torch.zeros(rows, self.config.hidden_size, device=device)
@@ -418,6 +417,25 @@ class SplitModel(Model):
             program.residual_out()
         gpu = None if kind == "cpu" else GpuForward(program, torch.device(device), deterministic=self.deterministic)
         return Part(piece, program, stream, gpu, experts)
+
+
+def _streams_of(
+    pieces: Sequence[Piece], network: Network, streaming: Streaming
+) -> tuple[dict[Piece, LayerStream], dict[str, ExpertStream]]:
+    """Of the pieces on the CPU without head, and of the experts apart from layers on each device, where they are not too large."""
+    last = len(network.layers)
+    on_host = [piece for piece in pieces if piece.span.device == "cpu" and piece.first < piece.last < last and not piece.cut]
+    streams = {piece: LayerStream(network.layers[piece.first : piece.last], streaming) for piece in on_host}
+    apart: dict[str, dict[int, RoutedMLP]] = {}
+    for piece in pieces:
+        if piece.cut and isinstance(mlp := network.layers[piece.last - 1].mlp, RoutedMLP):
+            apart.setdefault(piece.span.device, {})[piece.last - 1] = mlp
+    experts = {
+        device: ExpertStream(mlps, streaming._replace(device=device))
+        for device, mlps in apart.items()
+        if experts_fit(max(sum(tensor.nbytes for tensor in tensors_of(mlp)) for mlp in mlps.values()))
+    }
+    return streams, experts
 
 
 def _then_experts(part: Part, x: Tensor, observe: Observe | None = None) -> Tensor:

@@ -7,9 +7,11 @@ copied along, those of the step go back to the host's pools. `ops.host_prefill` 
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -31,6 +33,7 @@ SHORT = 8  # tokens of a sequence that does not count as a prompt: it decodes, p
 LINK = 12e9  # bytes a second from host to GPU: PCIe 3 with 16 lanes, or 4 with 8
 ARITHMETIC = 1e12  # multiplications and additions a second of a processor, by the CPU engine
 BUFFERS = 2
+MOST_EXPERTS = 2 << 30  # bytes of a GPU for copies of two layers' experts; those of larger layers stay on the CPU
 
 
 class Streaming(NamedTuple):
@@ -307,11 +310,10 @@ class LayerStream:
         self._buffers = Buffers(images, self.device, lanes)
         self._ready: _Ready | None = None
         self._tables: dict[int, tuple[Tensor, Tensor]] = {}
-        blobs = [ops.shape(tensor) for layer in layers for tensor in tensors_of(layer) if tensor.dtype == torch.uint8]
         with torch.inference_mode(False):
-            self._room = torch.empty(max(K * N for K, N in blobs), dtype=torch.float16, device=self.device)
+            self._room = _room(layers, self.device)
         largest = max(range(len(layers)), key=lambda number: images[number].size)
-        weights = sum(K * N for K, N in (ops.shape(tensor) for tensor in tensors_of(layers[largest]) if tensor.dtype == torch.uint8))
+        weights = sum(_weights(tensor) for tensor in tensors_of(layers[largest]))
         self.rows = worth(images[largest].size, weights) if streaming.rows is None else streaming.rows
 
     def run(self, program: Program, x: Tensor, batch: Batch, pools: CachePart) -> Tensor:
@@ -356,6 +358,65 @@ class LayerStream:
             return self._tables[key][1]
 
         return moved(steps, move)
+
+
+def experts_fit(largest: int) -> bool:
+    """Whether a GPU keeps room for the experts of layers, of which the largest have so many bytes."""
+    return BUFFERS * largest <= MOST_EXPERTS
+
+
+class ExpertStream:
+    """Computes experts that are on the CPU apart from their layers for prompts, on the device of the rest of their layers.
+
+    Args:
+        experts: of each sparse layer there, by its number, each by `together`. The others as in `LayerStream`.
+
+    Attributes:
+        rows: tokens of a step from which on this is worth it.
+    """
+
+    def __init__(self, experts: Mapping[int, RoutedMLP], streaming: Streaming, lanes: Lanes | None = None) -> None:
+        self.device = torch.device(streaming.device)
+        images = [Image(mlp, self.device) for mlp in experts.values()]
+        self._buffers = Buffers(images, self.device, lanes)
+        self._steps: dict[int, list[tuple[str, dict[str, Any]]]] = {}
+        for number, (layer, mlp) in enumerate(experts.items()):
+            image, buffer = images[number], self._buffers.memory[number % BUFFERS]
+            self._steps[layer] = moved([("routed_mlp", {"experts": mlp.experts})], partial(_there, image, buffer))
+        first = next(iter(experts.values()))
+        with torch.inference_mode(False):
+            self._room = _room(experts.values(), self.device)
+        visited = sum(_weights(tensor) for tensor in (*first.up, *first.down)) * first.top_k // len(first.up)
+        self.rows = worth(images[0].size, visited) if streaming.rows is None else streaming.rows
+
+    def run(self, layer: int, program: Program, x: Tensor) -> Tensor:
+        """Add a layer's experts to x f32 `(T, H)` on the device, in place; all layers of a step in turn. program: of the part before."""
+        number, buffers = [*self._steps].index(layer), self._buffers
+        with ops.on_device(str(self.device)):
+            if number == 0:
+                buffers.begin()
+            buffers.use(number)
+            nothing = torch.empty(0, dtype=torch.int32, device=self.device)
+            walk = LayerRun(program, gpu_prefill.Inputs(*[nothing] * 7), gpu_prefill.Sequences([], []), {}, {}, self._room)
+            walk.walk(x, self._steps[layer])
+            buffers.done(number)
+        return x
+
+
+def _there(image: Image, buffer: Tensor, tensor: Tensor) -> Tensor:
+    place = image.place(tensor, buffer)
+    assert place is not None, "all of it is in the image"
+    return place
+
+
+def _room(layers: Iterable[Layer | RoutedMLP], device: torch.device) -> Tensor:
+    """For the largest of all matrices, f16."""
+    return torch.empty(max(_weights(tensor) for layer in layers for tensor in tensors_of(layer)), dtype=torch.float16, device=device)
+
+
+def _weights(tensor: Tensor) -> int:
+    """Of a blob."""
+    return math.prod(ops.shape(tensor)) if tensor.dtype == torch.uint8 else 0
 
 
 def prompts_of(batch: Batch) -> tuple[list[int], int]:
