@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -103,6 +104,7 @@ class SplitModel(Model):
     ) -> None:
         super().__init__(config, network, context=context, deterministic=deterministic)
         self.streaming = streaming
+        self._worker: ThreadPoolExecutor | None = None
         self.spans, self.experts_apart = tuple(spans), experts
         self._pieces = [piece for span in spans for piece in self._cut(span)] if experts else [Piece(span, *span[1:]) for span in spans]
         self._streams, self._expert_streams = ({}, {}) if streaming is None else _streams_of(self._pieces, network, streaming)
@@ -214,6 +216,8 @@ class SplitModel(Model):
     def close(self) -> None:
         """Drop every tensor; the memory returns at once. Harmless when repeated."""
         super().close()
+        if self._worker is not None:
+            self._worker.shutdown()
         self._parts, self._streams, self._expert_streams, self._taken_over = [], {}, {}, {}
 
     def _open(self) -> Network:
@@ -271,14 +275,36 @@ class SplitModel(Model):
         if stream is None or tokens < stream.rows:
             return self._with_experts(part, part.program.run(*TENSORS(batch), pools.k, pools.v), batch)
         embedding = self._open().embedding if part.stream is None else Embedding(table=part.stream)
+        pieces = {prompts: (some, places) for prompts, some, places in select(batch, rows)}
         out = torch.empty(len(batch.input_ids), self.config.hidden_size, device=stream.device)
-        for prompts, some, places in select(batch, rows):
-            if prompts:
-                x = stream.run(part.program, embedding(some.input_ids, some.positions), some, pools)
-            else:  # their bits do not depend on what else is in the step
-                x = part.program.run(*TENSORS(some), pools.k, pools.v)
-            out[places.to(out.device)] = x.to(out.device)
+        some, places = pieces[True]
+        x = embedding(some.input_ids, some.positions)
+        with self._beside(part, pieces.get(False), pools) as decoded:
+            out[places.to(out.device)] = stream.run(part.program, x, some, pools)
+        if decoded:
+            out[pieces[False][1].to(out.device)] = decoded[0].to(out.device)
         return out
+
+    @contextmanager
+    def _beside(self, part: Part, rest: tuple[Batch, Tensor] | None, pools: CachePart) -> Iterator[list[Tensor]]:
+        """The sequences of a step that decode, run by the CPU meanwhile; their bits do not depend on what else is in the step."""
+        found: list[Tensor] = []
+        if rest is None:
+            yield found
+            return
+        if self._worker is None:
+            self._worker = ThreadPoolExecutor(1, thread_name_prefix="exl2nb host layers")
+
+        def run(inference: bool = torch.is_inference_mode_enabled()) -> None:
+            with torch.inference_mode(inference):  # of the thread
+                found.append(part.program.run(*TENSORS(rest[0]), pools.k, pools.v))
+
+        running = self._worker.submit(run)
+        try:
+            yield found
+        finally:
+            wait([running])  # it writes to the cache
+        running.result()
 
     def _with_experts(self, part: Part, x: Tensor, batch: Batch) -> Tensor:
         """The stream behind the part's experts; those of long prompts go through the device of the part."""

@@ -92,6 +92,25 @@ def test_few_tokens_stay_on_the_cpu() -> None:
     assert torch.equal(model.forward(both, cache)[1:], alone)
 
 
+def test_what_fails_beside_a_prompt_is_raised_when_both_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = halves(DEMO)
+    cache = model.new_cache(model.cache_spec(1024))
+    prompt, one = Tokens(ids=[5 + i for i in range(100)], start=0, pages=[1]), Tokens(ids=[7], start=0, pages=[2])
+    model.forward(Batch.build([prompt]), cache)
+    ended = []
+    run = LayerStream.run
+
+    def refuse(*_: object) -> torch.Tensor:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(LayerStream, "run", lambda *args: ended.append(run(*args)) or ended[0])
+    monkeypatch.setattr(model._parts[0].program, "run", refuse)
+    with pytest.raises(RuntimeError, match="no memory"):
+        model.forward(Batch.build([prompt, one]), cache)
+    assert len(ended) == 1
+    model.close()
+
+
 @pytest.mark.parametrize("name", ["gemma2", "cohere", "gpt2", "qwen2_moe", "exl2"])
 def test_layers_of_every_kind(name: str, tmp_path: Path) -> None:
     if name == "exl2":
