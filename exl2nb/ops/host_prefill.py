@@ -88,11 +88,13 @@ class Packed:
             some, place = tiles[first : first + step], out[:, first : first + step]
             zeros, steps = _scales(part, some, self.memory)
             for run in part.runs:
-                codes = _codes(run, some)
-                here = steps[:, run.unit_groups, None, None]
-                middle = codes.sub_(1 << run.bits - 1) if zeros is None else codes.sub_(zeros[:, run.unit_groups, None, None])
-                values = middle * here
-                _put(place, values.half().flatten(1, 3).transpose(0, 1), part.rows, run, self.K)
+                values, here = _codes(run, some).half(), run.unit_groups
+                values.sub_(1 << run.bits - 1) if zeros is None else values.sub_(zeros[:, here, None, :, None])
+                if steps.dtype == torch.float32:
+                    values = values.float()
+                values.mul_(steps[:, here, None, :, None])  # exact before: rounded once
+                rows = values.permute(1, 2, 4, 0, 3).half().reshape(-1, len(some), layout.TILE)  # a copy, so that rows are contiguous
+                _put(place, rows, part.rows, run, self.K)
 
 
 def _part(part: layout.Part, row: Any, device: torch.device) -> Part:
@@ -128,24 +130,30 @@ def _scales(part: Part, tiles: Tensor, memory: Tensor) -> tuple[Tensor | None, T
 
 
 def _codes(run: Stretch, tiles: Tensor) -> Tensor:
-    """Codes int16 `(tiles, units, 16 pairs, 2 rows, 16 columns)`; csrc/format/blob.h has the drawing."""
-    bits, count = run.bits, len(tiles)
+    """Codes int16 `(tiles, units, 16 pairs, 16 columns, 2 rows)`; csrc/format/blob.h has the drawing. Both rows of a pair at once."""
+    bits, count, device = run.bits, len(tiles), tiles.device
     data = tiles[:, run.offset : run.offset + run.units * bits * 64]
-    halves = data.view(torch.int16).unflatten(1, (run.units, bits, layout.TILE, 2)).transpose(3, 4)  # tile, unit, word, half, column
-    codes = torch.empty(count, run.units, 16, 2, layout.TILE, dtype=torch.int16, device=tiles.device)
+    words = data.view(torch.int32).unflatten(1, (run.units, bits, layout.TILE))
+    pairs = torch.empty(count, run.units, 16, layout.TILE, dtype=torch.int32, device=device)
     each = 16 // bits
-    shifts = torch.arange(each, dtype=torch.int16, device=tiles.device).mul_(bits).view(-1, 1, 1)
-    torch.bitwise_right_shift(halves.unsqueeze(3), shifts, out=codes[:, :, : bits * each].unflatten(2, (bits, each)))
-    codes.bitwise_and_((1 << bits) - 1)
-    if bits in (3, 5):
-        last = codes[:, :, 15].zero_()
-        for word in range(bits):
-            last.bitwise_or_((halves[:, :, word] >> 15).bitwise_and_(1).mul_(1 << word))
+
+    def shifts(first: int, step: int, number: int) -> Tensor:
+        return torch.arange(first, first + step * number, step, dtype=torch.int32, device=device).unsqueeze(1)
+
+    main = pairs[:, :, : bits * each].unflatten(2, (bits, each))
+    torch.bitwise_right_shift(words.unsqueeze(3), shifts(0, bits, each), out=main)
+    main.bitwise_and_(_both((1 << bits) - 1))
+    if bits in (3, 5):  # a bit of the last pair in every word
+        pairs[:, :, 15] = ((words >> 15) & _both(1)).bitwise_left_shift_(shifts(0, 1, bits)).sum(2, dtype=torch.int32)
     if bits == 6:
-        for i in range(4):
-            low = (halves[:, :, i] >> 12).bitwise_and_(15)
-            codes[:, :, 12 + i] = low.bitwise_or_((halves[:, :, 4 + i // 2] >> 12 + 2 * (i % 2)).bitwise_and_(3).mul_(16))
-    return codes
+        high = ((words[:, :, 4:].unsqueeze(3) >> shifts(12, 2, 2)) & _both(3)).flatten(2, 3)
+        pairs[:, :, 12:] = ((words[:, :, :4] >> 12) & _both(15)) | (high << 4)
+    return pairs.view(torch.int16).unflatten(3, (layout.TILE, 2))
+
+
+def _both(mask: int) -> int:
+    """For both halves of a word."""
+    return mask << 16 | mask
 
 
 def _put(out: Tensor, values: Tensor, rows: Tensor | None, run: Stretch, K: int) -> None:
