@@ -135,7 +135,7 @@ class GpuExecutor:
         self._model, self._cache = model, cache
         self._device = torch.device(model.draw_device)
         self._graphed = env.get("EXL2NB_CUDA_GRAPHS", "1") == "1"
-        self._graphs: dict[tuple[int, int, bool, bool, LoraBuffers | None], _Graph | None] = {}  # None: could not be captured
+        self._graphs: dict[tuple[int, int, bool, bool, bool, LoraBuffers | None], _Graph | None] = {}  # None: could not be captured
         self._drawn: Tensor | None = None  # ids drawn by the last launch, by logit row
         self._last: _Graph | None = None
 
@@ -221,11 +221,11 @@ class GpuExecutor:
             if self._model.deterministic and mixes_adapters(step.batch):
                 return None  # two steps
             lora = self._model.adapter_buffers()
-        key = (_bucket(len(draws)), 1 << (width - 1).bit_length(), counted, moved, lora)
+        key = (_bucket(len(draws)), 1 << (width - 1).bit_length(), counted, moved, lora is not None and lora.inside, lora)
         if key not in self._graphs:
             if lora is not None:  # those that know buffers which are no longer used
                 self._graphs = {known: graph for known, graph in self._graphs.items() if known[-1] in (None, lora)}
-            self._graphs[key] = self._capture(*key) if self._graphed else None
+            self._graphs[key] = self._capture(*key[:4], lora) if self._graphed else None
         graph = self._graphs[key]
         if graph is not None:
             graph.set(step, draws, self._drawn)
@@ -286,30 +286,29 @@ class _Graph:
         self.rows, self.width = rows, width
         device = torch.device(model.draw_device)
         self._model, self._cache = model, cache
-        self._state = torch.zeros(rows * (5 + width), dtype=torch.int32, device=device)
-        parts = self._state.split([rows, rows, rows, rows, rows, rows * width])
-        self.ids, self._positions, self._lens, self._steps, adapters, table = parts
+        state = torch.zeros(rows * (5 + width), dtype=torch.int32, device=device)
+        ids, positions, lens, steps, adapters, table = state.split([rows, rows, rows, rows, rows, rows * width])
         adapters.fill_(-1)
         adapted = None if lora is None else (lora, adapters)
-        self._table = table.view(rows, width)
-        self._params = torch.zeros(rows, 48, dtype=torch.uint8, device=device)
-        self._results = torch.zeros(RING, rows, 4, dtype=torch.int32).pin_memory()
-        self._count = 0
+        params = torch.zeros(rows, 48, dtype=torch.uint8, device=device)
+        results = torch.zeros(RING, rows, 4, dtype=torch.int32).pin_memory()
         logits = torch.zeros(rows, model.outputs, device=device)
-        self._counts = torch.zeros(rows, model.outputs, dtype=torch.int16, device=device) if counted else None
-        self._bias = torch.zeros(rows, model.outputs, device=device) if moved else None
-        self._forward = model.decode_step(cache, DecodeInputs(self.ids, self._positions, self._lens, self._table), logits, adapted)
-        self._logits, self._kept = logits, lora  # the graph knows their addresses only
+        counts = torch.zeros(rows, model.outputs, dtype=torch.int16, device=device) if counted else None
+        bias = torch.zeros(rows, model.outputs, device=device) if moved else None
+        forward = model.decode_step(cache, DecodeInputs(ids, positions, lens, table.view(rows, width)), logits, adapted)
 
-    def step(self) -> tuple[Tensor, Tensor]:
-        """Launch it. No closure, which the graph would hold and which would hold the graph: the memory returns when it is dropped."""
-        model = self._model
-        self._forward()
-        drawn = model.capped(self._logits), self._params, self._counts, self._steps, self.ids, self._positions, self._lens
-        _, top_ids, top_logprobs = sample_rows(*drawn, None, None, RING, True, self._bias, self._results)
-        if model.ranks is not None:
-            model.ranks.share(self._state[: 3 * self.rows])  # tokens, positions, lengths of the next step
-        return top_ids, top_logprobs
+        def step() -> tuple[Tensor, Tensor]:  # does not know this object: a cycle would keep a closed model's weights until it is collected
+            forward()
+            drawn = model.capped(logits), params, counts, steps, ids, positions, lens
+            _, top_ids, top_logprobs = sample_rows(*drawn, None, None, RING, True, bias, results)
+            if model.ranks is not None:
+                model.ranks.share(state[: 3 * rows])  # tokens, positions, lengths of the next step
+            return top_ids, top_logprobs
+
+        self._state, self.ids, self._params, self._results, self._counts, self._bias = state, ids, params, results, counts, bias
+        self._count = 0
+        self._kept = forward, logits, lora  # the graph knows their addresses only
+        self.step = step
 
     def capture(self) -> _Graph:
         """Record the step."""

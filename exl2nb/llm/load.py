@@ -88,7 +88,7 @@ def load(
         rope_theta: the RoPE base itself, in place of the config's.
         rope_scaling: an object as `rope_scaling` of config.json in place of the model's own: {"rope_type": "yarn", "factor": 4.0}.
         deterministic: on CUDA, make every token independent of how its prompt was cut and of the rest of the batch, at the price of slow
-            prompts; decoding up to 8 tokens a step, and everything on the CPU, always is. None = the variable
+            prompts; decoding one token a step, and everything on the CPU, always is. None = the variable
             EXL2NB_DETERMINISTIC, or False.
         vision: False: leave out the tower of a model that sees, and its memory; pictures are refused then.
         progress: takes the events of stages "download" and "load". "auto": shown where you look (a widget in a notebook, a line on a

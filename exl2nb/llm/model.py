@@ -381,19 +381,21 @@ class LLM(ScoringMixin, InsideMixin, ChatMixin):
             )
         shared: dict[str, Any] = {**options}
         compile_structure(shared, self.tokenizer, self.model.config.vocab_size, where="batch")
-        job = self.job()
-        try:
-            for id, prompt in prompts.items() if isinstance(prompts, Mapping) else enumerate(prompts):
-                own = dict(prompt) if isinstance(prompt, Mapping) else {"prompt": prompt}
-                if "prompt" not in own:
-                    raise OptionError(f"batch: request {id!r} is {str(own)[:80]}; expected a text, ids, or a dict with 'prompt'")
-                text, own = own.pop("prompt"), {"id": id, **shared, **own}
-                if wrong := [name for name in own if not isinstance(name, str) or name == "prompt"]:
-                    raise OptionError(f"batch: unknown keyword {shown(wrong[0])}; prompts are the first argument")
-                job.add(text, **own)
-        except BaseException:
-            job.cancel()
-            raise
+        job, ids, texts, options_of, streams = self.job(), list[Hashable](), list[Any](), list[dict[str, Any]](), list[bool]()
+        for id, prompt in prompts.items() if isinstance(prompts, Mapping) else enumerate(prompts):
+            own = dict(prompt) if isinstance(prompt, Mapping) else {"prompt": prompt}
+            if "prompt" not in own:
+                raise OptionError(f"batch: request {id!r} is {str(own)[:80]}; expected a text, ids, or a dict with 'prompt'")
+            text, own = own.pop("prompt"), {"id": id, **shared, **own}
+            if wrong := [name for name in own if not isinstance(name, str) or name == "prompt"]:
+                raise OptionError(f"batch: unknown keyword {shown(wrong[0])}; prompts are the first argument")
+            ids.append(job.reserve(own.pop("id")))
+            streams.append(own.pop("stream", True))
+            texts.append(text)
+            options_of.append(own)
+        handles = self._submit_all(texts, "batch", options_of, stream=streams, group=job.group)  # together: the same steps every time
+        for id, handle in zip(ids, handles):
+            job.take(id, handle)
         return job
 
     def submit_for_job(self, prompt: Any, options: dict[str, Any], *, stream: bool, group: object = None, where: str = "job.add") -> Handle:
@@ -477,13 +479,15 @@ class LLM(ScoringMixin, InsideMixin, ChatMixin):
     def _submit(self, prompt: Any, where: str, options: dict[str, Any], *, stream: bool) -> Handle:
         return self._submit_all([prompt], where, [options], stream=stream)[0]
 
-    def _submit_all(self, prompts: Sequence[Any], where: str, options: Sequence[dict[str, Any]], *, stream: bool) -> list[Handle]:
+    def _submit_all(
+        self, prompts: Sequence[Any], where: str, options: Sequence[dict[str, Any]], *, stream: bool | list[bool], group: object = None
+    ) -> list[Handle]:
         vocab, context = self.config.vocab_size, self.engine.context
         requests = [
-            request_of(prompt, self._with_loras(one, where), self.tokenizer, vocab, context=context, where=where, stream=stream)
-            for prompt, one in zip(prompts, options)
+            request_of(prompt, self._with_loras(one, where), self.tokenizer, vocab, context=context, where=where, stream=streamed)
+            for prompt, one, streamed in zip(prompts, options, [stream] * len(prompts) if isinstance(stream, bool) else stream)
         ]
-        handles = self.engine.submit_many(requests, group=object() if len(requests) > 1 else None)
+        handles = self.engine.submit_many(requests, group=object() if group is None and len(requests) > 1 else group)
         for handle, request in zip(handles, requests):
             handle.owner, handle.reply_format = self, request.reply
         return handles

@@ -553,7 +553,7 @@ class Model:
                 turned = table[axes[:, which].to(table.device), torch.arange(len(which), device=table.device)]
                 table[behind : behind + len(rows)] = turned
         moved = positions.clone()
-        moved[rows] = torch.arange(self._rows, self._rows + len(rows), dtype=torch.int32)
+        moved[rows.to(moved.device)] = torch.arange(self._rows, self._rows + len(rows), dtype=torch.int32, device=moved.device)
         return moved
 
     def capped(self, logits: Tensor) -> Tensor:

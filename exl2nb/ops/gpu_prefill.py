@@ -274,13 +274,17 @@ class Run:
         changes = self._changes() if changes is None else changes
         y = self.product(x, blob, bias, half=half and not changes)
         for change, rows in changes:
-            mine = y[rows]
+            every = len(rows) == len(y)  # they ascend
+            own, mine = (x, y) if every else (x[rows], y[rows])
             for part in change.parts:
-                low = torch.mm(x[rows], part.a, out_dtype=torch.float32)[:, : part.rank] * part.scale
+                low = torch.mm(own, part.a, out_dtype=torch.float32)[:, : part.rank] * part.scale
                 mine[:, part.first : part.first + part.b.shape[1]] += low @ part.b.float()
             if change.gain is not None:
                 mine += change.gain * mine
-            y[rows] = mine if change.bias is None else mine + change.bias
+            if change.bias is not None:
+                mine += change.bias
+            if not every:
+                y[rows] = mine
         return y.half() if half and changes else y
 
     def residual_out(self, a: dict[str, Any]) -> None:
