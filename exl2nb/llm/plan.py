@@ -388,7 +388,11 @@ def _shared_speed(size: int) -> float | None:
 
 
 def _free(device: str) -> int | None:
-    return None if device != "cpu" and not torch.cuda.is_available() else free_bytes(device)
+    return free_bytes(device) if device == "cpu" or _is_here(device) else None
+
+
+def _is_here(gpu: str) -> bool:
+    return torch.cuda.is_available() and int(gpu.partition(":")[2] or 0) < torch.cuda.device_count()
 
 
 _speeds: dict[str, float | None] = {}
@@ -410,7 +414,7 @@ def _host_speed() -> float:
 
 
 def _gpu_speed(device: str) -> float | None:
-    if not torch.cuda.is_available():
+    if not _is_here(device):
         return None
     properties = torch.cuda.get_device_properties(device)
     clock, width = getattr(properties, "memory_clock_rate", 0), getattr(properties, "memory_bus_width", 0)  # kHz, bits

@@ -308,6 +308,32 @@ def test_prompts_on_a_gpu(mode: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("name", ["qwen2_moe", "exl2"])
+def test_experts_apart_of_a_gpu(name: str, tmp_path: Path) -> None:
+    """Prompts and single tokens near the CPU's, with experts on the CPU and copied to the GPU; the same bits every time."""
+    if name == "exl2":
+        directory = write_exl2(write("mixtral", build_wide("mixtral"), tmp_path / "dense"), tmp_path / "exl2")
+    else:
+        directory = write(name, build(name, num_attention_heads=4, head_dim=32, hidden_size=128), tmp_path)
+    whole, spans = load_model(directory), [Span("cuda", 0, config_of(directory).num_layers)]
+    ids = [5 + i % 60 for i in range(90)]
+    batches = [Batch.single(ids[a:b], start=a, pages=[0], logit_rows="all") for a, b in ((0, 80), (80, 81), (81, 82))]
+
+    def of(some: Model) -> torch.Tensor:
+        cache = some.new_cache(some.cache_spec(256))
+        return torch.cat([some.forward(batch, cache).cpu() for batch in batches])
+
+    expected = of(whole)
+    for how in (Streaming("cuda", 20), None):
+        model = load_model(directory, spans=spans, experts=True, streaming=how)
+        found = of(model)
+        apart = (found - expected).abs().amax(1) / expected.std()
+        assert (apart < 0.05).float().mean() > 0.85, "near ties choose other experts"
+        assert torch.equal(of(model), found)
+        model.close()
+
+
+@pytest.mark.gpu
 def test_unpacking_on_a_gpu() -> None:
     model = load_model(DEMO, device="cpu")
     layer = together(model.network_and_program[0].layers[2])
