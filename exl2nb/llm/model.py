@@ -103,7 +103,7 @@ class LLM(ScoringMixin, InsideMixin, ChatMixin):
             context=context,
             vocab_size=model.config.vocab_size,
             max_sequences=max_sequences,
-            max_chunk=GPU_CHUNK if model.draw_device != "cpu" else MAX_CHUNK,
+            max_chunk=GPU_CHUNK if model.prompt_device != "cpu" else MAX_CHUNK,
             executor=_gpu_executor if model.draw_device != "cpu" else None,
             block_tokens=0 if vision is None or not model.config.sees_whole else vision.largest,
         )

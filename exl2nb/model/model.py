@@ -130,6 +130,11 @@ class Model:
         return self.device
 
     @property
+    def prompt_device(self) -> str:
+        """Where long prompts are computed; "cpu": they are cut into small pieces."""
+        return self.draw_device
+
+    @property
     def placement(self) -> str | tuple[str, ...]:
         """Where its cache lies: the device, or the device of every layer."""
         return self.device

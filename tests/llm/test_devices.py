@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import random
 from itertools import pairwise
 from pathlib import Path
@@ -286,6 +287,25 @@ def test_requests_on_a_gpu_in_parts(options: dict[str, object]) -> None:
     with ex.load(DEMO, device="cuda", progress=None) as llm:
         alike = [a[:20] == b[:20] for a, b in zip(first, _texts(llm, prompts, temperature=0))]
         assert sum(alike) >= 2, "near ties may fall the other way"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{"gpu_layers": 7}, {"devices": ["cuda:0", "cuda:0"]}, {"device": "cuda"}])
+def test_close_returns_the_memory_at_once(options: dict[str, object]) -> None:
+    """Weights, cache and captured steps; without Python's search for cycles."""
+    with ex.load(DEMO, device="cuda", progress=None) as llm:
+        llm.generate("It was", max_tokens=4)  # what torch keeps from now on
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    gc.disable()
+    try:
+        llm = ex.load(DEMO, progress=None, **options)
+        _texts(llm, ["It was", "Once"], temperature=0)
+        held = torch.cuda.memory_allocated() - before
+        llm.close()
+        assert torch.cuda.memory_allocated() - before < held / 10
+    finally:
+        gc.enable()
 
 
 # ---- borders
