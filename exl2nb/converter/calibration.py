@@ -476,15 +476,12 @@ def tuning_rows(
         OptionError: the text has too few tokens for `rows` and those for choosing.
     """
     most, choosing = max(rows, tuning), min(choosing, max(2, rows // 4))
-    while True:
-        try:
-            found = calibration_rows(encoder, text, rows=most + choosing + extra, length=length, seed=seed)
-            break
-        except OptionError:
-            if most == rows and not extra:
-                raise
-            extra = extra if most > rows else 0
-            most = max(rows, most * 3 // 4)
+    try:
+        found = calibration_rows(encoder, text, rows=most + choosing + extra, length=length, seed=seed)
+    except OptionError:  # as many as there are
+        there = len(encoder.encode(text)) // length - choosing
+        extra = extra if there - extra >= rows else 0
+        found = calibration_rows(encoder, text, rows=max(rows, min(most, there - extra)) + choosing + extra, length=length, seed=seed)
     kept, report = part(found, extra)
     kept, chosen = part(kept, choosing)
     return part(kept, rows)[1] if rows < len(kept) else kept, kept, chosen, report

@@ -217,6 +217,7 @@ def forecast(asked: Settings, config: ModelConfig, device: torch.device, *, last
         Phase("allocate", 1, 0.1),
         Phase("polish", 2 * (layers + 1) if asked.polish else 0, 3.5),
         Phase("quantize", layers + 1, 3.5 + DESCENT_COST * asked.sweeps),
+        Phase("write text", 0, 0.01),
         Phase("tune", *_tuning_cost(asked, layers, device)),
         Phase("write", matrices, 0.01),
     ]
@@ -227,7 +228,7 @@ def _tuning_cost(asked: Settings, layers: int, device: torch.device) -> tuple[in
     """Steps of tuning, and what one costs beside a layer's forward pass over the calibration rows: five passes through all layers."""
     if asked.tuning is None or not asked.tuning.learns:
         return 0, 1.0
-    steps = asked.tuning.steps(asked.tuning.most_rows(device), asked.length)
+    steps = asked.tuning.steps(asked.tuning.most_rows(device), asked.length, device)
     return steps, 5 * 0.5 * layers * STEP_TOKENS / (asked.rows * asked.length)
 
 

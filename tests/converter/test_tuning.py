@@ -28,7 +28,7 @@ TUNED = {
     "calibration": TEXT,
     "rows": 12,
     "length": 32,
-    "tuning": Tuning(descent=0, rows=128, passes=6, travel=0.2),
+    "tuning": Tuning(descent=0, rows=128, passes=6, written=0, travel=0.2),
 }
 
 
@@ -81,7 +81,7 @@ def test_tuned_is_closer_on_rows_that_nobody_learned_from(tuned, source, tmp_pat
     assert tuned.tuned.chosen > 0
     first, *_, last = tuned.tuned.history
     assert first[0] == 0
-    assert last[0] == TUNED["tuning"].steps(128, 32) == 6 * stage.PARTS
+    assert last[0] == TUNED["tuning"].steps(128, 32, torch.device("cpu")) == 6 * stage.PARTS
     assert tuned.quality.kl < 0.9 * tuned.tuned.before.kl
     plain = convert(source, tmp_path / "plain", **{**TUNED, "effort": "full", "tuning": None})
     assert plain.tuned is None
