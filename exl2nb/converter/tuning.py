@@ -45,9 +45,10 @@ STEP_TOKENS = 8192  # of one step
 PARTS = 8  # of the way: after each one the model is judged and filed
 WARM_UP = 0.05  # of the way
 CHOOSING = 32  # rows
-# how far a number may go if every gradient points the same way, over the square root of the steps of a pass: of a step of the grid, or of
-# its own size. Gradients that are noise move it 1.2 times as far, whatever the number of steps: for a code a quarter of what changes it
-TRAVEL = {"codes": 0.1, "scales": 0.01, "vectors": 0.005, "embedding": 0.015}
+# how far a number may go if every gradient points the same way, over the square root of the steps that different rows make: codes in steps
+# of their grid, others in shares of their own size, times what share of the weights rounding errors are: 0.17 at 3 bits, 0.02 at 6.
+# Gradients that are noise move it 1.2 times as far, whatever the number of steps: for a code a quarter of what changes it
+TRAVEL = {"codes": 0.1, "scales": 0.06, "vectors": 0.03, "embedding": 0.09}
 FIRST, SECOND = 0.9, 0.99  # decay of Adam's moments
 PER_WEIGHT = 40  # bytes: dense, latent, rounded, gradient, two moments, steps, what is kept
 
@@ -80,7 +81,11 @@ class Tuning:
             check_flag(f"Tuning: {name}", getattr(self, name))
         if type(self.descent) is not int or not 0 <= self.descent <= 64:
             raise OptionError(f"Tuning: descent is {self.descent!r}; expected a whole number from 0 to 64")
-        for name, value, low, high in (("rows", self.rows, 1, 1 << 16), ("passes", self.passes, 1, 64), ("written", self.written, 0, 1 << 20)):
+        for name, value, low, high in (
+            ("rows", self.rows, 1, 1 << 16),
+            ("passes", self.passes, 1, 64),
+            ("written", self.written, 0, 1 << 20),
+        ):
             if value is not None and (type(value) is not int or not low <= value <= high):
                 raise OptionError(f"Tuning: {name} is {value!r}; expected a whole number from {low} to {high}")
         check_range("travel", self.travel, 0.001, 10, where="Tuning")
@@ -190,7 +195,8 @@ class _Student:
         self.vectors = {name: tensor.clone() for name, tensor in dense.items() if name not in matrices}
         names = config.names
         table = {f"{names.embed}.weight", f"{names.positions}.weight"}
-        travel = {name: far * math.sqrt(steps) for name, far in {**TRAVEL, "codes": tuning.travel}.items()}
+        error = _relative_error(self.grids, dense)
+        travel = {name: far * math.sqrt(steps) * error for name, far in TRAVEL.items()} | {"codes": tuning.travel * math.sqrt(steps)}
         learning: list[tuple[Tensor, Tensor]] = []  # with how far each may go
         for grid in self.grids.values():
             if tuning.codes:
@@ -246,6 +252,16 @@ class _Student:
         }
 
 
+def _relative_error(grids: Mapping[str, Grid], dense: Weights) -> float:
+    """Of all matrices together: root of the sum of squared errors over that of squared weights."""
+    apart = whole = 0.0
+    for key, grid in grids.items():
+        weight = dense[f"{key}.weight"]
+        apart += float((grid.weight() - weight).square().sum(dtype=torch.float64))
+        whole += float(weight.square().sum(dtype=torch.float64))
+    return math.sqrt(apart / whole) if whole else 0.0
+
+
 def _through_f16(tensor: Tensor) -> Tensor:
     """Rounded to f16, with the gradient of what it was."""
     return tensor + (tensor.detach().half().float() - tensor.detach())
@@ -269,9 +285,7 @@ class _Trainer:
     ids: int32 `(n, S)`, rows of the whole way, each seen once. each: rows of one step.
     """
 
-    def __init__(
-        self, config: ModelConfig, teacher: Weights, student: _Student, ids: Tensor, each: int, rows: Rows, seed: int
-    ) -> None:
+    def __init__(self, config: ModelConfig, teacher: Weights, student: _Student, ids: Tensor, each: int, rows: Rows, seed: int) -> None:
         self._config, self._teacher, self.student, self._rows, self._ids, self._each = config, teacher, student, rows, ids, each
         self._steps = torch.randperm(len(ids), generator=torch.Generator().manual_seed(seed)).split(self._each)
         self._share = _shares(len(self._steps))
@@ -299,10 +313,8 @@ class _Trainer:
     def _step(self, at: int) -> float:
         ids = self._ids[self._steps[at]].to(self._teacher[f"{self._config.names.embed}.weight"].device)
         self.student.pace(at, self._share[at])
-        if ids.is_cuda and len(ids) == self._each:
-            loss = float((self._replay or self._recorded)(ids))
-        else:
-            loss = float(self._learn(ids))
+        learn = (self._replay or self._recorded) if ids.is_cuda and len(ids) == self._each else self._learn
+        loss = float(learn(ids))
         if not math.isfinite(loss):
             raise ConversionError(f"tune: the KL is {loss} at step {at}; expected a finite number; use effort='thorough'")
         return loss

@@ -126,9 +126,7 @@ def _attend_up_to(q: Tensor, k: Tensor, v: Tensor, first: int, scale: float) -> 
     return F.scaled_dot_product_attention(q[:, :, first:last], k[:, :, :last], v[:, :, :last], attn_mask=seen, scale=scale)
 
 
-def block(
-    config: ModelConfig, layer: int, weights: Weights, x: Tensor, capture: Capture | None = None, past: Past | None = None
-) -> Tensor:
+def block(config: ModelConfig, layer: int, weights: Weights, x: Tensor, capture: Capture | None = None, past: Past | None = None) -> Tensor:
     """One decoder layer.
 
     Args:
@@ -163,9 +161,7 @@ def stages(config: ModelConfig, layer: int) -> tuple[tuple[str, ...], ...]:
     return ("q", "k", "v"), ("o",), ("router",), *shared
 
 
-def steps(
-    config: ModelConfig, layer: int, weights: Weights, x: Tensor, capture: Capture | None = None, past: Past | None = None
-) -> Steps:
+def steps(config: ModelConfig, layer: int, weights: Weights, x: Tensor, capture: Capture | None = None, past: Past | None = None) -> Steps:
     """`block` in steps: stops before the linears of each of `stages` and yields their input; they read their weights afterwards.
 
     Experts run after the last stop. What a stop keeps alive is the residual stream and what was yielded.
