@@ -30,7 +30,7 @@ from exl2nb.converter.result import Quality, judge
 from exl2nb.converter.sensitivity import repeatable
 from exl2nb.converter.weights import DenseWeights
 from exl2nb.converter.work import HEAD, Context, Packed, hash_of
-from exl2nb.converter.writing import BEGINNING, write_rows
+from exl2nb.converter.writing import BEGINNING, write_rows, writing_bytes
 from exl2nb.core.errors import ConversionError, OptionError
 from exl2nb.core.options import check_flag, check_range
 from exl2nb.core.show import size_text
@@ -40,7 +40,7 @@ from exl2nb.model.layout import Linear, end_vectors, head_linear, layer_linears,
 
 Weights = dict[str, Tensor]
 # rows of the whole way, if not told: 1280 of 512 tokens are 60 TFLOP for the demo model, 12 minutes of two cores
-SEEN = {"cpu": 1280, "cuda": 16384}
+SEEN = {"cpu": 1024, "cuda": 8192}
 STEP_TOKENS = 8192  # of one step
 PARTS = 8  # of the way: after each one the model is judged and filed
 WARM_UP = 0.05  # of the way
@@ -151,13 +151,14 @@ class Tuned:
 
 
 def needed_bytes(config: ModelConfig, device: torch.device, length: int) -> int:
-    """Memory that tuning takes: every matrix several times over, and the activations of one batch through all layers."""
+    """Memory that tuning takes: every matrix several times over, and the activations of one batch through all layers, or writing."""
     weights = sum(linear.in_features * linear.out_features for linear in linears(config))
     vectors = sum(math.prod(shape) for shape in end_vectors(config).values())
     rows = min(max(1, STEP_TOKENS // length), gpu_rows(config, length) if device.type == "cuda" else ROWS_PER_BATCH)
     inner = 20 * config.hidden_size + 14 * config.q_size + 12 * config.intermediate_size
     scores = 2 * config.num_heads * length if device.type == "cuda" else 0
-    return PER_WEIGHT * weights + 20 * vectors + 4 * rows * length * (config.num_layers * (inner + scores) + 8 * config.vocab_size)
+    activations = 4 * rows * length * (config.num_layers * (inner + scores) + 8 * config.vocab_size)
+    return PER_WEIGHT * weights + 20 * vectors + max(activations, writing_bytes(config, length, device))
 
 
 def check_tunable(config: ModelConfig, device: torch.device, length: int) -> None:
@@ -473,7 +474,7 @@ def _written(context: Context, teacher: Weights, text: Tensor, rows: int, seed: 
         return found
     generator, many = torch.Generator().manual_seed(seed), text.flatten()
     starts = torch.randint(len(many) - BEGINNING, (rows,), generator=generator)
-    with context.meter("write text", total=rows, unit="rows") as meter:
+    with context.meter("write text", total=rows * (length - 1), unit="tokens") as meter:
 
         def step(count: int) -> None:
             context.check()

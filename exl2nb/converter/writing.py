@@ -15,14 +15,23 @@ from exl2nb.model import reference
 from exl2nb.model.config import ModelConfig
 
 BEGINNING = 8  # tokens of a text that a row begins with
-CACHE_BYTES = {"cpu": 1 << 29, "cuda": 4 << 30}  # of keys and values: rows that are written together are as many as fit
+BYTES = {"cpu": 1 << 29, "cuda": 4 << 30}  # of keys, values and predictions: rows that are written together are as many as fit
 MOST = 4096  # rows at once
 
 
 def rows_at_once(config: ModelConfig, length: int, device: torch.device) -> int:
     """Rows of `length` tokens that are written together."""
-    each = 2 * config.num_layers * config.num_kv_heads * config.head_dim * length * _dtype(device).itemsize
-    return max(1, min(MOST, CACHE_BYTES[device.type] // each))
+    return max(1, min(MOST, BYTES[device.type] // _row_bytes(config, length, device)))
+
+
+def writing_bytes(config: ModelConfig, length: int, device: torch.device) -> int:
+    """Memory that rows which are written together take, the model's weights not counted."""
+    return rows_at_once(config, length, device) * _row_bytes(config, length, device)
+
+
+def _row_bytes(config: ModelConfig, length: int, device: torch.device) -> int:
+    cache = 2 * config.num_layers * config.num_kv_heads * config.head_dim * length * _dtype(device).itemsize
+    return cache + 12 * config.vocab_size + 4 * (8 * config.hidden_size + 4 * config.intermediate_size)
 
 
 def _dtype(device: torch.device) -> torch.dtype:
@@ -59,7 +68,7 @@ def write_rows(
     beginnings: Tensor,
     length: int,
     seed: int,
-    step: Callable[[int], None] = lambda rows: None,
+    step: Callable[[int], None] = lambda tokens: None,
 ) -> Tensor:
     """Continue every row at temperature 1, nothing filtered.
 
@@ -67,7 +76,7 @@ def write_rows(
         weights: of the dense model, by name.
         beginnings: int `(R, P)`, what each row begins with.
         length: tokens of a row when it is finished.
-        step: called with the number of rows after each batch of them.
+        step: called with the number of tokens that were added, again and again.
 
     Returns:
         int32 `(R, length)` on the CPU; the same for the same arguments on the same machine.
@@ -87,6 +96,6 @@ def write_rows(
             if at + 1 >= begin.shape[1]:
                 logits = reference.head(config, weights, reference.final_norm(config, weights, x[:, 0]))
                 ids[:, at + 1] = torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
+            step(len(begin))
         made.append(ids.to(torch.int32).cpu())
-        step(len(begin))
     return torch.cat(made) if made else torch.empty(0, length, dtype=torch.int32)
