@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import dataclasses
 import os
 import queue
 import threading
@@ -135,6 +136,8 @@ class ConversionJob:
         if work is not None and self.dst.resolve() in (work, *work.parents):
             raise ConversionError(f"work_dir {work} is inside {self.dst}, which will be the converted model; choose another directory")
         self.device = pick_device(device)
+        if self.settings.tuning is not None:
+            self.settings = dataclasses.replace(self.settings, tuning=self.settings.tuning.on(self.device))
         self._cancelled, self._go = False, threading.Event()
         self._go.set()
         self.result: Conversion | None = None
@@ -212,7 +215,7 @@ class ConversionJob:
             report_rows=asked.report_rows,
             polish=asked.polish,
             tuned=asked.tuning is not None and asked.tuning.learns,
-            descent=asked.tuning is not None and asked.tuning.descent > 0,
+            descent=asked.sweeps > 0,
         )
 
     def measure(self, sink: Sink | None = None) -> Measurement:

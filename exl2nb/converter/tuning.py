@@ -16,7 +16,7 @@ import itertools
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ from exl2nb.model.layout import Linear, end_vectors, head_linear, layer_linears,
 Weights = dict[str, Tensor]
 # rows of the whole way, if not told: 1280 of 512 tokens are 60 TFLOP for the demo model, 12 minutes of two cores
 SEEN = {"cpu": 1024, "cuda": 8192}
+SWEEPS = {"cpu": 2, "cuda": 0}
 STEP_TOKENS = 8192  # of one step
 PARTS = 8  # of the way: after each one the model is judged and filed
 WARM_UP = 0.05  # of the way
@@ -58,7 +59,8 @@ class Tuning:
     """What descends, what learns, and from how much. Each switch turns one part off, for ablations; with all of them off GPTQ sees the rows
     that it would see otherwise.
 
-    descent: sweeps of coordinate descent over codes and scales of each matrix, before anything learns, at most (converter.descent).
+    descent: sweeps of coordinate descent over codes and scales of each matrix, before anything learns, at most (converter.descent); None: 2
+    on the CPU, none on a GPU, where they take longer than learning and bring less (`on`).
     codes: of all matrices. scales: the largest step of each group. vectors: norms and biases. embedding: its table, and learned positions.
     rows: at most, from the calibration text; None: all there are, up to SEEN. passes: how often every row of the text is seen, each time
     cut at other places. written: rows that the dense model writes itself (converter.writing), each seen once; None: as many as are missing
@@ -66,7 +68,7 @@ class Tuning:
     gradient points the same way: above 0.1 less evidence changes a code.
     """
 
-    descent: int = 2
+    descent: int | None = None
     codes: bool = True
     scales: bool = True
     vectors: bool = True
@@ -79,16 +81,19 @@ class Tuning:
     def __post_init__(self) -> None:
         for name in TRAVEL:
             check_flag(f"Tuning: {name}", getattr(self, name))
-        if type(self.descent) is not int or not 0 <= self.descent <= 64:
-            raise OptionError(f"Tuning: descent is {self.descent!r}; expected a whole number from 0 to 64")
         for name, value, low, high in (
+            ("descent", self.descent, 0, 64),
             ("rows", self.rows, 1, 1 << 16),
             ("passes", self.passes, 1, 64),
             ("written", self.written, 0, 1 << 20),
         ):
-            if value is not None and (type(value) is not int or not low <= value <= high):
+            if (value is not None or name == "passes") and (type(value) is not int or not low <= value <= high):
                 raise OptionError(f"Tuning: {name} is {value!r}; expected a whole number from {low} to {high}")
         check_range("travel", self.travel, 0.001, 10, where="Tuning")
+
+    def on(self, device: torch.device) -> Tuning:
+        """The same with what depends on the device filled in that GPTQ needs to know."""
+        return self if self.descent is not None else replace(self, descent=SWEEPS[device.type])
 
     @property
     def learns(self) -> bool:
@@ -118,13 +123,14 @@ def rows_per_step(rows: int, length: int) -> int:
 class Tuned:
     """What the stage found. key: of the layers filed. vectors: norms and embedding by name, f16, as they are stored.
 
-    history: (step, KL on the rows just learned from, KL on the rows for choosing) after every part of the way, the beginning first.
-    chosen: which of them was taken. quality, before: on the rows for the report. second_kl: of the text `second`, of another kind, before
-    and after; None where there is none.
+    written: rows that the dense model wrote. history: (step, KL on the rows just learned from, KL on the rows for choosing) after every
+    part of the way, the beginning first. chosen: which of them was taken. quality, before: on the rows for the report. second_kl: of the
+    text `second`, of another kind, before and after; None where there is none.
     """
 
     key: str
     vectors: Weights = field(repr=False)
+    written: int
     history: tuple[tuple[int, float, float], ...]
     chosen: int
     quality: Quality | None
@@ -137,6 +143,7 @@ class Tuned:
         """Plain values."""
         return {
             "options": asdict(self.options),
+            "written": self.written,
             "history": [dict(zip(("step", "train_kl", "choosing_kl"), entry)) for entry in self.history],
             "chosen": self.chosen,
             "report_kl_before": None if self.before is None else self.before.kl,
@@ -453,6 +460,7 @@ def tune(context: Context, rows: Rows, made: Made, tuning: Tuning, seed: int) ->
     return Tuned(
         key=key,
         vectors=vectors,
+        written=len(written),
         history=tuple(trainer.history),
         chosen=choosing.index(min(choosing)),
         quality=_judged(config, teacher, found, rows.report),
