@@ -113,16 +113,20 @@ def test_the_report_is_about_what_is_on_disk(tuned, source):
     assert kl_of(config, dense, made, ids) > 0
 
 
+def stop_in(stage_name, job):
+    """Run a job and cancel it when a third of a stage is done."""
+
+    def stop(event):
+        if event.stage == stage_name and event.done >= 0.3 * event.total:
+            job.cancel()
+
+    with pytest.raises(Interrupted):
+        job.run(stop)
+
+
 def test_the_same_bytes_after_an_interruption(tuned, source, tmp_path):
     for stage_name, kind in (("write text", "layer"), ("tune", "tune")):
-
-        def stop(event, stage_name=stage_name):
-            if event.stage == stage_name and event.done >= 0.3 * event.total:
-                job.cancel()
-
-        job = ConversionJob(source, tmp_path / "out", **TUNED, work_dir=tmp_path / "work")
-        with pytest.raises(Interrupted):
-            job.run(stop)
+        stop_in(stage_name, ConversionJob(source, tmp_path / "out", **TUNED, work_dir=tmp_path / "work"))
         assert list((tmp_path / "work").glob(f"{kind}-*.safetensors"))
     assert not (tmp_path / "out").exists()
     begun = []
