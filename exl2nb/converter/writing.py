@@ -15,13 +15,16 @@ from exl2nb.model import reference
 from exl2nb.model.config import ModelConfig
 
 BEGINNING = 8  # tokens of a text that a row begins with
-BYTES = {"cpu": 1 << 29, "cuda": 4 << 30}  # of keys, values and predictions: rows that are written together are as many as fit
+BYTES = {"cpu": 1 << 29, "cuda": 8 << 30}  # of keys, values and predictions: rows that are written together are as many as fit
 MOST = 4096  # rows at once
 
 
 def rows_at_once(config: ModelConfig, length: int, device: torch.device) -> int:
     """Rows of `length` tokens that are written together."""
-    return max(1, min(MOST, BYTES[device.type] // _row_bytes(config, length, device)))
+    most = BYTES[device.type]
+    if device.type == "cuda" and torch.cuda.is_available():
+        most = min(most, torch.cuda.get_device_properties(device).total_memory // 4)
+    return max(1, min(MOST, most // _row_bytes(config, length, device)))
 
 
 def writing_bytes(config: ModelConfig, length: int, device: torch.device) -> int:
