@@ -75,9 +75,10 @@ class BatchBuilder:
             self._write_feed(spans, tokens)
         draws: list[Draw | None] = []
         for sequence, _, _, wants, _ in spans:
-            if wants == 1 and sequence.on_device:
+            if sequence.drawn:
                 sampler = sequence.sampler
-                draws.append(_draw(Draw, (sampler, sampler.count + sequence.in_flight, sequence.top)))
+                number = sampler.count + sequence.in_flight
+                draws += [_draw(Draw, (sampler, number + i, sequence.top)) for i in range(wants)]
             else:
                 draws += (None,) * wants
         if not same:

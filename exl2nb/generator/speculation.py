@@ -390,11 +390,17 @@ class Speculator:
     def __init__(self) -> None:
         self.times = StepTimes()
         self._began, self._rows = 0.0, 0  # the step that runs: when, and with how many rows; 0: not one to learn from
+        self._prepared = 0
 
-    def propose(self, running: Seq[Sequence], /) -> None:
-        """Append draft tokens; `rows` of a sequence is one more than there are."""
+    def propose(self, running: Seq[Sequence], prepared: int = 0, /) -> None:
+        """Append draft tokens; `rows` of a sequence is one more than there are.
+
+        prepared: of the executor; where it has grown, the last step's time is not learned from.
+        """
         now = time.perf_counter()
         decoding = [sequence for sequence in running if sequence.pending == 1]
+        if prepared != self._prepared:
+            self._prepared, self._rows = prepared, 0
         if self._rows and len(decoding) == len(running):
             self.times.record(self._rows, now - self._began)
         self._propose([one for one in decoding if one.proposer is not None and not one.drafted], len(running))

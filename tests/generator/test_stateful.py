@@ -113,7 +113,7 @@ class Guessing(Sequence):
 
 
 class Speculator:
-    def propose(self, running):
+    def propose(self, running, prepared):
         for sequence in running:
             if isinstance(sequence, Guessing):
                 sequence.guess()
