@@ -1,4 +1,5 @@
-"""Train models that a claim about conversion must also hold on: a Llama of 60 million weights with GQA, a Qwen2 of 40 million with biases.
+"""Train models that a claim must also hold on: a Llama of 60 million weights with GQA, a Qwen2 of 40 million with biases, and a Llama of 11
+million that drafts for the first (`benchmarks/speculation.py`).
 
 They are not committed. The trainer is `train_demo_model.py`; text, tokenizer and rows are the same for all of them.
 
@@ -29,6 +30,7 @@ SHAPES = {
     "qwen2-40m": Shape(
         8192, hidden_size=384, intermediate_size=1344, num_layers=18, num_heads=6, num_kv_heads=2, rope_theta=1e6, qkv_bias=True
     ),
+    "llama-11m": Shape(8192, hidden_size=512, intermediate_size=1792, num_layers=2, num_heads=8, num_kv_heads=2),  # few steps: a draft
 }
 FACTS = "training.json"  # in a model's directory, written last
 RECIPE = Recipe(steps=3000, batch=64, peak_lr=1e-3)
@@ -65,7 +67,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("text", type=Path, help="file of plain text, .txt or .xz")
     parser.add_argument("out", type=Path, help="folder; each model gets a directory of its name")
-    parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=["llama-60m", "qwen2-40m"])
     parser.add_argument("--seconds", type=float, default=900.0, help="for all models together; each trains as many steps as fit")
     parser.add_argument("--steps", type=int, help=f"at most (default {RECIPE.steps})")
     parser.add_argument("--passes", type=float, default=PASSES, help=f"of the text, at most (default {PASSES})")

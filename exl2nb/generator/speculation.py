@@ -17,6 +17,7 @@ from exl2nb.core.errors import OptionError
 from exl2nb.core.options import check_flag, check_range
 
 if TYPE_CHECKING:
+    from exl2nb.core.progress import Sink
     from exl2nb.generator.request import Request
     from exl2nb.generator.sequence import Sequence
 
@@ -310,6 +311,10 @@ class Drafter(Protocol):
 
     def propose(self, wanted: Seq[tuple[Sequence, int]], /) -> list[list[int]]:
         """At most the wanted number of draft tokens for each sequence."""
+        ...
+
+    def prepare(self, progress: Sink | None) -> None:
+        """Do beforehand what the first draft tokens would wait for."""
         ...
 
     def close(self) -> None:

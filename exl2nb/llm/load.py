@@ -144,6 +144,7 @@ def load(
         try:
             with showing(progress, "load the draft model") as sink:
                 llm.engine.drafter = make_drafter(llm, draft, cache=cache, progress=sink)
+                llm.engine.drafter.prepare(sink)
         except BaseException:
             llm.close()
             raise
@@ -284,11 +285,16 @@ def make_drafter(target: LLM, draft: LLM | str | os.PathLike[str], *, cache: str
 def _drafter(target: LLM, model: Model, tokenizer: Tokenizer, cache: str, **options: Any) -> DraftModel:
     size = target.model.config.vocab_size
     check_same_tokenizer(target.tokenizer, tokenizer, target_size=size, draft_size=model.config.vocab_size)
+    executor = None
+    if model.draw_device != "cpu":
+        from exl2nb.generator.gpu_executor import GpuExecutor as executor
     return DraftModel(
         model,
         model.cache_spec(target.engine.spec.num_tokens, mode=cache),
         context=model.context,
         vocab_size=size,
+        drawn=model.config.vocab_size == size,
         device=model.device,
+        executor=executor,
         **options,
     )

@@ -37,7 +37,8 @@ def running(running):
         model.logits_after = rule
         engine = running(model)
         if draft is not None:
-            engine.drafter = DraftModel(draft, fakes.spec(draft_pages), context=context, vocab_size=fakes.VOCAB)
+            sizes = {"context": context, "vocab_size": fakes.VOCAB, "drawn": draft.vocab == fakes.VOCAB}
+            engine.drafter = DraftModel(draft, fakes.spec(draft_pages), **sizes)
         return engine
 
     return make
