@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+
 from exl2nb.cache.pages import PageTable
 from exl2nb.cache.pool import KVCache
 from exl2nb.cache.spec import CacheSpec
@@ -43,13 +44,13 @@ class _DraftCache:
 
 
 class _Turn(NamedTuple):
-    """A sequence in a round of draft tokens: its index in what is `wanted`, its cache, the tokens that the cache lacks, how many to propose."""
+    """A sequence in a round of draft tokens: its index in what is `wanted`, its cache, the ids it lacks, how many to propose at most."""
 
     place: int
     sequence: Sequence
     known: _DraftCache
     ids: list[int]
-    count: int
+    most: int
 
 
 class DraftModel:
@@ -155,7 +156,9 @@ class DraftModel:
         wants = "all" if ahead and all(len(turn.ids) <= DECODED for turn in turns) else "last"  # then the GPU has a captured step for it
         batch = self._batch([(turn.known, turn.ids, wants) for turn in turns])
         last = np.arange(rows, dtype=np.int32) if wants == "last" else batch.cu_seqlens.numpy()[1:] - 1
-        draws = [Draw(turn.sequence.sampler, turn.sequence.sampler.count, 0) for turn in turns for _ in (turn.ids if wants == "all" else [0])]
+        draws = [
+            Draw(turn.sequence.sampler, turn.sequence.sampler.count, 0) for turn in turns for _ in (turn.ids if wants == "all" else [0])
+        ]
         launched = [executor.launch(Step(batch, None, draws, False))]
         results = [] if ahead else [_read(launched[0])]
         size, table = self._size, batch.block_table.numpy()
@@ -182,7 +185,7 @@ class DraftModel:
         for step, tokens in enumerate(results):
             for row, turn in enumerate(turns):
                 token = tokens[int(last[row]) if step == 0 else row] if tokens else None
-                if isinstance(token, Sampled) and step < turn.count and len(found[turn.place]) == step:
+                if isinstance(token, Sampled) and step < turn.most and len(found[turn.place]) == step:
                     found[turn.place].append(token.id)
         if executor.prepared == prepared and all(len(turn.ids) <= DECODED for turn in turns):
             self._measured((time.perf_counter() - began) / steps)

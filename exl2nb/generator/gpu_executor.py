@@ -233,9 +233,7 @@ class GpuExecutor:
             graph.set(step, draws, self._drawn)
         return graph
 
-    def _capture(
-        self, rows: int, sequences: int, width: int, counted: bool, moved: bool, lora: LoraBuffers | None
-    ) -> _Graph | None:
+    def _capture(self, rows: int, sequences: int, width: int, counted: bool, moved: bool, lora: LoraBuffers | None) -> _Graph | None:
         before = torch.cuda.current_stream(self._device)
         try:
             return _Graph(self._model, self._cache, rows, sequences, width, counted, moved, lora).capture()

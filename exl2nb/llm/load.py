@@ -285,9 +285,8 @@ def make_drafter(target: LLM, draft: LLM | str | os.PathLike[str], *, cache: str
 def _drafter(target: LLM, model: Model, tokenizer: Tokenizer, cache: str, **options: Any) -> DraftModel:
     size = target.model.config.vocab_size
     check_same_tokenizer(target.tokenizer, tokenizer, target_size=size, draft_size=model.config.vocab_size)
-    executor = None
-    if model.draw_device != "cpu":
-        from exl2nb.generator.gpu_executor import GpuExecutor as executor
+    from exl2nb.llm.model import executor_of
+
     return DraftModel(
         model,
         model.cache_spec(target.engine.spec.num_tokens, mode=cache),
@@ -295,6 +294,6 @@ def _drafter(target: LLM, model: Model, tokenizer: Tokenizer, cache: str, **opti
         vocab_size=size,
         drawn=model.config.vocab_size == size,
         device=model.device,
-        executor=executor,
+        executor=executor_of(model),
         **options,
     )
