@@ -38,6 +38,15 @@ def prefill_s(llm: ex.LLM, tokens: int, rounds: int) -> list[float]:
     return found[2:]
 
 
+def folder_of(model: str, models: Path) -> Path:
+    """Where a model SHAPE[:BPW] is; it is made where it is missing."""
+    (name, _, bpw), folder = model.partition(":"), models / model.replace(":", "-")
+    if not (folder / "config.json").exists():
+        maker = Path(__file__).with_name("make_random_model.py")
+        subprocess.run([sys.executable, str(maker), name, str(folder), "--bpw", bpw or "4.0"], check=True, stdout=subprocess.DEVNULL)
+    return folder
+
+
 def bound_s(shape: Shape, tokens: int, rounds: int = 3) -> tuple[float, float]:
     """Seconds that all layers' products, and all layers' attention, take torch."""
     new = {"device": "cuda", "dtype": torch.bfloat16}
@@ -78,11 +87,7 @@ def main() -> None:
     args = parser.parse_args()
     for case in args.cases:
         model, _, counts = case.partition("@")
-        name, _, bpw = model.partition(":")
-        shape, folder = SHAPES[name], args.models / model.replace(":", "-")
-        if not (folder / "config.json").exists():
-            maker = Path(__file__).with_name("make_random_model.py")
-            subprocess.run([sys.executable, str(maker), name, str(folder), "--bpw", bpw or "4.0"], check=True, stdout=subprocess.DEVNULL)
+        shape, folder = SHAPES[model.partition(":")[0]], folder_of(model, args.models)
         if args.only_make:
             continue
         tokens = [int(count) for count in counts.split(",")]
