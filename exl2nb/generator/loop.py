@@ -75,8 +75,9 @@ class StepLoop:
                 self.finish(sequence, "timeout")
         if in_flight and not all([sequence.on_device for sequence in running]):
             self.drain()
-        if self.speculator is not None and not in_flight:
-            self.speculator.propose(running, self.executor.prepared)
+        if self.speculator is not None and self.speculator.wakes(running):
+            self.drain()
+            self.speculator.propose(scheduler.running, self.executor.prepared)
         spans = scheduler.schedule()
         if spans:
             self._launch(spans)

@@ -209,6 +209,8 @@ class Sequence:
         """Take one token that was drawn elsewhere, at `now`; the finish reason once the answer is complete."""
         self.sampler.push(sampled[0])
         reason = self._take(sampled, None, "target", now)
+        if self.proposer is not None:
+            self.proposer.pace.record(0, 0)
         if self.request.stream:  # `hand_over`, without a call per token
             tokens, handed = self.output.tokens, self._handed
             if len(tokens) > handed:

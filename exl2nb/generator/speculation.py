@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 KINDS = ("auto", "draft", "ngram", "off")
 MAX_DRAFT_TOKENS = 7  # a step then has at most 8 rows per sequence, which every backend runs as a decode
 PROBE, RARELY = 12, 48  # steps without draft tokens after which one is proposed again: after the first failure, and after several
+REST, LONGEST_REST = 8, 32  # steps that are not thought about after one for which draft tokens do not pay, doubled each time
+MISSES, MISSED_REST = 4, 16  # looks that find no place in the text after which the next ones are put off, longer each time, up to so many
+LONG = 8  # tokens that must agree for a draft token to count as a right one
 STALE = 512  # steps after which the measured time of a number of rows, not seen since, is dropped
 FORGET = 0.9  # weight of earlier observations, per verified step
 GAIN = 1.03  # least estimated speed-up for which draft tokens are proposed
@@ -192,6 +195,7 @@ class AdaptiveLength:
         self.settings, self._times, self._watched = settings, times or StepTimes(), watched
         self._accepted_weight, self._verified_weight = 1.6, 2.0  # the prior: as if 1.6 of 2 had been accepted
         self._idle, self._patience, self._longest = 0, PROBE, 0
+        self.rest, self._next_rest = 0, REST  # steps for which the answer of `length` is known to be 0; the next such number
         self.steps = self.proposed = self.accepted = self.plain_steps = 0
         self.lengths = [0] * (settings.max_tokens + 1)
         self.trail: list[Verified] = []
@@ -206,31 +210,44 @@ class AdaptiveLength:
         most = min(self.settings.max_tokens, room)
         if most <= 0 or not self.settings.adaptive:
             return max(0, most)
+        if self.rest:
+            self.skip(1)
+            return 0
         if self._times.plain_due and not beside:
             return 0
         most = min(most, max(1, self._times.reach - beside - 1, 2 * self._longest + 1))
         best = self._best(min(SURE, self._accepted_weight / self._verified_weight), most, beside, draft_s)
-        if best or self._watched:
+        if best:
             return best
         self._idle += 1
-        if self._idle < self._patience or not self._best(SURE, most, beside, draft_s):
+        if self._watched or self._idle < self._patience or not self._best(SURE, most, beside, draft_s):
+            self.rest, self._next_rest = self._next_rest, min(2 * self._next_rest, LONGEST_REST)
             return 0  # also where not even certain draft tokens would pay
         self._idle, self._patience = 0, min(2 * self._patience, RARELY)
         return 1
 
+    def skip(self, steps: int) -> None:
+        """So many steps of `rest` have passed."""
+        self.rest -= steps
+        self._idle += steps
+
     def _best(self, likely: float, most: int, beside: int, draft_s: float) -> int:
         """The number of draft tokens that gives most tokens per second; 0 where none does clearly."""
-        times = self._times
-
-        def speed(k: int) -> float:
-            tokens = beside + (1.0 - likely ** (k + 1)) / (1.0 - likely)
-            return tokens / (times.seconds(beside + 1 + k) + k * draft_s)
-
-        best = max(range(1, most + 1), key=speed)
-        return best if speed(best) > GAIN * speed(0) else 0
+        seconds = self._times.seconds
+        tokens, chance, best = beside + 1.0, likely, 0
+        fastest = GAIN * tokens / seconds(beside + 1)
+        for k in range(1, most + 1):
+            tokens += chance
+            chance *= likely
+            speed = tokens / (seconds(beside + 1 + k) + k * draft_s)
+            if speed > fastest:
+                fastest, best = speed, k
+        return best
 
     def observe(self, right: bool) -> None:
         """A draft token that was not proposed would have been accepted, or not."""
+        if right:
+            self.rest, self._next_rest = 0, REST
         self._accepted_weight = self._accepted_weight * FORGET + right
         self._verified_weight = self._verified_weight * FORGET + 1
 
@@ -247,7 +264,7 @@ class AdaptiveLength:
         self._accepted_weight = self._accepted_weight * FORGET + accepted
         self._verified_weight = self._verified_weight * FORGET + min(accepted + 1, proposed)
         if accepted:
-            self._patience = PROBE
+            self._patience, self._next_rest = PROBE, REST
 
     def acceptance(self, kind: str) -> Acceptance:
         """The record."""
@@ -270,6 +287,7 @@ class NgramProposer:
     """
 
     def __init__(self, min_match: int, max_match: int) -> None:
+        self.at = 0  # where the last continuation that was found stands
         self._lengths = range(max_match, min_match - 1, -1)
         self._after: dict[tuple[int, ...], int] = {}  # run -> where its latest continuation stands
         self._known = 0  # positions up to here are in the index as continuations
@@ -284,11 +302,16 @@ class NgramProposer:
             at = self._after.get(tuple(ids[size - length :]))
             # after a rewind the index may point past the end or to other tokens: the draft tokens are then poor, which is no error
             if at is not None and at < size:
+                self.at = at
                 found: list[int] = []
                 for i in range(count):
                     found.append(ids[at + i] if at + i < size else found[at + i - size])
                 return found
         return []
+
+    def matches(self, ids: Seq[int], length: int) -> bool:
+        """Whether the last `length` tokens stand before what was found last."""
+        return self.at >= length and ids[self.at - length : self.at] == ids[len(ids) - length :]
 
     def _learn(self, ids: Seq[int]) -> None:
         shortest = self._lengths[-1]
@@ -332,6 +355,7 @@ class Proposer:
     def __init__(self, name: str, pace: AdaptiveLength, *, ngram: NgramProposer | None = None, drafter: Drafter | None = None) -> None:
         self.name, self.pace, self.drafter, self._ngram = name, pace, drafter, ngram
         self.kept = 1 << 62
+        self._misses = 0  # looks since a place in the text was found
         self._unproposed: tuple[int, int] | None = None  # position and token of a draft that was found but not proposed
 
     @classmethod
@@ -352,6 +376,13 @@ class Proposer:
         self._unproposed = None
         count = self.pace.length(room, beside)
         found = self._ngram.propose(ids, max(1, count)) if room > 0 else []
+        self._misses = 0 if found else self._misses + 1
+        if self._misses >= MISSES and not self.pace.rest and self.pace.settings.adaptive:
+            self.pace.rest = min(2 ** (self._misses - MISSES), MISSED_REST)
+        if found and not count and self._ngram.matches(ids, LONG):
+            self.pace.observe(True)
+            count = self.pace.length(room, beside)
+            found = self._ngram.propose(ids, max(1, count))
         if found and not count:
             self._unproposed = len(ids), found[0]
             return []
@@ -389,6 +420,8 @@ def proposer_for(request: Request, drafter: Drafter | None, times: StepTimes | N
 class Speculator:
     """Appends draft tokens to the ids of decoding sequences before each step, and measures step times.
 
+    It sleeps for some steps where draft tokens do not pay for any sequence; these then run as if nobody speculated.
+
     times: of the steps.
     """
 
@@ -396,6 +429,14 @@ class Speculator:
         self.times = StepTimes()
         self._began, self._rows = 0.0, 0  # the step that runs: when, and with how many rows; 0: not one to learn from
         self._prepared = 0
+        self._asleep, self._slept, self._running = 0, 0, 0  # steps to sleep, and slept so far; sequences that ran when it began
+
+    def wakes(self, running: Seq[Sequence]) -> bool:
+        """Whether `propose` must be called before this step, with every result read; to be asked once a step."""
+        if self._slept < self._asleep and len(running) == self._running:
+            self._slept += 1
+            return False
+        return True
 
     def propose(self, running: Seq[Sequence], prepared: int = 0, /) -> None:
         """Append draft tokens; `rows` of a sequence is one more than there are.
@@ -407,10 +448,26 @@ class Speculator:
         if prepared != self._prepared:
             self._prepared, self._rows = prepared, 0
         if self._rows and len(decoding) == len(running):
-            self.times.record(self._rows, now - self._began)
-        self._propose([one for one in decoding if one.proposer is not None and not one.drafted], len(running))
+            self.times.record(self._rows, (now - self._began) / (1 + self._slept))
+        proposing = [one for one in decoding if one.proposer is not None and not one.drafted]
+        for one in proposing:
+            one.on_device = False
+            if self._slept and one.proposer is not None:
+                one.proposer.pace.skip(min(self._slept, one.proposer.pace.rest))
+        self._asleep = self._slept = 0
+        self._propose(proposing, len(running))
         self._rows = sum(one.rows for one in running) if running and len(decoding) == len(running) else 0
+        if self._rows == len(running) and proposing:
+            self._sleep(proposing, len(running))
         self._began = time.perf_counter()
+
+    def _sleep(self, proposing: Seq[Sequence], running: int) -> None:
+        """Sleep as long as each of them rests."""
+        rests = [one.proposer.pace.rest for one in proposing if one.proposer is not None and one.sampler.constraint is None]
+        if len(rests) == len(proposing) and (steps := min(rests)):
+            self._asleep, self._running = steps, running
+            for one in proposing:
+                one.on_device = one.drawn
 
     def _propose(self, sequences: Seq[Sequence], running: int) -> None:
         wanted: dict[int, list[tuple[Sequence, int]]] = {}

@@ -113,6 +113,9 @@ class Guessing(Sequence):
 
 
 class Speculator:
+    def wakes(self, running):
+        return True
+
     def propose(self, running, prepared):
         for sequence in running:
             if isinstance(sequence, Guessing):
