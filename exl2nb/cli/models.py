@@ -63,7 +63,9 @@ def add_load_options(parser: argparse.ArgumentParser, *, draft: bool = True, dev
     group.add_argument("--device", type=_device, metavar="DEVICE", help=f"auto, cpu, cuda or cuda:N (default {device})")
     add_devices_options(group)
     if draft:
-        group.add_argument("--draft", metavar="MODEL", help="smaller model with the same tokenizer, which proposes tokens")
+        group.add_argument(
+            "--draft", metavar="MODEL", help="smaller model with the same tokenizer, which proposes tokens; self: a copy at 2.5 bits"
+        )
     for name, text in ROPE.items():
         group.add_argument(f"--rope-{name}", type=float, metavar="NUMBER", help=text)
     group.add_argument(
