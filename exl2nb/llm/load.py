@@ -259,8 +259,8 @@ def make_drafter(target: LLM, draft: LLM | str | os.PathLike[str], *, cache: str
     """Make the draft model of `target`.
 
     Args:
-        target: the model that verifies. draft: a directory, a hub id, "self", or a loaded model, which stays its owner's. cache: mode of the
-        draft's KV cache. progress: takes the events of loading.
+        target: the model that verifies. draft: a directory, a hub id, "self", or a loaded model, which stays its owner's. cache: mode of
+        the draft's KV cache. progress: takes the events of loading.
 
     Raises:
         TokenizerError: its tokenizer is another one; names the first difference. Otherwise as `load`.
