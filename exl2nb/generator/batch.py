@@ -78,7 +78,8 @@ class BatchBuilder:
             if sequence.drawn:
                 sampler = sequence.sampler
                 number = sampler.count + sequence.in_flight
-                draws += [_draw(Draw, (sampler, number + i, sequence.top)) for i in range(wants)]
+                for i in range(number, number + wants):
+                    draws.append(_draw(Draw, (sampler, i, sequence.top)))
             else:
                 draws += (None,) * wants
         if not same:

@@ -22,6 +22,7 @@ from exl2nb.core.log import logger
 from exl2nb.core.progress import Sink
 from exl2nb.generator.executor import Draw, Executor, HostExecutor, PendingStep, Results, Step
 from exl2nb.generator.sequence import Sequence, choose
+from exl2nb.generator.speculation import StepTimes
 from exl2nb.model.batch import Batch, Span
 from exl2nb.sampling.draw import Sampled
 from exl2nb.sampling.state import SamplerState
@@ -30,7 +31,7 @@ from exl2nb.tokenizer.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from exl2nb.generator.engine import Forward
 
-DECODED = 8  # tokens of a sequence that a decode step takes
+DECODED, SOON = 8, 64  # tokens of a sequence that a decode step takes; lag up to which several such steps are quicker than a prompt's
 CHUNK = 256  # a draft that lags by more tokens proposes nothing and computes a chunk per step of the target
 
 
@@ -84,7 +85,7 @@ class DraftModel:
         on_close: Callable[[], None] | None = None,
     ) -> None:
         self._model, self._run, self._on_close = model, run, on_close
-        self.draft_s = 0.0
+        self._times = StepTimes()
         self._size, self._context, self._vocab_size = spec.page_size, context, vocab_size
         self._cache, self._table = KVCache(spec, device), PageTable(spec.num_pages)
         self._executor, self._ahead, self._drawn = (executor or HostExecutor)(model, self._cache), executor is not None, drawn
@@ -95,6 +96,10 @@ class DraftModel:
     def pages(self) -> PageTable:
         """The page table of the draft's cache."""
         return self._table
+
+    def seconds(self, count: int) -> float:
+        """What a round of so many draft tokens takes, whose sequences lag by a few tokens; 0: none was measured."""
+        return self._times.seconds(count) if self._times.known else 0.0
 
     def prepare(self, progress: Sink | None) -> None:
         """Do beforehand what the first draft tokens would wait for, such as compiling kernels."""
@@ -152,7 +157,12 @@ class DraftModel:
     def _draw_together(self, turns: list[_Turn], steps: int, found: list[list[int]]) -> None:
         """Let the executor draw: so many steps of all sequences, of which each keeps what it wants."""
         executor, ahead = self._executor, self._ahead
-        began, prepared, rows = time.perf_counter(), executor.prepared, len(turns)
+        began, prepared, rows, late = time.perf_counter(), executor.prepared, len(turns), False
+        while ahead and (lagging := [turn for turn in turns if DECODED < len(turn.ids) <= SOON]):
+            late = True
+            batch = self._batch([(turn.known, turn.ids[:DECODED], "all") for turn in lagging])
+            executor.launch(Step(batch, None, [Draw(turn.sequence.sampler, 0, 0) for turn in lagging for _ in range(DECODED)], False))
+            turns = [turn._replace(ids=turn.ids[DECODED:]) if DECODED < len(turn.ids) <= SOON else turn for turn in turns]
         wants = "all" if ahead and all(len(turn.ids) <= DECODED for turn in turns) else "last"  # then the GPU has a captured step for it
         batch = self._batch([(turn.known, turn.ids, wants) for turn in turns])
         last = np.arange(rows, dtype=np.int32) if wants == "last" else batch.cu_seqlens.numpy()[1:] - 1
@@ -187,8 +197,8 @@ class DraftModel:
                 token = tokens[int(last[row]) if step == 0 else row] if tokens else None
                 if isinstance(token, Sampled) and step < turn.most and len(found[turn.place]) == step:
                     found[turn.place].append(token.id)
-        if executor.prepared == prepared and all(len(turn.ids) <= DECODED for turn in turns):
-            self._measured((time.perf_counter() - began) / steps)
+        if executor.prepared == prepared and not late and all(len(turn.ids) <= DECODED for turn in turns):
+            self._times.record(steps, time.perf_counter() - began)
 
     def _choose_together(self, turns: list[_Turn], found: list[list[int]]) -> None:
         """Let the requests' samplers choose from logits on the host."""
@@ -197,8 +207,8 @@ class DraftModel:
             sampler = sequence.sampler.copy()
             sampler.retry = 0
             active.append((place, known, sampler, ids, count))
+        began = time.perf_counter()
         while active:
-            began = time.perf_counter()
             rows = self._forward([(known, ids, "last") for _, known, _, ids, _ in active])
             going = []
             for (place, known, sampler, _, count), row in zip(active, rows):
@@ -208,13 +218,9 @@ class DraftModel:
                 found[place].append(token)
                 if count > 1 and not sampler.finished:
                     going.append((place, known, sampler, [token], count - 1))
-            if all(len(ids) == 1 for _, _, _, ids, _ in active):  # the time of one draft step; the first one also catches up with the text
-                self._measured(time.perf_counter() - began)
             active = going
-
-    def _measured(self, took: float) -> None:
-        """A draft token took so long."""
-        self.draft_s = self.draft_s + 0.2 * (min(took, 2.0 * self.draft_s) - self.draft_s) if self.draft_s else took
+        if all(len(turn.ids) <= DECODED for turn in turns):
+            self._times.record(max(turn.most for turn in turns), time.perf_counter() - began)
 
     def _draw(self, row: np.ndarray, sampler: SamplerState) -> int | None:
         """What the request would take; None where the draft has no answer (a broken row, or nothing that is allowed)."""

@@ -9,6 +9,7 @@ text is, token for token, the one without speculation, for every sampler, penalt
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -25,7 +26,7 @@ KINDS = ("auto", "draft", "ngram", "off")
 MAX_DRAFT_TOKENS = 7  # a step then has at most 8 rows per sequence, which every backend runs as a decode
 PROBE, RARELY = 12, 48  # steps without draft tokens after which one is proposed again: after the first failure, and after several
 REST, LONGEST_REST = 8, 32  # steps that are not thought about after one for which draft tokens do not pay, doubled each time
-MISSES, MISSED_REST = 4, 16  # looks that find no place in the text after which the next ones are put off, longer each time, up to so many
+TRIED, TRIED_RIGHT = (3, 7), 0.3  # draft tokens whose step is measured once, where all are right with this probability
 LONG = 8  # tokens that must agree for a draft token to count as a right one
 STALE = 512  # steps after which the measured time of a number of rows, not seen since, is dropped
 FORGET = 0.9  # weight of earlier observations, per verified step
@@ -153,9 +154,18 @@ class StepTimes:
             del self._seen[other]  # so that it is tried again
 
     @property
+    def known(self) -> bool:
+        """Whether any step was measured."""
+        return bool(self._seen)
+
+    @property
     def plain_due(self) -> bool:
         """True where steps were measured, but lately none with one row, with which all others are compared."""
         return bool(self._seen) and 1 not in self._seen
+
+    def knows(self, rows: int) -> bool:
+        """Whether a step with so many rows was measured."""
+        return rows in self._seen
 
     @property
     def reach(self) -> int:
@@ -195,17 +205,18 @@ class AdaptiveLength:
         self.settings, self._times, self._watched = settings, times or StepTimes(), watched
         self._accepted_weight, self._verified_weight = 1.6, 2.0  # the prior: as if 1.6 of 2 had been accepted
         self._idle, self._patience, self._longest = 0, PROBE, 0
+        self._tries = dict.fromkeys(TRIED, 2)  # the first step of a kind is captured, and not measured
         self.rest, self._next_rest = 0, REST  # steps for which the answer of `length` is known to be 0; the next such number
         self.steps = self.proposed = self.accepted = self.plain_steps = 0
         self.lengths = [0] * (settings.max_tokens + 1)
         self.trail: list[Verified] = []
 
-    def length(self, room: int, beside: int = 0, *, draft_s: float = 0.0) -> int:
+    def length(self, room: int, beside: int = 0, *, draft_s: Callable[[int], float] = lambda count: 0.0) -> int:
         """Draft tokens to propose now.
 
         Args:
             room: at most this many. beside: rows of other sequences in the step, whose tokens come later if it takes longer. draft_s: what
-            making a draft token takes.
+            making so many draft tokens takes.
         """
         most = min(self.settings.max_tokens, room)
         if most <= 0 or not self.settings.adaptive:
@@ -215,8 +226,14 @@ class AdaptiveLength:
             return 0
         if self._times.plain_due and not beside:
             return 0
+        likely = min(SURE, self._accepted_weight / self._verified_weight)
+        if self.steps and not beside:  # a step's time has a part that does not grow with rows, which one more row does not show
+            for count in TRIED:
+                if count <= most and self._tries[count] and not self._times.knows(1 + count) and likely**count > TRIED_RIGHT:
+                    self._tries[count] -= 1
+                    return count
         most = min(most, max(1, self._times.reach - beside - 1, 2 * self._longest + 1))
-        best = self._best(min(SURE, self._accepted_weight / self._verified_weight), most, beside, draft_s)
+        best = self._best(likely, most, beside, draft_s)
         if best:
             return best
         self._idle += 1
@@ -231,7 +248,7 @@ class AdaptiveLength:
         self.rest -= steps
         self._idle += steps
 
-    def _best(self, likely: float, most: int, beside: int, draft_s: float) -> int:
+    def _best(self, likely: float, most: int, beside: int, draft_s: Callable[[int], float]) -> int:
         """The number of draft tokens that gives most tokens per second; 0 where none does clearly."""
         seconds = self._times.seconds
         tokens, chance, best = beside + 1.0, likely, 0
@@ -239,7 +256,7 @@ class AdaptiveLength:
         for k in range(1, most + 1):
             tokens += chance
             chance *= likely
-            speed = tokens / (seconds(beside + 1 + k) + k * draft_s)
+            speed = tokens / (seconds(beside + 1 + k) + draft_s(k))
             if speed > fastest:
                 fastest, best = speed, k
         return best
@@ -330,7 +347,9 @@ STEP_ROWS = 64  # of logits in one step, which many sequences share
 class Drafter(Protocol):
     """A draft model."""
 
-    draft_s: float  # seconds for one draft token, as far as known
+    def seconds(self, count: int) -> float:
+        """What making so many draft tokens takes, as far as known; 0: nothing is known."""
+        ...
 
     def propose(self, wanted: Seq[tuple[Sequence, int]], /) -> list[list[int]]:
         """At most the wanted number of draft tokens for each sequence."""
@@ -355,7 +374,6 @@ class Proposer:
     def __init__(self, name: str, pace: AdaptiveLength, *, ngram: NgramProposer | None = None, drafter: Drafter | None = None) -> None:
         self.name, self.pace, self.drafter, self._ngram = name, pace, drafter, ngram
         self.kept = 1 << 62
-        self._misses = 0  # looks since a place in the text was found
         self._unproposed: tuple[int, int] | None = None  # position and token of a draft that was found but not proposed
 
     @classmethod
@@ -376,9 +394,6 @@ class Proposer:
         self._unproposed = None
         count = self.pace.length(room, beside)
         found = self._ngram.propose(ids, max(1, count)) if room > 0 else []
-        self._misses = 0 if found else self._misses + 1
-        if self._misses >= MISSES and not self.pace.rest and self.pace.settings.adaptive:
-            self.pace.rest = min(2 ** (self._misses - MISSES), MISSED_REST)
         if found and not count and self._ngram.matches(ids, LONG):
             self.pace.observe(True)
             count = self.pace.length(room, beside)
@@ -420,7 +435,7 @@ def proposer_for(request: Request, drafter: Drafter | None, times: StepTimes | N
 class Speculator:
     """Appends draft tokens to the ids of decoding sequences before each step, and measures step times.
 
-    It sleeps for some steps where draft tokens do not pay for any sequence; these then run as if nobody speculated.
+    It sleeps for some steps after one without draft tokens, for longer each time; these steps run as if nobody speculated.
 
     times: of the steps.
     """
@@ -430,6 +445,7 @@ class Speculator:
         self._began, self._rows = 0.0, 0  # the step that runs: when, and with how many rows; 0: not one to learn from
         self._prepared = 0
         self._asleep, self._slept, self._running = 0, 0, 0  # steps to sleep, and slept so far; sequences that ran when it began
+        self._barren = 0  # steps without draft tokens since the last one that had some, those asleep not counted
 
     def wakes(self, running: Seq[Sequence]) -> bool:
         """Whether `propose` must be called before this step, with every result read; to be asked once a step."""
@@ -457,17 +473,14 @@ class Speculator:
         self._asleep = self._slept = 0
         self._propose(proposing, len(running))
         self._rows = sum(one.rows for one in running) if running and len(decoding) == len(running) else 0
-        if self._rows == len(running) and proposing:
-            self._sleep(proposing, len(running))
-        self._began = time.perf_counter()
-
-    def _sleep(self, proposing: Seq[Sequence], running: int) -> None:
-        """Sleep as long as each of them rests."""
-        rests = [one.proposer.pace.rest for one in proposing if one.proposer is not None and one.sampler.constraint is None]
-        if len(rests) == len(proposing) and (steps := min(rests)):
-            self._asleep, self._running = steps, running
+        self._barren = self._barren + 1 if self._rows == len(running) and proposing else 0
+        if self._barren and all(
+            one.proposer.pace.settings.adaptive and one.sampler.constraint is None for one in proposing if one.proposer
+        ):
+            self._asleep, self._running = min(1 << (self._barren - 1), LONGEST_REST), len(running)
             for one in proposing:
                 one.on_device = one.drawn
+        self._began = time.perf_counter()
 
     def _propose(self, sequences: Seq[Sequence], running: int) -> None:
         wanted: dict[int, list[tuple[Sequence, int]]] = {}
@@ -482,7 +495,7 @@ class Speculator:
                 sequence.propose(forced[: max(0, min(room, proposer.pace.settings.max_tokens))])
             elif drafter is None:
                 sequence.propose(proposer.propose(sequence.ids, room, running - 1))
-            elif count := proposer.pace.length(room, running - 1, draft_s=drafter.draft_s):
+            elif count := proposer.pace.length(room, running - 1, draft_s=drafter.seconds):
                 drafters[id(drafter)] = drafter
                 wanted.setdefault(id(drafter), []).append((sequence, count))
         for key, drafter in drafters.items():

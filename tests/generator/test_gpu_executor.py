@@ -243,10 +243,11 @@ def test_draft_tokens_in_captured_steps(gpu_llm, options):
     for i, one in enumerate(plain):
         assert [t.id for t in guessed[i].tokens] == [t.id for t in one.tokens]
         assert [t.id for t in together[i].tokens] == [t.id for t in one.tokens]
-        assert guessed[i].speculation.proposed > 0
-    captured = [graph for key, graph in graphs(gpu_llm).items() if key[1] > 0]
-    assert captured
-    assert all(graph is not None for graph in captured)
+    if options not in (KINDS[0], KINDS[6]):  # which write what the prompts have not
+        assert sum(one.speculation.proposed for one in guessed) > 0
+        captured = [graph for key, graph in graphs(gpu_llm).items() if key[1] > 0]
+        assert captured
+        assert all(graph is not None for graph in captured)
 
 
 @pytest.mark.gpu

@@ -155,7 +155,7 @@ def test_pace_follows_the_time_that_rows_take():
             pace.record(2, 2)
         assert pace.length(100) == wanted
     likely = AdaptiveLength(Speculation(), times=cheap)
-    assert likely.length(100) == likely.length(100, draft_s=0.0) > likely.length(100, draft_s=0.005)
+    assert likely.length(100) == likely.length(100, draft_s=lambda k: 0.0) > likely.length(100, draft_s=lambda k: 0.005 * k)
 
 
 COSTS = {

@@ -125,6 +125,20 @@ def test_flash_attn_and_torch_give_the_same(installed, n, length):
     assert sys.modules["flash_attn"].CALLS == [(True, (-1, -1), 0.0), (True, (3, 0), 20.0)]
 
 
+def test_on_hopper_torch_computes_what_it_computes_sooner(installed, monkeypatch):
+    installed(PUBLISHED)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    for n, length, kv_heads, window, calls in (
+        (512, 512, 4, 0, 0),
+        (512, 512, 2, 0, 1),
+        (511, 511, 4, 0, 2),
+        (512, 512, 4, 100, 3),
+        (9, 512, 4, 0, 4),
+    ):
+        prefill_attention.attend(*heads(n, length, 4, kv_heads), scale=0.3, window=window)
+        assert len(sys.modules["flash_attn"].CALLS) == calls
+
+
 def test_a_flash_attn_that_is_too_old(installed):
     installed("def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False): ...")
     assert "window_size" in prefill_attention.flash_attention().why
