@@ -216,6 +216,8 @@ class StepLoop:
 
     def _end(self, sequence: Sequence, outcome: Completion | BaseException) -> None:
         sequence.ended = True
+        if sequence.proposer is not None:
+            sequence.proposer.ended(sequence.ids)
         self.scheduler.remove(sequence, keep=isinstance(outcome, Completion))  # pages first: when the caller hears of the end they are free
         sequence.channel.end(outcome)
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from exl2nb.core.errors import OptionError
 from exl2nb.core.options import check_flag, check_range
+from exl2nb.generator.suffixes import EarlierTexts, SuffixAutomaton
 
 if TYPE_CHECKING:
     from exl2nb.core.progress import Sink
@@ -27,6 +28,8 @@ MAX_DRAFT_TOKENS = 7  # a step then has at most 8 rows per sequence, which every
 PROBE, RARELY = 12, 48  # steps without draft tokens after which one is proposed again: after the first failure, and after several
 REST, LONGEST_REST = 8, 32  # steps that are not thought about after one for which draft tokens do not pay, doubled each time
 TRIED, TRIED_RIGHT = (3, 7), 0.3  # draft tokens whose step is measured once, where all are right with this probability
+LEARNED, PIECE, LEARNED_AGAIN = 1 << 15, 512, 64  # tokens of a prompt that are looked at; between two steps; after the text was cut back
+REMEMBERED = 1024  # tokens at the end of a text that later ones may repeat
 LONG = 8  # tokens that must agree for a draft token to count as a right one
 STALE = 512  # steps after which the measured time of a number of rows, not seen since, is dropped
 FORGET = 0.9  # weight of earlier observations, per verified step
@@ -39,11 +42,12 @@ ROW_COST = 0.1  # of a step, what one more row costs, until it was measured
 class Speculation:
     """How draft tokens are made.
 
-    kind: "draft" (a smaller model with the same tokenizer), "ngram" (prompt lookup: what followed an earlier occurrence of the last tokens;
-    good where an answer repeats its prompt, as in edits of code), "auto" (the draft model if the model was loaded with one), "off".
-    Where a structure leaves no choice, the forced tokens are verified instead.
-    max_tokens: draft tokens verified together, 1 to 7. adaptive: fewer where they are rejected. min_match, max_match: tokens that must
-    agree with an earlier place in the text before "ngram" proposes; longer matches are tried first.
+    kind: "draft" (a smaller model with the same tokenizer), "ngram" (what followed the longest earlier occurrence of the last tokens, in
+    the text or in earlier requests; good where an answer repeats its prompt, as in edits of code), "auto" (the draft model if the model
+    was loaded with one), "off". Where a structure leaves no choice, the forced tokens are verified instead.
+    max_tokens: draft tokens verified together, 1 to 7. adaptive: fewer where they are rejected. min_match: tokens that must agree with an
+    earlier place before "ngram" proposes. max_match: has no effect, since the longest match counts. earlier: whether "ngram" also looks at
+    requests that ended before, and later ones at this one; no text changes, but its speed tells whether the same was written before.
 
     Raises:
         OptionError: a value out of range.
@@ -58,11 +62,13 @@ class Speculation:
     adaptive: bool = True
     min_match: int = 2
     max_match: int = 4
+    earlier: bool = True
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise OptionError(f"speculation is {self.kind!r}; expected one of {', '.join(KINDS)}, or a Speculation")
         check_flag("Speculation: adaptive", self.adaptive)
+        check_flag("Speculation: earlier", self.earlier)
         for name, low, high in (("max_tokens", 1, MAX_DRAFT_TOKENS), ("min_match", 1, 16), ("max_match", self.min_match, 16)):
             value = getattr(self, name)
             check_range(name, value, low, high, where="Speculation")
@@ -293,50 +299,53 @@ class AdaptiveLength:
 
 
 class NgramProposer:
-    """An index of the places where each run of tokens was continued, latest first.
+    """Finds where the longest end of a text stood before, in the text itself or in earlier ones, and proposes what followed there.
 
     Args:
-        min_match, max_match: lengths of the runs; the longest that is found counts.
+        min_match: tokens of the end that must agree at least. earlier: other texts.
 
     Example:
-        >>> NgramProposer(1, 3).propose([5, 6, 7, 8, 5, 6], 3)
+        >>> NgramProposer(1).propose([5, 6, 7, 8, 5, 6], 3)
         [7, 8, 5]
     """
 
-    def __init__(self, min_match: int, max_match: int) -> None:
-        self.at = 0  # where the last continuation that was found stands
-        self._lengths = range(max_match, min_match - 1, -1)
-        self._after: dict[tuple[int, ...], int] = {}  # run -> where its latest continuation stands
-        self._known = 0  # positions up to here are in the index as continuations
+    def __init__(self, min_match: int, earlier: EarlierTexts | None = None) -> None:
+        self.length = 0  # tokens that agreed, of the last proposal
+        self._least, self._earlier, self._own = min_match, earlier, SuffixAutomaton()
+        self._known = 0  # ids that it has learned
+        self._theirs: SuffixAutomaton | None = None  # the automaton of earlier texts, and where this text stands in it
+        self._place = 0, 0
 
     def propose(self, ids: Seq[int], count: int) -> list[int]:
-        """At most `count` tokens that followed the same run before; a copy that reaches the end goes on with itself."""
-        self._learn(ids)
-        size = len(ids)
-        for length in self._lengths:
-            if size <= length:
-                continue
-            at = self._after.get(tuple(ids[size - length :]))
-            # after a rewind the index may point past the end or to other tokens: the draft tokens are then poor, which is no error
-            if at is not None and at < size:
-                self.at = at
-                found: list[int] = []
-                for i in range(count):
-                    found.append(ids[at + i] if at + i < size else found[at + i - size])
-                return found
-        return []
+        """At most `count` tokens; a copy that reaches the end goes on with itself."""
+        if not self._learn(ids):
+            return []
+        source, (self.length, at) = self._own, self._own.repeated()
+        state, length = self._place
+        if self._theirs is not None and length > self.length:
+            source, self.length, at = self._theirs, length, self._theirs.end_of(state)
+        return source.after(at, count) if self.length >= self._least else []
 
-    def matches(self, ids: Seq[int], length: int) -> bool:
-        """Whether the last `length` tokens stand before what was found last."""
-        return self.at >= length and ids[self.at - length : self.at] == ids[len(ids) - length :]
-
-    def _learn(self, ids: Seq[int]) -> None:
-        shortest = self._lengths[-1]
-        for at in range(max(min(self._known, len(ids)), shortest), len(ids)):
-            for length in self._lengths:
-                if length <= at:
-                    self._after[tuple(ids[at - length : at])] = at
-        self._known = len(ids)
+    def _learn(self, ids: Seq[int]) -> bool:
+        """Take in the ids, a long prompt piece by piece; whether all are known."""
+        own, known = self._own, self._known
+        if known > len(ids) or (known and own.text[-1] != ids[known - 1]):  # the text was cut back: what it was remains a text
+            own.start()
+            known = max(0, len(ids) - LEARNED_AGAIN)
+        elif not known:
+            known = max(0, len(ids) - LEARNED)
+        end = min(len(ids), known + PIECE)
+        for i in range(known, end):
+            own.extend(ids[i])
+        self._known = end
+        if self._earlier is not None:
+            theirs, place = self._earlier.index, self._place
+            if self._theirs is not theirs:
+                self._theirs, place, known = theirs, (0, 0), 0
+            for i in range(max(known, end - LEARNED_AGAIN), end):
+                place = theirs.step(*place, ids[i])
+            self._place = place
+        return end == len(ids)
 
 
 # ---- The draft tokens of running sequences: source, number, acceptance.
@@ -374,13 +383,16 @@ class Proposer:
     def __init__(self, name: str, pace: AdaptiveLength, *, ngram: NgramProposer | None = None, drafter: Drafter | None = None) -> None:
         self.name, self.pace, self.drafter, self._ngram = name, pace, drafter, ngram
         self.kept = 1 << 62
+        self._earlier: EarlierTexts | None = None
         self._unproposed: tuple[int, int] | None = None  # position and token of a draft that was found but not proposed
 
     @classmethod
-    def ngram(cls, settings: Speculation, times: StepTimes | None = None) -> Proposer:
-        """From the text itself."""
-        pace = AdaptiveLength(settings, times=times, watched=True)
-        return cls("ngram", pace, ngram=NgramProposer(settings.min_match, settings.max_match))
+    def ngram(cls, settings: Speculation, times: StepTimes | None = None, earlier: EarlierTexts | None = None) -> Proposer:
+        """From the text itself, and from earlier ones."""
+        earlier = earlier if settings.earlier else None
+        made = cls("ngram", AdaptiveLength(settings, times=times, watched=True), ngram=NgramProposer(settings.min_match, earlier))
+        made._earlier = earlier
+        return made
 
     def propose(self, ids: Seq[int], room: int, beside: int = 0) -> list[int]:
         """At most `room` draft tokens; none from a draft model, which proposes for many sequences together.
@@ -394,7 +406,7 @@ class Proposer:
         self._unproposed = None
         count = self.pace.length(room, beside)
         found = self._ngram.propose(ids, max(1, count)) if room > 0 else []
-        if found and not count and self._ngram.matches(ids, LONG):
+        if found and not count and self._ngram.length >= LONG:
             self.pace.observe(True)
             count = self.pace.length(room, beside)
             found = self._ngram.propose(ids, max(1, count))
@@ -410,21 +422,28 @@ class Proposer:
             self.pace.trail.append(Verified(at, tuple(drafted), accepted))
         self.kept = min(self.kept, kept)
 
+    def ended(self, ids: Seq[int]) -> None:
+        """The text is complete."""
+        if self._earlier is not None:
+            self._earlier.add(ids[-REMEMBERED:])
+
     @property
     def acceptance(self) -> Acceptance:
         """The record so far."""
         return self.pace.acceptance(self.name)
 
 
-def proposer_for(request: Request, drafter: Drafter | None, times: StepTimes | None = None) -> Proposer | None:
-    """What a request's settings mean on a model with this draft model.
+def proposer_for(
+    request: Request, drafter: Drafter | None, times: StepTimes | None = None, earlier: EarlierTexts | None = None
+) -> Proposer | None:
+    """What a request's settings mean on a model with this draft model, after these texts.
 
     Raises:
         OptionError: a draft model is asked for and there is none.
     """
     settings = request.speculation
     if settings.kind == "ngram":
-        return Proposer.ngram(settings, times)
+        return Proposer.ngram(settings, times, earlier)
     if settings.kind == "draft" and drafter is None:
         raise OptionError("speculation is 'draft' and the model has no draft model; load it with draft=, or use speculation='ngram'")
     if settings.kind == "off" or drafter is None or request.sampling.post_sampling:  # hooks must see draws of the target only
@@ -437,11 +456,11 @@ class Speculator:
 
     It sleeps for some steps after one without draft tokens, for longer each time; these steps run as if nobody speculated.
 
-    times: of the steps.
+    times: of the steps. earlier: texts that ended.
     """
 
     def __init__(self) -> None:
-        self.times = StepTimes()
+        self.times, self.earlier = StepTimes(), EarlierTexts()
         self._began, self._rows = 0.0, 0  # the step that runs: when, and with how many rows; 0: not one to learn from
         self._prepared = 0
         self._asleep, self._slept, self._running = 0, 0, 0  # steps to sleep, and slept so far; sequences that ran when it began

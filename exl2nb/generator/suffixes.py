@@ -95,6 +95,7 @@ class SuffixAutomaton:
     def after(self, at: int, count: int) -> list[int]:
         """At most `count` tokens from place `at` on; a run that reaches the end of the last text goes on with itself."""
         text, size, found = self.text, len(self.text), list[int]()
+        count = count if at < size else 0
         for i in range(count):
             token = text[at + i] if at + i < size else found[at + i - size]
             if token == END:

@@ -75,7 +75,7 @@ def ahead(model, cache):
 @pytest.mark.parametrize("wrong", [0, 3])
 def test_steps_that_are_launched_before_results_are_read(running, wrong, seed):
     """Several sequences, which catch up after rejections and cross pages: each draft token is the one that a step by itself would give."""
-    prompts = [tuple(range(3, 3 + length)) for length in (3, 240, 250, 256)]
+    prompts = [tuple(range(3, 3 + length)) for length in (3, 30, 64, 240, 250, 256)]
     plain, waiting, engine = running(), running(Draft(wrong)), running(Draft(wrong), executor=ahead)
     adaptive = Speculation(kind="draft", adaptive=False, max_tokens=5)
     wanted, slow, quick = (
