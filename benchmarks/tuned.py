@@ -45,7 +45,8 @@ STAGES: dict[str, dict[str, Any]] = {
     "descent, learned": {},
     "descent, floats": {"codes": False},
     "descent of 6 sweeps": {**NOTHING, "descent": 6},
-    "one pass": {"passes": 1},
+    "only the text": {"written": 0},
+    "the text four times": {"written": 0, "passes": 4},
     "half the travel": {"travel": 0.05},
     "twice the travel": {"travel": 0.2},
 }

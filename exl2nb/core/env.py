@@ -27,7 +27,7 @@ VARIABLES: dict[str, tuple[tuple[str, ...], str]] = {
     "EXL2NB_CUDA_GRAPHS": (("0", "1"), "0: decode steps are launched kernel by kernel, not as captured graphs; slower, the same tokens"),
     "EXL2NB_LORA_INSIDE": (
         ("0", "1"),
-        "0: on Hopper, adapters are added by launches of their own instead of inside the products; slower (tests)",
+        "0: adapters are added by launches of their own, also where products could add them themselves; slower (tests)",
     ),
     "EXL2NB_KERNEL_CACHE": ((), "folder of compiled CUDA kernels, off: none is kept; else exl2nb/kernels in the user's cache folder"),
     "EXL2NB_KERNEL_OPTIONS": ((), "more options for NVRTC, such as -DEXL2NB_EVERY_LANE_ARRIVES or -lineinfo (tools)"),

@@ -393,7 +393,9 @@ class LLM(ScoringMixin, InsideMixin, ChatMixin):
             streams.append(own.pop("stream", True))
             texts.append(text)
             options_of.append(own)
-        handles = self._submit_all(texts, "batch", options_of, stream=streams, group=job.group)  # together: the same steps every time
+        handles = self._submit_all(
+            texts, "batch", options_of, stream=streams, group=job.group
+        )  # together: prompts that fit one step run in the same steps every time
         for id, handle in zip(ids, handles):
             job.take(id, handle)
         return job

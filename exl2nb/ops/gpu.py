@@ -154,8 +154,8 @@ class StepKernels:
     """Runs a program on the GPU for steps of up to `capacity` tokens; keeps the memory that its kernels share.
 
     Args:
-        code: of a `Program`. capacity: tokens. stream_k_from: steps of at least so many tokens (nine or more) use the stream-K GEMM,
-            which gives other bits than fewer tokens get; 0: no step does, and none has several products in one launch. peers: the other
+        code: of a `Program`. capacity: tokens. stream_k_from: steps of at least so many tokens (nine or more), and fewer where layers
+            are large, use the stream-K GEMM, which gives other bits than fewer tokens get; 0: no step does, and none has several products in one launch. peers: the other
             ranks, where the program is a rank's.
     """
 

@@ -120,7 +120,7 @@ class Walker {
   // there, or none; only a head of fewer rows may be skinny.
   int group(int tokens) const { return stream_k_ && (tokens > kSkinnyTokens || tokens == s_.tokens) ? stream_k_group(tokens) : 0; }
   bool stream_k(const GemmArgs& a) const { return group(a.tokens) != 0 && !a.rows; }
-  // Fewer tokens than stream_k_from: only where persistent chains would read the weights twice.
+  // Fewer tokens than stream_k_from: only where that is faster than persistent chains.
   bool all_stream_k() {
     if (!s_.stream_k_from || (s_.tokens < s_.stream_k_from && !exceeds_chain())) return false;
     for (const Op* op = program_.first(); op; op = next(op)) {

@@ -1,9 +1,9 @@
 // A whole step on the GPU: walks the program of exl2nb/ops/program.py (csrc/format/program.h) and launches its kernels.
 //
 // Kernels of a layer where the norms are RMS norms in front of attention and MLP:
-//   1 to 3 rows on Hopper, not deterministic: attention, and one persistent chain from its output to the next QKV (persistent_gemm.cuh).
-//     Attention polls the sums of QKV while the chain still runs. Where layers are large, four rows and those
-//     up to 8 that one chain does not take run as 9 or more; else up to 4 in one chain, or in two.
+//   1 to 8 rows on Hopper, not deterministic: attention, and one persistent chain from its output to the next QKV (persistent_gemm.cuh).
+//     Attention polls the sums of QKV while the chain still runs. Where layers are large only up to 3 rows: more run as 9 and more
+//     (exceeds_chain in step.cpp). Where they are small up to 4 in one chain, up to 8 in two.
 //   1 to 8 rows else: QKV, attention, O, gate/up, down, each GEMM a skinny one (skinny_gemm.cuh).
 //   9 rows or more, where stream_k_from > 0 and the GPU takes every matrix: the same five with stream-K GEMMs (stream_k_gemm.cuh); the last
 //     norm is a kernel of its own where not every row wants logits.
