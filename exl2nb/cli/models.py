@@ -79,7 +79,9 @@ def add_load_options(parser: argparse.ArgumentParser, *, draft: bool = True, dev
         help="prompts of so many tokens copy layers on the CPU to the GPU; 0: never (by what it takes)",
     )
     if draft:
-        group.add_argument("--draft", metavar="MODEL", help="smaller model with the same tokenizer, which proposes tokens")
+        group.add_argument(
+            "--draft", metavar="MODEL", help="smaller model with the same tokenizer, which proposes tokens; self: a copy at 2.5 bits"
+        )
     for name, text in ROPE.items():
         group.add_argument(f"--rope-{name}", type=float, metavar="NUMBER", help=text)
     group.add_argument(

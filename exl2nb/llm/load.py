@@ -82,7 +82,8 @@ def load(
         cache_tokens: tokens of the cache, shared by all requests; None = the context, at least 4096.
         max_sequences: requests in one batch; others are queued.
         draft: a smaller model with the same tokenizer, which proposes draft tokens that this one verifies several at a time: the same
-            text, sooner. A directory, a hub id, or a loaded model. Requests use it unless they say speculation="off".
+            text, sooner. A directory, a hub id, a loaded model, or "self": the model's own copy at 2.5 bits per weight, for dense models;
+            made the first time, which takes as long as a conversion, and kept. Requests use it unless they say speculation="off".
         rope_scale: divide positions by this (linear RoPE scaling): 2 doubles the context that the model knows, at some loss.
         rope_alpha: NTK-aware scaling: the RoPE base grows by alpha ** (d / (d - 2)); loses less than rope_scale without training.
         rope_theta: the RoPE base itself, in place of the config's.
@@ -152,6 +153,7 @@ def load(
         try:
             with showing(progress, "load the draft model") as sink:
                 llm.engine.drafter = make_drafter(llm, draft, cache=cache, progress=sink)
+                llm.engine.drafter.prepare(sink)
         except BaseException:
             llm.close()
             raise
@@ -279,8 +281,8 @@ def make_drafter(target: LLM, draft: LLM | str | os.PathLike[str], *, cache: str
     """Make the draft model of `target`.
 
     Args:
-        target: the model that verifies. draft: a directory, a hub id, or a loaded model, which stays its owner's. cache: mode of the
-        draft's KV cache. progress: takes the events of loading.
+        target: the model that verifies. draft: a directory, a hub id, "self", or a loaded model, which stays its owner's. cache: mode of
+        the draft's KV cache. progress: takes the events of loading.
 
     Raises:
         TokenizerError: its tokenizer is another one; names the first difference. Otherwise as `load`.
@@ -291,7 +293,12 @@ def make_drafter(target: LLM, draft: LLM | str | os.PathLike[str], *, cache: str
         return _drafter(
             target, draft.model, draft.tokenizer, cache, run=lambda function: draft.engine.call(function, timeout_s=BUSY_S)
         )  # keeps it loaded
-    folder = hub.resolve(Path(draft) if isinstance(draft, os.PathLike) else draft, progress=progress)
+    if draft == "self":
+        from exl2nb.llm.self_draft import copy_of
+
+        folder = copy_of(target.path, device=target.model.draw_device, progress=progress)
+    else:
+        folder = hub.resolve(Path(draft) if isinstance(draft, os.PathLike) else draft, progress=progress)
     tokenizer = Tokenizer.load(folder)
     placement = target.model.placement
     place = placement if isinstance(placement, str) else placement[-1]
@@ -306,11 +313,15 @@ def make_drafter(target: LLM, draft: LLM | str | os.PathLike[str], *, cache: str
 def _drafter(target: LLM, model: Model, tokenizer: Tokenizer, cache: str, **options: Any) -> DraftModel:
     size = target.model.config.vocab_size
     check_same_tokenizer(target.tokenizer, tokenizer, target_size=size, draft_size=model.config.vocab_size)
+    from exl2nb.llm.model import executor_of
+
     return DraftModel(
         model,
         model.cache_spec(target.engine.spec.num_tokens, mode=cache),
         context=model.context,
         vocab_size=size,
+        drawn=model.config.vocab_size == size,
         device=model.device,
+        executor=executor_of(model),
         **options,
     )

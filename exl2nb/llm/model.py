@@ -104,7 +104,7 @@ class LLM(ScoringMixin, InsideMixin, ChatMixin):
             vocab_size=model.config.vocab_size,
             max_sequences=max_sequences,
             max_chunk=GPU_CHUNK if model.prompt_device != "cpu" else MAX_CHUNK,
-            executor=_gpu_executor if model.draw_device != "cpu" else None,
+            executor=executor_of(model),
             block_tokens=0 if vision is None or not model.config.sees_whole else vision.largest,
         )
         self.cache = PromptCache(self.engine, partial(fingerprint, path, model))
@@ -539,10 +539,13 @@ def _with_prompt(completion: Completion, prompt: Any) -> Completion:
     return replace(completion, prompt=prompt, beams=tuple(replace(one, prompt=prompt) for one in completion.beams))
 
 
-def _gpu_executor(model: Any, cache: Any) -> Any:
+def executor_of(model: Model) -> Callable[[Any, Any], Any] | None:
+    """What makes the executor of a model whose tokens are drawn on a GPU; None: those of the CPU."""
+    if model.draw_device == "cpu":
+        return None
     from exl2nb.generator.gpu_executor import GpuExecutor
 
-    return GpuExecutor(model, cache)
+    return GpuExecutor
 
 
 def _call_back(handle: Handle, on_chunk: Callable[[Chunk], object]) -> Completion:

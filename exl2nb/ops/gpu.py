@@ -155,8 +155,8 @@ class StepKernels:
 
     Args:
         code: of a `Program`. capacity: tokens. stream_k_from: steps of at least so many tokens (nine or more), and fewer where layers
-            are large, use the stream-K GEMM, which gives other bits than fewer tokens get; 0: no step does, and none has several products in one launch. peers: the other
-            ranks, where the program is a rank's.
+            are large, use the stream-K GEMM, which gives other bits than fewer tokens get; 0: no step does, and none has several
+            products in one launch. peers: the other ranks, where the program is a rank's.
     """
 
     def __init__(self, code: Tensor, capacity: int, device: torch.device, *, stream_k_from: int = 0, peers: Peers | None = None) -> None:

@@ -155,7 +155,7 @@ def test_pace_follows_the_time_that_rows_take():
             pace.record(2, 2)
         assert pace.length(100) == wanted
     likely = AdaptiveLength(Speculation(), times=cheap)
-    assert likely.length(100) == likely.length(100, draft_s=0.0) > likely.length(100, draft_s=0.005)
+    assert likely.length(100) == likely.length(100, draft_s=lambda k: 0.0) > likely.length(100, draft_s=lambda k: 0.005 * k)
 
 
 COSTS = {
@@ -254,3 +254,21 @@ def test_bad_settings(value, words):
 def test_forms_of_the_speculation_option():
     forms = {None: "off", False: "off", True: "auto", "ngram": "ngram", Speculation(kind="draft"): "draft"}
     assert [Speculation.of(form).kind for form in forms] == list(forms.values())
+
+
+def test_it_sleeps_while_draft_tokens_do_not_pay(running):
+    """A text that never repeats: few steps are thought about, all others run as without speculation; a copy wakes it."""
+    model = fakes.FakeModel()
+    engine = running(model)
+    asked, speculator = [], engine._speculator
+    propose = speculator._propose
+    speculator._propose = lambda sequences, count: (asked.append(len(sequences)), propose(sequences, count))
+    quiet = engine.submit(fakes.greedy([5, 6, 7], 300, speculation="ngram")).result(20)
+    assert sum(asked) < 60
+    assert fakes.ids(quiet) == fakes.expected(model, [5, 6, 7], 300)
+    assert quiet.speculation.steps + quiet.speculation.plain_steps == 300 - quiet.speculation.accepted
+    speculator.times.seconds = lambda rows: 1.0 + 0.01 * rows
+    turns = list(range(20, 60))
+    model.logits_after = lambda ids: np.eye(1, fakes.VOCAB, 20 + len(ids) % 40 if len(ids) > 150 else len(ids) * 7 % 4000, np.float32)[0]
+    copied = engine.submit(fakes.greedy(turns, 400, speculation="ngram")).result(20)
+    assert copied.speculation.accepted > 150
