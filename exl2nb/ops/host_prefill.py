@@ -24,13 +24,17 @@ CHUNK = 1 << 24  # weights that are unpacked at a time: what is between words an
 
 @dataclass(frozen=True)
 class Stretch:
-    """Consecutive groups of one width. offset: bytes from the start of a tile. units: of 32 rows. unit_groups: int64 `(units,)`."""
+    """Consecutive groups of one width. offset: bytes from the start of a tile. units: of 32 rows. unit_groups: int64 `(units,)`.
+
+    shifts: int32 `(codes in a half, 1)`, where they begin.
+    """
 
     bits: int
     offset: int
     first_row: int
     units: int
     unit_groups: Tensor
+    shifts: Tensor
 
 
 @dataclass(frozen=True)
@@ -83,10 +87,12 @@ class Packed:
         if part.kind not in (layout.EXL2, layout.GPTQ):
             out.copy_(tiles.view(layout.DENSE[part.kind]).view(part.tiles, self.K, layout.TILE).transpose(0, 1))
             return
-        step = max(1, CHUNK // (self.K * layout.TILE))
-        for first in range(0, part.tiles, step):
-            some, place = tiles[first : first + step], out[:, first : first + step]
-            zeros, steps = _scales(part, some, self.memory)
+        count = max(1, CHUNK // (self.K * layout.TILE))
+        every_zero, every_step = _scales(part, tiles, self.memory)
+        for first in range(0, part.tiles, count):
+            chosen = slice(first, first + count)
+            some, place, steps = tiles[chosen], out[:, chosen], every_step[chosen]
+            zeros = None if every_zero is None else every_zero[chosen]
             for run in part.runs:
                 values, here = _codes(run, some).half(), run.unit_groups
                 values.sub_(1 << run.bits - 1) if zeros is None else values.sub_(zeros[:, here, None, :, None])
@@ -107,7 +113,10 @@ def _part(part: layout.Part, row: Any, device: torch.device) -> Part:
         else:
             runs.append((bits, offset, first, units))
     rows = None if part.perm is None else torch.from_numpy(part.perm.astype(np.int64)).to(device)
-    found = tuple(Stretch(bits, offset, first, len(units), torch.tensor(units).to(device)) for bits, offset, first, units in runs)
+    found = tuple(
+        Stretch(bits, offset, first, len(units), torch.tensor(units).to(device), _shifts(0, bits, 16 // bits, device))
+        for bits, offset, first, units in runs
+    )
     places = {name: int(row[name]) for name in ("first_output", "tile_bytes", "data", "tables")}
     return Part(part.kind, part.outputs, tiles=len(part.data), groups=len(part.groups), flags=part.flags, rows=rows, runs=found, **places)
 
@@ -136,19 +145,19 @@ def _codes(run: Stretch, tiles: Tensor) -> Tensor:
     words = data.view(torch.int32).unflatten(1, (run.units, bits, layout.TILE))
     pairs = torch.empty(count, run.units, 16, layout.TILE, dtype=torch.int32, device=device)
     each = 16 // bits
-
-    def shifts(first: int, step: int, number: int) -> Tensor:
-        return torch.arange(first, first + step * number, step, dtype=torch.int32, device=device).unsqueeze(1)
-
     main = pairs[:, :, : bits * each].unflatten(2, (bits, each))
-    torch.bitwise_right_shift(words.unsqueeze(3), shifts(0, bits, each), out=main)
+    torch.bitwise_right_shift(words.unsqueeze(3), run.shifts, out=main)
     main.bitwise_and_(_both((1 << bits) - 1))
     if bits in (3, 5):  # a bit of the last pair in every word
-        pairs[:, :, 15] = ((words >> 15) & _both(1)).bitwise_left_shift_(shifts(0, 1, bits)).sum(2, dtype=torch.int32)
+        pairs[:, :, 15] = ((words >> 15) & _both(1)).bitwise_left_shift_(_shifts(0, 1, bits, device)).sum(2, dtype=torch.int32)
     if bits == 6:
-        high = ((words[:, :, 4:].unsqueeze(3) >> shifts(12, 2, 2)) & _both(3)).flatten(2, 3)
+        high = ((words[:, :, 4:].unsqueeze(3) >> _shifts(12, 2, 2, device)) & _both(3)).flatten(2, 3)
         pairs[:, :, 12:] = ((words[:, :, :4] >> 12) & _both(15)) | (high << 4)
     return pairs.view(torch.int16).unflatten(3, (layout.TILE, 2))
+
+
+def _shifts(first: int, step: int, number: int, device: torch.device) -> Tensor:
+    return torch.arange(first, first + step * number, step, dtype=torch.int32, device=device).unsqueeze(1)
 
 
 def _both(mask: int) -> int:

@@ -5,6 +5,7 @@ The CPU stands for the GPU here, with the numbers of a GPU's prompts (fp16 input
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 import exl2nb as ex
+from exl2nb.cli.models import add_load_options, load_options
 from exl2nb.core.errors import OptionError
 from exl2nb.llm.load import _streaming
 from exl2nb.model import streaming
@@ -273,6 +275,13 @@ def test_who_streams() -> None:
         ex.load(DEMO, devices=["cpu", "cpu"], stream_from=-1, progress=None)
     with ex.load(DEMO, devices=["cpu", "cpu"], stream_from=100, progress=None) as llm:
         assert llm.model.prompt_device == "cpu" and llm.model.streaming is None
+
+
+def test_command_line() -> None:
+    parser = argparse.ArgumentParser()
+    add_load_options(parser)
+    options = load_options(parser.parse_args(["--gpu-layers", "3", "--stream-from", "0"]))
+    assert options == {"gpu_layers": 3, "stream_from": 0}
 
 
 def test_a_plan_counts_the_buffers() -> None:
