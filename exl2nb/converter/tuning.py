@@ -15,13 +15,15 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from exl2nb.converter.adam import Adam, shares, through_f16
 from exl2nb.converter.calibration import Rows
 from exl2nb.converter.grid import Grid
 from exl2nb.converter.hessian import ROWS_PER_BATCH, batches, gpu_rows
@@ -41,12 +43,11 @@ Weights = dict[str, Tensor]
 ON_GPU, ON_CPU = 1600, 320  # rows, if not told: of 512 tokens, four times, 320 are 60 TFLOP for the demo model: 12 minutes of two cores
 STEP_TOKENS = 8192  # of one step
 PARTS = 8  # of the way: after each one the model is judged and filed
-WARM_UP = 0.05  # of the way
 CHOOSING = 32  # rows
 # how far a number may go if every gradient points the same way, over the square root of the steps of a pass: of a step of the grid, or of
 # its own size. Gradients that are noise move it 1.2 times as far, whatever the number of steps: for a code a quarter of what changes it
 TRAVEL = {"codes": 0.1, "scales": 0.01, "vectors": 0.005, "embedding": 0.015}
-FIRST, SECOND = 0.9, 0.99  # decay of Adam's moments
+BESIDE, ALONE = 0, 16  # passes of block-wise learning, before the whole model learns and instead of it
 PER_WEIGHT = 40  # bytes: dense, latent, rounded, gradient, two moments, steps, what is kept
 
 
@@ -56,6 +57,8 @@ class Tuning:
     that it would see otherwise.
 
     descent: sweeps of coordinate descent over codes and scales of each matrix, before anything learns, at most (converter.descent).
+    blocks: passes of block-wise learning of each layer after it is rounded, 0 for none (converter.blockwise); None: BESIDE, or ALONE
+    where memory does not hold the whole model several times over. All further fields are about learning of the whole model at once.
     codes: of all matrices. scales: the largest step of each group. vectors: norms and biases. embedding: its table, and learned positions.
     rows: at most, from the calibration text; None: 1600, on the CPU 320. passes: how often every row is seen. travel: how far a code may
     go, in steps of its grid over the square root of the steps of a pass, if every gradient points the same way: above 0.1 less evidence
@@ -63,6 +66,7 @@ class Tuning:
     """
 
     descent: int = 2
+    blocks: int | None = None
     codes: bool = True
     scales: bool = True
     vectors: bool = True
@@ -74,8 +78,10 @@ class Tuning:
     def __post_init__(self) -> None:
         for name in TRAVEL:
             check_flag(f"Tuning: {name}", getattr(self, name))
-        if type(self.descent) is not int or not 0 <= self.descent <= 64:
-            raise OptionError(f"Tuning: descent is {self.descent!r}; expected a whole number from 0 to 64")
+        for name in ("descent", "blocks"):
+            value = getattr(self, name)
+            if not (name == "blocks" and value is None) and (type(value) is not int or not 0 <= value <= 64):
+                raise OptionError(f"Tuning: {name} is {value!r}; expected a whole number from 0 to 64")
         for name, value, high in (("rows", self.rows, 1 << 16), ("passes", self.passes, 64)):
             if value is not None and (type(value) is not int or not 1 <= value <= high):
                 raise OptionError(f"Tuning: {name} is {value!r}; expected a whole number from 1 to {high}")
@@ -146,43 +152,56 @@ def needed_bytes(config: ModelConfig, device: torch.device, length: int) -> int:
     return PER_WEIGHT * weights + 20 * vectors + 4 * rows * length * (config.num_layers * (inner + scores) + 8 * config.vocab_size)
 
 
-def check_tunable(config: ModelConfig, device: torch.device, length: int) -> None:
-    """Refuse a model that cannot be tuned before anything is measured.
-
-    Raises:
-        OptionError: it has experts. ConversionError: the whole model does not fit at once.
-    """
-    if any(map(config.experts, range(config.num_layers))):
-        raise OptionError("convert: effort 'tuned' and the model has experts, expected a dense one; use effort='thorough'")
+def lacking_memory(config: ModelConfig, device: torch.device, length: int) -> str:
+    """Why the whole model cannot learn at once, in words; empty where it can, or where nothing is known of the device."""
     if device.type == "cuda":
-        there = torch.cuda.get_device_properties(device).total_memory
+        there = torch.cuda.get_device_properties(device).total_memory if torch.cuda.is_available() else sys.maxsize
     else:
         there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     needed = needed_bytes(config, device, length)
-    if needed > 0.9 * there:
+    return "" if needed <= 0.9 * there else f"needs {size_text(needed)} of memory, found {size_text(there)} on {device}"
+
+
+def fitting(tuning: Tuning, config: ModelConfig, device: torch.device, length: int) -> tuple[Tuning, str]:
+    """What of it this device can do, and why not more, in words: where the whole model cannot learn at once, its layers do one at a time.
+
+    Raises:
+        OptionError: the model has experts. ConversionError: the whole model does not fit, and its layers are not to learn.
+    """
+    if not tuning.learns and not tuning.blocks:
+        return replace(tuning, blocks=0), ""
+    if any(map(config.experts, range(config.num_layers))):
+        raise OptionError("convert: effort 'tuned' and the model has experts, expected a dense one; use effort='thorough'")
+    why = lacking_memory(config, device, length) if tuning.learns else ""
+    if not why:
+        return replace(tuning, blocks=BESIDE if tuning.blocks is None else tuning.blocks), ""
+    if tuning.blocks == 0:
         raise ConversionError(
-            f"convert: effort 'tuned' tunes all layers at once and needs {size_text(needed)} of memory, found {size_text(there)} on "
-            f"{device}; use effort='thorough', or a device with more"
+            f"convert: Tuning: blocks is 0, and to tune all layers at once {why}; leave blocks out, or use a device with more"
         )
+    return replace(tuning, blocks=tuning.blocks or ALONE, **dict.fromkeys(TRAVEL, False)), why
 
 
 class _Student:
     """The quantised model as tensors that learn, with Adam's moments.
 
     Args:
-        packed: matrices by key. dense: all tensors of the dense model by name, f32. steps: of one pass.
+        made: with vectors that have learned. packed: matrices by key. dense: all tensors of the dense model by name, f32.
+        steps: of one pass.
     """
 
-    def __init__(self, config: ModelConfig, packed: Packed, dense: Weights, tuning: Tuning, steps: int, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, made: Made, packed: Packed, dense: Weights, tuning: Tuning, steps: int) -> None:
+        device = dense[f"{config.names.embed}.weight"].device
         self.grids = {
             line.key: Grid(packed[line.key][0], line.out_features, device, dense[f"{line.key}.weight"]) for line in linears(config)
         }
         matrices = {f"{linear.key}.{part}" for linear in linears(config) for part in ("weight", "bias")}
-        self.vectors = {name: tensor.clone() for name, tensor in dense.items() if name not in matrices}
+        own = {name: tensor.to(device).float() for name, tensor in made.vectors.items()}
+        self.vectors = {name: own.get(name, tensor).clone() for name, tensor in dense.items() if name not in matrices}
         names = config.names
         table = {f"{names.embed}.weight", f"{names.positions}.weight"}
         travel = {name: far * math.sqrt(steps) for name, far in {**TRAVEL, "codes": tuning.travel}.items()}
-        learning: list[tuple[Tensor, Tensor]] = []  # with how far each may go
+        learning: list[tuple[Tensor, Tensor | float]] = []  # with how far each may go
         for grid in self.grids.values():
             if tuning.codes:
                 learning.append((grid.latent, grid.latent.new_tensor(travel["codes"])))
@@ -194,26 +213,16 @@ class _Student:
             part = "embedding" if name in table else "vectors"
             if getattr(tuning, part):
                 learning.append((tensor, travel[part] * tensor.abs().mean()))
-        self.learning = [tensor.requires_grad_(True) for tensor, _ in learning]
-        self._travel = [far for _, far in learning]
-        self.first, self.second = ([torch.zeros_like(one) for one in self.learning] for _ in range(2))
+        self.adam = Adam(learning)
 
     def weights(self) -> Weights:
         """All tensors of the network as it is loaded; differentiable."""
-        made = {name: _through_f16(tensor) for name, tensor in self.vectors.items()}
+        made = {name: through_f16(tensor) for name, tensor in self.vectors.items()}
         for key, grid in self.grids.items():
             made[f"{key}.weight"] = grid.weight()
             if grid.bias is not None:
-                made[f"{key}.bias"] = _through_f16(grid.bias)
+                made[f"{key}.bias"] = through_f16(grid.bias)
         return made
-
-    def move(self, gradients: list[Tensor], step: int, share: float) -> None:
-        """One step of Adam. step: counted from 0. share: of the way."""
-        for at, gradient in enumerate(gradients):
-            first = self.first[at].lerp_(gradient, 1 - FIRST)
-            second = self.second[at].mul_(SECOND).addcmul_(gradient, gradient, value=1 - SECOND)
-            size = (second / (1 - SECOND ** (step + 1))).sqrt_().add_(1e-20)
-            self.learning[at].sub_(first / size * (share / (1 - FIRST ** (step + 1)) * self._travel[at]))
 
     def keep(self) -> Weights:
         """What the files will hold, by key and part."""
@@ -231,17 +240,6 @@ class _Student:
         }
 
 
-def _through_f16(tensor: Tensor) -> Tensor:
-    """Rounded to f16, with the gradient of what it was."""
-    return tensor + (tensor.detach().half().float() - tensor.detach())
-
-
-def _shares(steps: int) -> list[float]:
-    """How much of the way each step goes: a short warm-up, then a cosine to zero; they add up to 1."""
-    raw = [min(1.0, (at + 1) / (1 + WARM_UP * steps)) * (1 + math.cos(math.pi * at / steps)) for at in range(steps)]
-    return [value / sum(raw) for value in raw]
-
-
 def _order(rows: int, each: int, passes: int, seed: int) -> Iterator[Tensor]:
     """Row numbers of every step: all rows once in each pass, in another order."""
     generator = torch.Generator().manual_seed(seed)
@@ -256,7 +254,7 @@ class _Trainer:
         self._config, self._teacher, self.student, self._rows = config, teacher, student, rows
         each = rows_per_step(*rows.tuning.shape)
         self._steps = list(_order(len(rows.tuning), each, tuning.passes, seed))
-        self._share = _shares(len(self._steps))
+        self._share = shares(len(self._steps))
         self.parts = [round(len(self._steps) * part / PARTS) for part in range(PARTS + 1)]
         self.history: list[tuple[int, float, float]] = []
         self.best: Weights = {}
@@ -291,27 +289,27 @@ class _Trainer:
                 for sums, gradient in zip(total, torch.autograd.grad(found, [leaves[name] for name in names], allow_unused=True)):
                     sums += 0 if gradient is None else gradient
             loss += float(found.detach())
-        gradients = torch.autograd.grad([made[name] for name in names], self.student.learning, total)
+        gradients = torch.autograd.grad([made[name] for name in names], self.student.adam.learning, total)
         if not math.isfinite(loss):
             raise ConversionError(f"tune: the KL is {loss} at step {at}; expected a finite number; use effort='thorough'")
-        self.student.move(list(gradients), at, self._share[at])
+        self.student.adam.move(list(gradients), at, self._share[at])
         return loss
 
     def state(self) -> Weights:
         """Everything that the rest of the way depends on, by name."""
-        numbered = {
-            f"{kind}.{at}": tensor
-            for kind, tensors in (("learning", self.student.learning), ("first", self.student.first), ("second", self.student.second))
-            for at, tensor in enumerate(tensors)
-        }
+        numbered = {f"{kind}.{at}": tensor for kind, tensors in self._numbered() for at, tensor in enumerate(tensors)}
         best = {f"best.{name}": tensor for name, tensor in self.best.items()}
         return {"history": torch.tensor(self.history, dtype=torch.float64), **numbered, **best}
+
+    def _numbered(self) -> tuple[tuple[str, list[Tensor]], ...]:
+        adam = self.student.adam
+        return ("learning", adam.learning), ("first", adam.first), ("second", adam.second)
 
     def restore(self, state: Weights) -> None:
         """Stand where `state` was taken."""
         self.history = [(int(step), train, choosing) for step, train, choosing in state["history"].tolist()]
         self.best = {name.removeprefix("best."): tensor for name, tensor in state.items() if name.startswith("best.")}
-        for kind, tensors in (("learning", self.student.learning), ("first", self.student.first), ("second", self.student.second)):
+        for kind, tensors in self._numbered():
             for at, tensor in enumerate(tensors):
                 tensor.copy_(state[f"{kind}.{at}"])
 
@@ -360,7 +358,7 @@ def tune(context: Context, rows: Rows, made: Made, tuning: Tuning, seed: int) ->
     packed = _packed(context, made.key)
     teacher = _dense(weights)
     steps = tuning.steps(*rows.tuning.shape) // tuning.passes
-    student = _Student(config, packed, teacher, tuning, steps, weights.device)
+    student = _Student(config, made, packed, teacher, tuning, steps)
     before = student.weights()
     second = [kl_of(config, teacher, before, rows.second)] if len(rows.second) else []
     del before
