@@ -32,13 +32,13 @@ from exl2nb.model.config import ModelConfig
 from exl2nb.model.layout import layer_linears, layer_vectors
 
 Weights = dict[str, Tensor]
-STEP_TOKENS = 2048
+STEP_TOKENS, STEPS = 1024, 16  # tokens of a step; of a pass, where there is little text, this many steps at least
 PER_WEIGHT = 48  # bytes: dense, latent, rounded, gradients, two moments, steps, what is kept
 PARTS = 4  # of the way: after each one the layer is judged
 HISTORY, TINY = "history", 1e-30
 DAMPING = 0.2  # of the products of gradients, as a share of their mean
 # how far a number goes over the whole way if every gradient points the same way: in steps of the grid, or as a share of its size
-TRAVEL = {"codes": 1.0, "scales": 0.1, "vectors": 0.05}
+TRAVEL = {"codes": 2.0, "scales": 0.1, "vectors": 0.05}
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,7 @@ class Learner:
 
     def _steps(self, layer: int, length: int) -> list[slice]:
         """Rows of every step: all once in each pass, in another order."""
-        each = max(1, STEP_TOKENS // length)
+        each = max(1, min(STEP_TOKENS // length, self.used // STEPS))
         parts = (0, self.used), (self.first + self.choosing, self.rows)
         runs = [slice(start, min(start + each, last)) for first, last in parts for start in range(first, last, each)]
         generator = torch.Generator().manual_seed(self.blocks.seed + layer)
