@@ -76,6 +76,8 @@ class _Sizes:
         self.tried = 2 * FLOAT * hidden * (TRIED * ROWS * LENGTH + ROUNDED_ON * self.length)
         # of coordinate descent: targets and what it works on, the Hessian while it is inverted in fp64
         self.descended = (FLOAT + PER_DESCENT) * self.largest + FACTOR * self.widest**2
+        # of what the stream lacks before down: its product with the inputs, twice
+        self.lacking = 2 * self.widest * hidden * (DOUBLE if self.widest <= MOST_IN_F64 else FLOAT)
         self.descended_head = 2 * self.head + PER_DESCENT * min(self.head, 2 * AT_ONCE) + FACTOR * hidden**2
         self.sparse = any(config.experts(layer) is not None for layer in range(config.num_layers))
 
@@ -117,7 +119,13 @@ def planned(
         quantize=BOTH * _in_memory(s.quantize, BOTH)
         + max(
             head + max(rounded, PER_HEAD_WEIGHT * s.head, head + judged, head + s.descended_head if descent else 0),
-            layer + max(2 * forward + 3 * s.moment, s.moment + factor, PER_WEIGHT * s.largest + square, s.descended if descent else 0),
+            layer
+            + max(
+                2 * forward + 3 * s.moment + s.lacking,
+                s.moment + s.lacking + factor,
+                PER_WEIGHT * s.largest + square,
+                s.descended if descent else 0,
+            ),
             learning,
         ),
         disk=max(disk, BOTH * (FLOAT * math.prod(s.quantize) - _in_memory(s.quantize, BOTH))),
@@ -161,7 +169,9 @@ def planned_on_gpu(
     rounded = max(shifted, 2 * head + head // 2 + errors)
     gradients = 2 * each + weights + s.inputs + 2 * s.products + backward
     trial = max(3 * head + pieces + logits, s.weights * PROBED + s.inputs + max(rounding, forward)) + s.tried
-    layer = 2 * weights + s.moment + max(square + s.moment + forward + pieces, rounding, s.descended if descent else 0)
+    layer = (
+        2 * weights + s.moment + max(square + s.moment + s.lacking + forward + pieces, s.lacking + rounding, s.descended if descent else 0)
+    )
     rounded = max(rounded, 2 * head + s.descended_head if descent else 0)
     return Planned(
         held=0,

@@ -51,7 +51,7 @@ class Rounding:
     strength: float = 0.5
     coupled: bool = True
     refresh: bool = True
-    residual: float = 0.0
+    residual: float = 0.5
     weighted: bool = True
     damping: float = DAMPING
     folded: bool = True
