@@ -37,8 +37,9 @@ PER_WEIGHT = 48  # bytes: dense, latent, rounded, gradients, two moments, steps,
 PARTS = 4  # of the way: after each one the layer is judged
 HISTORY, TINY = "history", 1e-30
 DAMPING = 0.2  # of the products of gradients, as a share of their mean
-# how far a number goes over the whole way if every gradient points the same way: in steps of the grid, or as a share of its size
-TRAVEL = {"codes": 2.0, "scales": 0.1, "vectors": 0.05}
+# how far a number may go if every gradient points the same way, over the square root of the steps of the way: of a step of the grid, or of
+# its own size. Fewer steps that are longer let many codes change together, and the error grows
+TRAVEL = {"codes": 0.1, "scales": 0.005, "vectors": 0.0025}
 
 
 @dataclass(frozen=True)
@@ -154,19 +155,22 @@ def needed_bytes(config: ModelConfig, device: torch.device, length: int) -> int:
 class _Layer:
     """A quantised layer as tensors that learn."""
 
-    def __init__(self, config: ModelConfig, layer: int, weights: Mapping[str, Tensor], packed: Packed, device: torch.device) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: int, weights: Mapping[str, Tensor], packed: Packed, steps: int, device: torch.device
+    ) -> None:
         self._linears = list(layer_linears(config, layer).values())
         self._losses = {key: loss for key, (_, loss) in packed.items()}
         self.grids = {
             line.key: Grid(packed[line.key][0], line.out_features, device, weights[f"{line.key}.weight"]) for line in self._linears
         }
         self.vectors = {name: weights[name].clone() for name in layer_vectors(config, layer)}
+        travel = {part: far * math.sqrt(steps) for part, far in TRAVEL.items()}
         learning: list[tuple[Tensor, Tensor | float]] = []
         for grid in self.grids.values():
-            learning += [(grid.latent, TRAVEL["codes"]), (grid.scale_max, TRAVEL["scales"] * grid.scale_max.clone())]
+            learning += [(grid.latent, travel["codes"]), (grid.scale_max, travel["scales"] * grid.scale_max.clone())]
             if grid.bias is not None:
-                learning.append((grid.bias, TRAVEL["vectors"] * grid.bias.abs().mean()))
-        learning += [(tensor, TRAVEL["vectors"] * tensor.abs().mean()) for tensor in self.vectors.values()]
+                learning.append((grid.bias, travel["vectors"] * grid.bias.abs().mean()))
+        learning += [(tensor, travel["vectors"] * tensor.abs().mean()) for tensor in self.vectors.values()]
         self.adam = Adam(learning)
 
     def weights(self) -> Weights:
@@ -220,8 +224,9 @@ class Learner:
             inputs: the quantised stream before the layer, f32 `(rows, S, H)`.
             wanted: the dense stream after it.
         """
-        state, block = _Layer(self.config, layer, weights, packed, inputs.device), _Block(self.config, layer, inputs, wanted, metric)
         steps, choosing = self._steps(layer, inputs.shape[1]), slice(self.first, self.first + self.choosing)
+        state = _Layer(self.config, layer, weights, packed, len(steps), inputs.device)
+        block = _Block(self.config, layer, inputs, wanted, metric)
         share = shares(len(steps))
         before = best = block.error(state.weights(), choosing)
         kept, history = state.keep(), [(before, before)]

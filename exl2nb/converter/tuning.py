@@ -47,7 +47,7 @@ CHOOSING = 32  # rows
 # how far a number may go if every gradient points the same way, over the square root of the steps of a pass: of a step of the grid, or of
 # its own size. Gradients that are noise move it 1.2 times as far, whatever the number of steps: for a code a quarter of what changes it
 TRAVEL = {"codes": 0.1, "scales": 0.01, "vectors": 0.005, "embedding": 0.015}
-BESIDE, ALONE = 0, 16  # passes of block-wise learning, before the whole model learns and instead of it
+BESIDE, ALONE = 0, 8  # passes of block-wise learning, before the whole model learns and instead of it
 PER_WEIGHT = 40  # bytes: dense, latent, rounded, gradient, two moments, steps, what is kept
 
 

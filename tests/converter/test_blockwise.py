@@ -25,7 +25,7 @@ from .test_tuning import TEXT
 
 NOTHING = {"descent": 0, "codes": False, "scales": False, "vectors": False, "embedding": False}
 OPTIONS = {"bpw": 3.0, "calibration": TEXT, "rows": 48, "length": 32}
-LEARNED = {**OPTIONS, "tuning": Tuning(**NOTHING, blocks=10), "report_rows": 24}
+LEARNED = {**OPTIONS, "tuning": Tuning(**NOTHING, blocks=6), "report_rows": 24}
 EIGHT_B = {
     **CONFIG,
     "vocab_size": 128256,
@@ -62,7 +62,7 @@ def test_what_an_error_costs(source):
 
 def test_layers_are_closer_on_rows_that_nobody_learned_from(learned, source, tmp_path):
     found = learned.blocks
-    assert (found.passes, found.alone, len(found.layers)) == (10, "", CONFIG["num_hidden_layers"])
+    assert (found.passes, found.alone, len(found.layers)) == (6, "", CONFIG["num_hidden_layers"])
     assert learned.tuned is None
     assert all(layer.history[0] == (1, 1) for layer in found.layers)
     assert sum(layer.history[layer.chosen][1] for layer in found.layers) < 0.97 * len(found.layers)
