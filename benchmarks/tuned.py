@@ -44,6 +44,8 @@ STAGES: dict[str, dict[str, Any]] = {
     "learned": {"descent": 0},
     "descent, learned": {},
     "descent, floats": {"codes": False},
+    "blocks": {**NOTHING, "descent": 2, "blocks": 8},
+    "blocks, learned": {"blocks": 8},
     "descent of 6 sweeps": {**NOTHING, "descent": 6},
     "only the text": {"written": 0},
     "the text four times": {"written": 0, "passes": 4},

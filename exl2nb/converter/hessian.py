@@ -63,7 +63,7 @@ class Factor:
     perm: Tensor
     upper: Tensor
 
-    def stored(self, weight: Tensor, cross: Tensor | None = None, strength: float = 0) -> Tensor:
+    def stored(self, weight: Tensor, cross: Tensor | None = None, strength: float = 0, further: Tensor | None = None) -> Tensor:
         """A matrix as rounding takes it, f32 `(K, N)`; with `cross` shifted so that its outputs on these inputs approach those
         on the dense model's inputs.
 
@@ -71,6 +71,7 @@ class Factor:
             weight: f32 `(N, K)`.
             cross: f64 `(K, K)`, mean of x^T (dense x - x) under the Hessian's weights.
             strength: of the shift, 0 (nothing) to 1 (the least-squares answer).
+            further: f64 `(K, N)`, mean of x^T d under the Hessian's weights, for outputs that shall be larger by d.
         """
         made, most = weight.new_empty(weight.shape[1], weight.shape[0]), max(1, AT_ONCE // weight.shape[1])
         wanted = None if cross is None else cross.float()[self.perm]
@@ -80,6 +81,8 @@ class Factor:
             if wanted is not None:
                 shift = matmul(self.upper.T, matmul(self.upper, matmul(wanted, columns)))
                 made[:, part] += shift.mul_(strength)
+            if further is not None:
+                made[:, part] += matmul(self.upper.T, matmul(self.upper, further[:, part].float()[self.perm]))
         return made
 
 

@@ -22,7 +22,7 @@ from exl2nb.converter.pipeline import Pipeline
 from exl2nb.converter.quantization import Rounding
 from exl2nb.converter.result import Conversion
 from exl2nb.converter.settings import REPORT_ROWS, pick_device, settings
-from exl2nb.converter.tuning import Tuning
+from exl2nb.converter.tuning import Tuning, fitting
 from exl2nb.converter.weights import DenseWeights
 from exl2nb.converter.work import Context, JobContext, Work, make_directory
 from exl2nb.core.errors import ConversionError, Interrupted, OptionError, UnknownArchitecture
@@ -200,23 +200,27 @@ class ConversionJob:
 
     def memory(self) -> Planned:
         """The most memory that `run` takes on the CPU, before it begins; `.nbytes` is the bound."""
-        return self._planned(planned)
+        return self._planned(planned, torch.device("cpu"))
 
     def gpu_memory(self) -> Planned:
         """The same of a GPU's memory, where `run` uses one."""
-        return self._planned(planned_on_gpu)
+        return self._planned(planned_on_gpu, torch.device("cuda"))
 
-    def _planned(self, plan: Callable[..., Planned]) -> Planned:
+    def _planned(self, plan: Callable[..., Planned], device: torch.device) -> Planned:
         asked = self.settings
         config = read_model_config(hub.resolve(self.src))
+        tuning = (
+            None if asked.tuning is None else fitting(asked.tuning, config, device, min(asked.length, config.max_position_embeddings))[0]
+        )
         return plan(
             config,
             rows=asked.rows,
             length=asked.length,
             report_rows=asked.report_rows,
             polish=asked.polish,
-            tuned=asked.tuning is not None and asked.tuning.learns,
+            tuned=tuning is not None and tuning.learns,
             descent=asked.sweeps > 0,
+            blocks=tuning is not None and bool(tuning.blocks),
         )
 
     def measure(self, sink: Sink | None = None) -> Measurement:

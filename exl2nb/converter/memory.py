@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from exl2nb.converter.blockwise import needed_bytes as block_bytes
 from exl2nb.converter.hessian import AT_ONCE, MOST_IN_F64, ROWS_PER_BATCH, block_of, gpu_rows, input_of
 from exl2nb.converter.pipeline import HELD_STATISTICS
 from exl2nb.converter.polish import LENGTH, ROUNDED_ON, ROWS
@@ -14,7 +15,7 @@ from exl2nb.converter.quantization import HELD_BYTES
 from exl2nb.converter.quantization import WORKING as BOTH
 from exl2nb.converter.sensitivity import DISK_BYTES, HOST_BYTES, WORKING, kept_streams
 from exl2nb.converter.streams import STREAM_BYTES, in_memory
-from exl2nb.converter.tuning import needed_bytes
+from exl2nb.converter.tuning import CHOOSING, needed_bytes
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.layout import Linear, head_linear, layer_linears
 from exl2nb.ops.bf16x3 import PIECE, RESULT
@@ -75,19 +76,30 @@ class _Sizes:
         self.tried = 2 * FLOAT * hidden * (TRIED * ROWS * LENGTH + ROUNDED_ON * self.length)
         # of coordinate descent: targets and what it works on, the Hessian while it is inverted in fp64
         self.descended = (FLOAT + PER_DESCENT) * self.largest + FACTOR * self.widest**2
+        # of what the stream lacks before down: its product with the inputs, twice
+        self.lacking = 2 * self.widest * hidden * (DOUBLE if self.widest <= MOST_IN_F64 else FLOAT)
         self.descended_head = 2 * self.head + PER_DESCENT * min(self.head, 2 * AT_ONCE) + FACTOR * hidden**2
         self.sparse = any(config.experts(layer) is not None for layer in range(config.num_layers))
 
 
 def planned(
-    config: ModelConfig, *, rows: int, length: int, report_rows: int = 0, polish: bool = False, tuned: bool = False, descent: bool = False
+    config: ModelConfig,
+    *,
+    rows: int,
+    length: int,
+    report_rows: int = 0,
+    polish: bool = False,
+    tuned: bool = False,
+    descent: bool = False,
+    blocks: bool = False,
 ) -> Planned:
     """What a conversion on the CPU will take.
 
     Args:
-        tuned: whether it is tuned end to end. descent: whether coordinate descent follows GPTQ.
+        tuned: whether it is tuned end to end. descent: whether coordinate descent follows GPTQ. blocks: whether layers learn then.
     """
-    s = _Sizes(config, rows, length, report_rows)
+    s = _Sizes(config, rows, length, report_rows + (CHOOSING if blocks else 0))
+    learning = block_bytes(config, torch.device("cpu"), s.length) if blocks else 0
     factor, square = FACTOR * s.widest * s.widest, FLOAT * s.widest * s.widest
     logits, judged = (count * FLOAT * s.length * config.vocab_size for count in (8, 6))
     statistics = [sum(_statistics(linear, rows * s.length) for linear in layer) for layer in s.layers]
@@ -107,7 +119,14 @@ def planned(
         quantize=BOTH * _in_memory(s.quantize, BOTH)
         + max(
             head + max(rounded, PER_HEAD_WEIGHT * s.head, head + judged, head + s.descended_head if descent else 0),
-            layer + max(2 * forward + 3 * s.moment, s.moment + factor, PER_WEIGHT * s.largest + square, s.descended if descent else 0),
+            layer
+            + max(
+                2 * forward + 3 * s.moment + s.lacking,
+                s.moment + s.lacking + factor,
+                PER_WEIGHT * s.largest + square,
+                s.descended if descent else 0,
+            ),
+            learning,
         ),
         disk=max(disk, BOTH * (FLOAT * math.prod(s.quantize) - _in_memory(s.quantize, BOTH))),
         tune=needed_bytes(config, torch.device("cpu"), s.length) if tuned else 0,
@@ -115,14 +134,23 @@ def planned(
 
 
 def planned_on_gpu(
-    config: ModelConfig, *, rows: int, length: int, report_rows: int = 0, polish: bool = False, tuned: bool = False, descent: bool = False
+    config: ModelConfig,
+    *,
+    rows: int,
+    length: int,
+    report_rows: int = 0,
+    polish: bool = False,
+    tuned: bool = False,
+    descent: bool = False,
+    blocks: bool = False,
 ) -> Planned:
     """GPU memory of a conversion, not counting the driver and the libraries (0.8 GiB on an H200) and what torch keeps for later.
 
     Arguments as of `planned`. Partly run layers are not counted: they are held only where a sixth of the GPU is enough for them
     (quantization._held_limit).
     """
-    s = _Sizes(config, rows, length, report_rows)
+    s = _Sizes(config, rows, length, report_rows + (CHOOSING if blocks else 0))
+    learning = block_bytes(config, torch.device("cuda"), s.length) if blocks else 0
     head, weights, largest, square = FLOAT * s.head, FLOAT * s.weights, FLOAT * s.largest, FLOAT * s.widest * s.widest
     each, held, disk = _kept(s.sweep, config.num_layers, HOST_BYTES)
     if FLOAT * math.prod(s.sweep) * config.num_layers > STREAM_BYTES:
@@ -141,14 +169,16 @@ def planned_on_gpu(
     rounded = max(shifted, 2 * head + head // 2 + errors)
     gradients = 2 * each + weights + s.inputs + 2 * s.products + backward
     trial = max(3 * head + pieces + logits, s.weights * PROBED + s.inputs + max(rounding, forward)) + s.tried
-    layer = 2 * weights + s.moment + max(square + s.moment + forward + pieces, rounding, s.descended if descent else 0)
+    layer = (
+        2 * weights + s.moment + max(square + s.moment + s.lacking + forward + pieces, s.lacking + rounding, s.descended if descent else 0)
+    )
     rounded = max(rounded, 2 * head + s.descended_head if descent else 0)
     return Planned(
         held=0,
         sweep=held + max(each + 2 * head, 2 * each + head + logits, 3 * each + weights + forward, gradients) + pieces,
         measure=held + each + max(2 * head + max(head, copies) + pieces, weights + s.inputs + max(rounding, s.moment + copies)),
         polish=trial if polish and not s.sparse else 0,
-        quantize=BOTH * _in_memory(s.quantize, BOTH) + max(rounded, 2 * head + max(head // 2, logits), layer),
+        quantize=BOTH * _in_memory(s.quantize, BOTH) + max(rounded, 2 * head + max(head // 2, logits), layer, learning),
         disk=disk,
         tune=needed_bytes(config, torch.device("cuda"), s.length) if tuned else 0,
     )

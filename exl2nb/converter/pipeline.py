@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from exl2nb.converter.allocation import Allocation, check_overrides
+from exl2nb.converter.blockwise import Layerwise
 from exl2nb.converter.calibration import (
     DATE,
     DEMO,
@@ -38,13 +39,13 @@ from exl2nb.converter.equalization import equalize
 from exl2nb.converter.hessian import factorize, input_of
 from exl2nb.converter.measurement import ANCHORS, FORMAT, Measured, Measurement, measure_linear, others_of
 from exl2nb.converter.polish import Polished, polish
-from exl2nb.converter.quantization import Made, quantize_model
+from exl2nb.converter.quantization import Made, cost, quantize_model
 from exl2nb.converter.result import Conversion
 from exl2nb.converter.sensitivity import LayerStatistics, sweep
 from exl2nb.converter.settings import Settings, describe_device
 from exl2nb.converter.sizes import CacheShape
 from exl2nb.converter.tower import block_linears, quantized_tower
-from exl2nb.converter.tuning import CHOOSING, STEP_TOKENS, Tuned, check_tunable, tune
+from exl2nb.converter.tuning import CHOOSING, STEP_TOKENS, Tuned, fitting, tune
 from exl2nb.converter.weights import DenseWeights
 from exl2nb.converter.work import HEAD, REVISION, Context, JobContext, Work, hash_of
 from exl2nb.core.errors import ConversionError, OptionError, TokenizerError
@@ -57,7 +58,6 @@ from exl2nb.model.writer import write_model
 from exl2nb.tokenizer.chat import render
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
-DESCENT_COST = 0.8  # of one sweep over a layer, beside 3.5 without: demo model on the CPU, 10 to 13 s of processor time beside 50
 HELD_STATISTICS = 256 << 20  # bytes of statistics that a measurement keeps in memory for further bitrates
 
 
@@ -216,7 +216,7 @@ def forecast(asked: Settings, config: ModelConfig, device: torch.device, *, last
         Phase("measure", layers, 1.7 if known else 6.0, name="backward"),
         Phase("allocate", 1, 0.1),
         Phase("polish", 2 * (layers + 1) if asked.polish else 0, 3.5),
-        Phase("quantize", layers + 1, 3.5 + DESCENT_COST * asked.sweeps),
+        Phase("quantize", layers + 1, cost(asked.sweeps, asked.blocks)),
         *_tuning_phases(asked, layers, device),
         Phase("write", matrices, 0.01),
     ]
@@ -293,6 +293,7 @@ class Run(Generic[C]):
         rows: Rows,
         polished: Polished | None = None,
         tuned: Tuned | None = None,
+        learned: Layerwise | None = None,
     ) -> Conversion:
         """Before it is written."""
         head_bits = self.settings.wanted["head_bits"]
@@ -311,6 +312,7 @@ class Run(Generic[C]):
             quality=tuned.quality if tuned else made.quality,
             polished=polished,
             tuned=tuned,
+            blocks=learned,
             device=self.device.type,
             descent=self.settings.sweeps,
             asked={**self.settings.wanted, **({"frozen": True} if "frozen" in self.settings.wanted else {})},
@@ -347,8 +349,7 @@ class Pipeline(Run[Context]):
             raise OptionError("convert: polish is True and the model has experts, expected a dense one; leave polish out")
         if self.settings.vision_bits is not None and not (isinstance(self.weights.store, ModelStore) and self.weights.store.untouched()):
             raise OptionError(f"convert: vision_bits is {self.settings.vision_bits} and {self.src} has no vision tower; leave it out")
-        if self.settings.tuning is not None and self.settings.tuning.learns:
-            check_tunable(self.config, self.device, self.length)
+        alone = self._fit()
         linears = [linear for layer in range(self.config.num_layers) for linear in layer_linears(self.config, layer).values()]
         self.check_names([*linears, head_linear(self.config)])
         rows = self.timed("calibrate", self.calibrate)
@@ -360,17 +361,28 @@ class Pipeline(Run[Context]):
             polished = self.timed("polish", lambda: self.polish(rows, measurement, allocation))
             allocation = polished.allocation
         asked, tuning = self.settings, self.settings.tuning
-        quantize = functools.partial(quantize_model, self.context, rows, measurement, allocation, key, asked.rounding, asked.sweeps)
+        options = asked.rounding, asked.sweeps, asked.blocks
+        quantize = functools.partial(quantize_model, self.context, rows, measurement, allocation, key, *options)
         made, tuned = self.timed("quantize", quantize), None
         if tuning is not None and tuning.learns:
             tuned = self.timed("tune", functools.partial(tune, self.context, rows, made, tuning, asked.seed))
-        result = self.result(measurement, allocation, made, rows, polished, tuned)
-        key, vectors = (made.key, None) if tuned is None else (tuned.key, tuned.vectors)
+        learned = Layerwise(asked.blocks.passes, tuple(made.learned), alone) if asked.blocks is not None else None
+        result = self.result(measurement, allocation, made, rows, polished, tuned, learned)
+        key, vectors = (made.key, made.vectors) if tuned is None else (tuned.key, tuned.vectors)
         written, bits = self.written(result), self.settings.vision_bits
         self.timed("write", lambda: assemble(self.context, self.dst, self.src, key, result, written, vectors=vectors, vision_bits=bits))
         for done in {made.key, key}:
             self.context.work.forget(done, self.config.num_layers)
         return self.finished(result)
+
+    def _fit(self) -> str:
+        """Leave out of tuning what this device cannot do; why, in words."""
+        if self.settings.tuning is None:
+            return ""
+        tuning, why = fitting(self.settings.tuning, self.config, self.device, self.length)
+        self.settings = dataclasses.replace(self.settings, tuning=tuning)
+        self.context = dataclasses.replace(self.context, forecast=forecast(self.settings, self.config, self.device))
+        return why
 
     def measure(self) -> Measurement:
         """Only the measurement."""

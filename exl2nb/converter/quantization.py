@@ -7,6 +7,7 @@ layer the inputs of o, gate/up and down come from the matrices already quantised
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from exl2nb.converter.allocation import Allocation, Choice
+from exl2nb.converter.blockwise import Blocks, Learned, Learner, further_rows
 from exl2nb.converter.calibration import Rows
 from exl2nb.converter.experts import expert_inputs
 from exl2nb.converter.gptq import dense, quantize_stored
@@ -32,6 +34,8 @@ from exl2nb.model.layout import Linear, head_linear, layer_linears
 from exl2nb.quant.exl2 import Exl2Tensors
 
 WORKING = 2  # streams
+DESCENT_COST = 0.8  # of one sweep over a layer, beside 3.5 without: demo model on the CPU, 10 to 13 s of processor time beside 50
+BLOCK_COST = 2.0  # of one pass of block-wise learning
 HELD_BYTES = 2 << 30  # limit for activations of partly run layers; above it a layer is run again from its start for every stage
 
 
@@ -47,13 +51,20 @@ class Rounding:
     strength: float = 0.5
     coupled: bool = True
     refresh: bool = True
+    residual: float = 0.5
     weighted: bool = True
     damping: float = DAMPING
     folded: bool = True
 
     def __post_init__(self) -> None:
-        check_range("strength", self.strength, 0, 1, where="Rounding")
+        for name in ("strength", "residual"):
+            check_range(name, getattr(self, name), 0, 1, where="Rounding")
         check_range("damping", self.damping, 1e-6, 10, where="Rounding")
+
+
+def cost(sweeps: int, blocks: Blocks | None) -> float:
+    """What one layer takes, in the unit of `pipeline.forecast`."""
+    return 3.5 + DESCENT_COST * sweeps + (0 if blocks is None else BLOCK_COST * blocks.passes)
 
 
 @dataclass
@@ -88,6 +99,11 @@ class Streams:
         """Replace some rows, in place: memory does not hold two copies."""
         self.dense[part], self.made[part] = dense, made
 
+    def advance_made(self, config: ModelConfig, layer: int, made: Mapping[str, Tensor]) -> None:
+        """Run the quantised model's alone through a layer."""
+        for part in self.parts(config):
+            self.made[part] = reference.block(config, layer, made, self.made[part])
+
     def advance(self, config: ModelConfig, layer: int, dense: Mapping[str, Tensor], made: Mapping[str, Tensor]) -> None:
         """Run both through a layer that is quantised already."""
         for part in self.parts(config):
@@ -114,18 +130,24 @@ class _LayerRun:
         self._parts = batches(config, streams.dense, 0, streams.used)
         wide = max(config.hidden_size, config.q_size, *(linear.in_features for linear in layer_linears(config, layer).values()))
         held = 2 * 4 * streams.used * streams.dense.shape[1] * (config.hidden_size + wide)
+        self._apart: dict[str, Tensor] = {}
         self._running = [self._start(part) for part in self._parts] if held <= _held_limit(streams.dense) else None
         self._stage = 0
 
     def _start(self, part: slice) -> tuple[reference.Steps, reference.Steps]:
-        dense, made = (reference.steps(self._config, self._layer, w, x) for w, x in zip(self._weights, self._rows(part)))
-        return dense, made
+        def step(at: int, name: str) -> reference.Steps:
+            keep = functools.partial(self._apart.__setitem__, name)
+            return reference.steps(self._config, self._layer, self._weights[at], self._rows(part)[at], residual=keep)
+
+        return step(0, "dense"), step(1, "made")
 
     def _rows(self, part: slice) -> tuple[Tensor, Tensor]:
         return self._streams.dense[part], self._streams.made[part]
 
-    def stage(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Per batch: its rows, and what the linears of the next stage read, in the dense model and in the quantised one."""
+    def stage(self) -> Iterator[tuple[slice, Tensor, Tensor, Tensor | None]]:
+        """Per batch: its rows, and what the linears of the next stage read, in the dense model and in the quantised one; before o and down
+        also what the quantised stream lacks that their outputs are added to.
+        """
         for place, part in enumerate(self._parts):
             if self._running is not None:
                 pair = self._running[place]
@@ -134,7 +156,9 @@ class _LayerRun:
                 for running in pair:
                     for _ in range(self._stage):
                         next(running)
-            yield part, next(pair[0]), next(pair[1])
+            self._apart.clear()
+            x, y = next(pair[0]), next(pair[1])
+            yield part, x, y, self._apart["dense"] - self._apart["made"] if self._apart else None
         self._stage += 1
 
     def finish(self) -> None:
@@ -143,6 +167,14 @@ class _LayerRun:
             steps = self._running[place] if self._running is not None and place < len(self._parts) else self._start(part)
             x, y = (reference.finish(running) for running in steps)
             self._streams.move(part, x, y)
+
+    def finish_dense(self) -> None:
+        """Advance the dense stream alone; the quantised one stays before the layer."""
+        for place, part in enumerate(self._streams.parts(self._config)):
+            held = self._running is not None and place < len(self._parts)
+            running = self._running[place] if self._running is not None and held else self._start(part)
+            self._streams.dense[part] = reference.finish(running[0])
+        self._running = None  # what the quantised one has held is no longer needed
 
 
 def quantize_layer(
@@ -154,7 +186,8 @@ def quantize_layer(
     groups: Mapping[str, Sequence[tuple[int, int]]],
     rounding: Rounding,
     sweeps: int = 0,
-) -> dict[str, tuple[Exl2Tensors, float]]:
+    learner: Learner | None = None,
+) -> tuple[Packed, Learned | None]:
     """Quantise all linears of one layer.
 
     Args:
@@ -162,21 +195,22 @@ def quantize_layer(
         statistics: token weights ("layer.input") and couplings ("key.coupling") of the layer.
         groups: key -> (bits, rows) of each linear.
         sweeps: of coordinate descent over each matrix.
+        learner: block-wise learning of the layer afterwards; None: none.
 
     Returns:
-        Key -> tensors and loss.
+        Key -> tensors and loss; and what was learned.
     """
     linears = layer_linears(config, layer)
     names = input_of(linears)
     current, packed = dict(weights), {}
 
-    def make(name: str, factor: Factor, cross: Tensor | None) -> None:
+    def make(name: str, factor: Factor, cross: Tensor | None, lacking: Tensor | None = None) -> None:
         for linear in (linears[role] for role, source in names.items() if source == name):
             weight = weights[f"{linear.key}.weight"]
             products = statistics.get(f"{linear.key}.coupling") if rounding.coupled else None
             coupling = None if products is None else couple(products.to(weight.device))
             bias = weights[f"{linear.key}.bias"].half() if linear.bias else None
-            stored = factor.stored(weight, cross, rounding.strength)
+            stored = factor.stored(weight, cross, rounding.strength, lacking)
             packed[linear.key] = quantize_stored(stored, factor, groups[linear.key], bias=bias, coupling=coupling, sweeps=sweeps)
             current[f"{linear.key}.weight"] = dense(packed[linear.key][0], linear.out_features, weight.device)
 
@@ -184,35 +218,60 @@ def quantize_layer(
     walk, routed = _LayerRun(config, layer, weights, seen, streams), []
     for roles in reference.stages(config, layer):
         if roles == ("router",):
-            routed = [(x.detach(), y.detach()) for _, x, y in walk.stage()]
+            routed = [(x.detach(), y.detach()) for _, x, y, _ in walk.stage()]
             continue
         name = names[roles[0]]
         tokens = statistics.get(f"{layer}.{name}") if rounding.weighted else None
-        moments = _moments(walk.stage(), tokens, streams.dense.shape[1], cross=bool(rounding.strength))
+        cross, residual = bool(rounding.strength), 0.0 if config.post_norm else rounding.residual / config.residual_scale
+        moments = _moments(walk.stage(), tokens, streams.dense.shape[1], cross=cross, residual=bool(residual))
         factor = factorize(moments.pop("found"), damping=rounding.damping, name=f"layer {layer}, input of {name}")
-        make(name, factor, moments.pop("cross", None))
+        lacking = moments.pop("residual", None)
+        make(name, factor, moments.pop("cross", None), None if lacking is None else residual * lacking)
     if routed:
         both = torch.cat([x for x, _ in routed]), torch.cat([y for _, y in routed])
         for name, factor, cross in expert_inputs(config, layer, (weights, seen), both, statistics, cross=bool(rounding.strength)):
             make(name, factor, cross)
+    packed = {linear.key: packed[linear.key] for linear in linears.values()}
+    if learner is not None:
+        walk.finish_dense()
+        metric = learner.metric(layer, statistics, coupled=rounding.coupled, weighted=rounding.weighted)
+        learned = learner.learn(layer, weights, packed, streams.made, streams.dense, metric)
+        streams.advance_made(config, layer, reconstructed(learned.packed, linears, learned.vectors, streams.dense.device))
+        return learned.packed, learned
     if rounding.refresh:
         walk.finish()
     else:
         streams.advance(config, layer, weights, current)
-    return {linear.key: packed[linear.key] for linear in linears.values()}
+    return packed, None
 
 
-def _moments(stage: Iterable[tuple[slice, Tensor, Tensor]], tokens: Tensor | None, length: int, *, cross: bool) -> dict[str, Tensor]:
-    """The Hessian "found" of what the quantised model reads and, where wanted, its "cross" moments with what the dense one reads more.
+def reconstructed(packed: Packed, linears: Mapping[str, Linear], vectors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """What the loader will compute a layer with."""
+    found = {name: tensor.to(device).float() for name, tensor in vectors.items()}
+    for line in linears.values():
+        matrix = packed[line.key][0]
+        found[f"{line.key}.weight"] = dense(matrix, line.out_features, device)
+        if matrix.bias is not None:
+            found[f"{line.key}.bias"] = matrix.bias[: line.out_features].to(device).float()
+    return found
+
+
+def _moments(
+    stage: Iterable[tuple[slice, Tensor, Tensor, Tensor | None]], tokens: Tensor | None, length: int, *, cross: bool, residual: bool
+) -> dict[str, Tensor]:
+    """The Hessian "found" of what the quantised model reads and, where wanted, its "cross" moments with what the dense one reads more, and
+    its moments with what the stream lacks, "residual".
 
     tokens: what each token counts, f32 `(rows * length,)`.
     """
     moments = Moments()
-    for part, x, y in stage:
+    for part, x, y, lacking in stage:
         weight = None if tokens is None else tokens[part.start * length : part.stop * length].to(y.device)
         moments.add("found", y, weight)
         if cross:
             moments.add_cross("cross", y, x - y, weight)
+        if residual and lacking is not None:
+            moments.add_cross("residual", y, lacking, weight)
     return moments.hessians()
 
 
@@ -234,16 +293,29 @@ def quantize_head(
 
 @dataclass
 class Made:
-    """What was quantised. key: of its files. matrices: in running order, the head last. resumed: layers taken over from an earlier run."""
+    """What was quantised.
+
+    key: of its files. matrices: in running order, the head last. resumed: layers taken over from an earlier run. vectors: norms that have
+    learned, by name, f16. learned: what block-wise learning found in each layer.
+    """
 
     key: str
     matrices: list[Matrix] = field(default_factory=list)
     resumed: int = 0
     quality: Quality | None = None
+    vectors: dict[str, Tensor] = field(default_factory=dict)
+    learned: list[Learned] = field(default_factory=list)
 
 
 def quantize_model(
-    context: Context, rows: Rows, measurement: Measurement, allocation: Allocation, statistics: str, rounding: Rounding, sweeps: int = 0
+    context: Context,
+    rows: Rows,
+    measurement: Measurement,
+    allocation: Allocation,
+    statistics: str,
+    rounding: Rounding,
+    sweeps: int = 0,
+    blocks: Blocks | None = None,
 ) -> Made:
     """Quantise every layer and the head into the work folder; those that are there already are taken over.
 
@@ -251,23 +323,37 @@ def quantize_model(
         rows: calibration rows, of which those for sensitivity are not used, and those for the report.
         statistics: key of the statistics on these rows.
         sweeps: of coordinate descent over each matrix.
+        blocks: how every layer learns afterwards; None: it does not.
     """
     held_out, weights, work, config = rows.report, context.weights, context.work, context.weights.config
-    made = Made(hash_of(statistics, rounding, list(allocation.groups().items()), *([sweeps] if sweeps else [])))
-    layers, filed = config.num_layers, _Filed(weights, work, made, {c.key: c for c in allocation.choices}, sweeps)
-    streams = Streams.of(config, weights.ends(), torch.cat([rows.hessians, held_out]), rows.used, work.directory)
+    ids, judged = torch.cat([rows.hessians, held_out]), slice(rows.used, rows.used + len(held_out))
+    parts: list[object] = [statistics, rounding, list(allocation.groups().items()), *([sweeps] if sweeps else [])]
+    if blocks is not None:
+        further = further_rows(rows, blocks)
+        parts += [blocks, weights.device.type, further.numpy().tobytes()]
+        ids = torch.cat([ids, further])
+    made, layers = Made(hash_of(*parts)), config.num_layers
+    streams = Streams.of(config, weights.ends(), ids, rows.used, work.directory)
     with context.meter("quantize", total=layers + 1, unit="layers") as meter:
+        rounded = cost(sweeps, None) / cost(sweeps, blocks)
+
+        def learned(share: float, detail: str) -> None:
+            context.check()
+            meter.at(round(len(made.learned) + rounded + (1 - rounded) * share, 2), detail=f"layer {len(made.learned)}, {detail}")
+
+        learner = None if blocks is None else Learner(config, blocks, rows.used, judged.stop, len(rows.choosing), len(ids), learned)
+        filed = _Filed(weights, work, made, {c.key: c for c in allocation.choices}, sweeps, learner)
         for layer in range(layers):
             context.check()
             known = measurement.statistics if measurement.key == statistics else {}
             done = filed.layer(layer, streams, known or work.load_statistics(statistics, layer), rounding)
-            meter.step(detail=f"layer {layer}", bpw=[round(m.bpw, 3) for m in done])
+            meter.at(layer + 1, detail=f"layer {layer}", bpw=[round(m.bpw, 3) for m in done])
         context.check()
         quantised = filed.head(streams, rounding)
         if len(held_out):
             ends = weights.ends(embedding=False)  # loaded again: for a large vocabulary it takes GBs
             found = {**ends, **filed.dense(quantised, {"head": head_linear(config)})}
-            made.quality = judge(config, held_out, (ends, streams.dense[rows.used :]), (found, streams.made[rows.used :]))
+            made.quality = judge(config, held_out, (ends, streams.dense[judged]), (found, streams.made[judged]))
         meter.step(detail="head" if made.quality is None else str(made.quality))
     return made
 
@@ -275,23 +361,33 @@ def quantize_model(
 class _Filed:
     """Layers made and filed, or taken over from the work folder."""
 
-    def __init__(self, weights: DenseWeights, work: Work, made: Made, choices: Mapping[str, Choice], sweeps: int) -> None:
+    def __init__(
+        self, weights: DenseWeights, work: Work, made: Made, choices: Mapping[str, Choice], sweeps: int, learner: Learner | None
+    ) -> None:
         self._weights, self._work, self._made, self._choices, self._sweeps = weights, work, made, choices, sweeps
+        self._learner = learner
 
     def layer(self, layer: int, streams: Streams, statistics: Mapping[str, Tensor] | None, rounding: Rounding) -> list[Matrix]:
         """Quantise one layer, or take over its file, and advance the streams past it."""
         config, weights = self._weights.config, self._weights.layer(layer, then=layer + 1)
         linears = layer_linears(config, layer)
-        packed = self._work.load(self._made.key, layer, linears)
+        packed, learned = self._work.load(self._made.key, layer, linears), None
+        if packed is not None and self._learner is not None:
+            learned = self._learner.of(layer, packed, self._work.load_more(self._made.key, layer))
         if packed is None:
             if statistics is None:
                 raise ConversionError(f"{self._work.directory}: the statistics of layer {layer} are gone; run the conversion again")
             groups = {linear.key: self._choices[linear.key].groups for linear in linears.values()}
-            packed = quantize_layer(config, layer, weights, streams, statistics, groups, rounding, self._sweeps)
-            self._work.save(self._made.key, layer, packed)
+            packed, learned = quantize_layer(config, layer, weights, streams, statistics, groups, rounding, self._sweeps, self._learner)
+            self._work.save(self._made.key, layer, packed, {} if learned is None else learned.filed())
         else:
             self._made.resumed += 1
-            streams.advance(config, layer, weights, {**weights, **self.dense(packed, linears)})
+            vectors = {} if learned is None else learned.vectors
+            device = self._weights.device
+            streams.advance(config, layer, weights, {**weights, **reconstructed(packed, linears, vectors, device)})
+        if learned is not None:
+            self._made.learned.append(learned)
+            self._made.vectors |= learned.vectors
         return self._add(packed, linears)
 
     def head(self, streams: Streams, rounding: Rounding) -> Packed:

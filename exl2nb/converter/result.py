@@ -24,6 +24,7 @@ from exl2nb.model.config import ModelConfig
 if TYPE_CHECKING:
     import pandas as pd
 
+    from exl2nb.converter.blockwise import Layerwise
     from exl2nb.converter.polish import Polished
     from exl2nb.converter.tuning import Tuned
 
@@ -123,7 +124,7 @@ class Conversion:
     resumed_layers: layers taken over from an interrupted run. quality: on held-out rows of the calibration text, None without any.
     device: "cpu" or "cuda", where it was computed. polished: what the polish stage found, None where it did not run.
     descent: sweeps of coordinate descent after GPTQ, at most; the matrices' losses are those after it.
-    tuned: what tuning found, None where it did not run; the matrices' losses are those before it.
+    blocks, tuned: what block-wise learning and tuning found, None where they did not run; the matrices' losses are those before them.
     asked: the target, the head's bits, overrides and whether choices were frozen, as they were given.
     """
 
@@ -142,6 +143,7 @@ class Conversion:
     device: str = "cpu"
     polished: Polished | None = None
     descent: int = 0
+    blocks: Layerwise | None = None
     tuned: Tuned | None = None
     asked: dict[str, Any] = field(default_factory=dict)
 
@@ -179,6 +181,7 @@ class Conversion:
             "polished": self.polished.to_dict() if self.polished else None,
             "quality": self.quality.to_dict() if self.quality else None,
             **({"descent": self.descent} if self.descent else {}),
+            **({"blocks": self.blocks.to_dict()} if self.blocks else {}),
             **({"tuned": self.tuned.to_dict()} if self.tuned else {}),
             "unseen": list(self.unseen),
             "matrices": [{**{name: getattr(m, name) for name in names}, "share": m.predicted_kl / total} for m in self.matrices],
@@ -215,7 +218,7 @@ class Conversion:
 
     def _quality_line(self) -> str:
         unseen = f"\n{len(self.unseen)} matrices of experts without a calibration token" if self.unseen else ""
-        return (f"\n{self.quality}" if self.quality else "") + (f"\n{self.tuned}" if self.tuned else "") + unseen
+        return "".join(f"\n{one}" for one in (self.quality, self.blocks, self.tuned) if one) + unseen
 
     def __repr__(self) -> str:
         return f"Conversion({str(self.path)!r}, bpw={self.bpw:.4f}, head_bits={self.head_bits}, nbytes={self.nbytes})"

@@ -11,6 +11,7 @@ import torch
 
 from exl2nb.cache.modes import parse_mode
 from exl2nb.converter.allocation import Frozen, read_choices
+from exl2nb.converter.blockwise import Blocks
 from exl2nb.converter.calibration import Source
 from exl2nb.converter.keywords import EFFORTS
 from exl2nb.converter.measurement import HEAD_BITS, Measurement
@@ -80,6 +81,11 @@ class Settings:
     def sweeps(self) -> int:
         """Of coordinate descent after GPTQ."""
         return 0 if self.tuning is None else self.tuning.descent or 0
+
+    @property
+    def blocks(self) -> Blocks | None:
+        """How every layer learns after it is rounded, if it does."""
+        return Blocks(self.tuning.blocks, seed=self.seed) if self.tuning is not None and self.tuning.blocks else None
 
 
 def settings(

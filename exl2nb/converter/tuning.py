@@ -15,13 +15,15 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from exl2nb.converter.adam import Adam, shares, through_f16
 from exl2nb.converter.calibration import Rows
 from exl2nb.converter.grid import Grid
 from exl2nb.converter.hessian import ROWS_PER_BATCH, batches, gpu_rows
@@ -44,13 +46,12 @@ SEEN = {"cpu": 1280, "cuda": 6144}
 SWEEPS = {"cpu": 2, "cuda": 0}
 STEP_TOKENS = 8192  # of one step
 PARTS = 8  # of the way: after each one the model is judged and filed
-WARM_UP = 0.05  # of the way
 CHOOSING = 32  # rows
 # how far a number may go if every gradient points the same way, over the square root of the steps that different rows make: codes in steps
 # of their grid, others in shares of their own size, times what share of the weights rounding errors are: 0.17 at 3 bits, 0.02 at 6.
 # Gradients that are noise move it 1.2 times as far, whatever the number of steps: for a code a quarter of what changes it
 TRAVEL = {"codes": 0.1, "scales": 0.06, "vectors": 0.03, "embedding": 0.09}
-FIRST, SECOND = 0.9, 0.99  # decay of Adam's moments
+BESIDE, ALONE = 0, 8  # passes of block-wise learning, before the whole model learns and instead of it
 PER_WEIGHT = 40  # bytes: dense, latent, rounded, gradient, two moments, steps, what is kept
 
 
@@ -61,6 +62,8 @@ class Tuning:
 
     descent: sweeps of coordinate descent over codes and scales of each matrix, before anything learns, at most (converter.descent); None: 2
     on the CPU, none on a GPU, where they take longer than learning and bring less (`on`).
+    blocks: passes of block-wise learning of each layer after it is rounded, 0 for none (converter.blockwise); None: BESIDE, or ALONE
+    where memory does not hold the whole model several times over. All further fields are about learning of the whole model at once.
     codes: of all matrices. scales: the largest step of each group. vectors: norms and biases. embedding: its table, and learned positions.
     rows: at most, from the calibration text; None: all there are, up to SEEN. passes: how often every row of the text is seen, each time
     cut at other places. written: rows that the dense model writes itself (converter.writing), each seen once; None: as many as are missing
@@ -69,6 +72,7 @@ class Tuning:
     """
 
     descent: int | None = None
+    blocks: int | None = None
     codes: bool = True
     scales: bool = True
     vectors: bool = True
@@ -83,6 +87,7 @@ class Tuning:
             check_flag(f"Tuning: {name}", getattr(self, name))
         for name, value, low, high in (
             ("descent", self.descent, 0, 64),
+            ("blocks", self.blocks, 0, 64),
             ("rows", self.rows, 1, 1 << 16),
             ("passes", self.passes, 1, 64),
             ("written", self.written, 0, 1 << 20),
@@ -168,44 +173,57 @@ def needed_bytes(config: ModelConfig, device: torch.device, length: int) -> int:
     return PER_WEIGHT * weights + 20 * vectors + max(activations, writing_bytes(config, length, device))
 
 
-def check_tunable(config: ModelConfig, device: torch.device, length: int) -> None:
-    """Refuse a model that cannot be tuned before anything is measured.
-
-    Raises:
-        OptionError: it has experts. ConversionError: the whole model does not fit at once.
-    """
-    if any(map(config.experts, range(config.num_layers))):
-        raise OptionError("convert: effort 'tuned' and the model has experts, expected a dense one; use effort='thorough'")
+def lacking_memory(config: ModelConfig, device: torch.device, length: int) -> str:
+    """Why the whole model cannot learn at once, in words; empty where it can, or where nothing is known of the device."""
     if device.type == "cuda":
-        there = torch.cuda.get_device_properties(device).total_memory
+        there = torch.cuda.get_device_properties(device).total_memory if torch.cuda.is_available() else sys.maxsize
     else:
         there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     needed = needed_bytes(config, device, length)
-    if needed > 0.9 * there:
+    return "" if needed <= 0.9 * there else f"needs {size_text(needed)} of memory, found {size_text(there)} on {device}"
+
+
+def fitting(tuning: Tuning, config: ModelConfig, device: torch.device, length: int) -> tuple[Tuning, str]:
+    """What of it this device can do, and why not more, in words: where the whole model cannot learn at once, its layers do one at a time.
+
+    Raises:
+        OptionError: the model has experts. ConversionError: the whole model does not fit, and its layers are not to learn.
+    """
+    if not tuning.learns and not tuning.blocks:
+        return replace(tuning, blocks=0), ""
+    if any(map(config.experts, range(config.num_layers))):
+        raise OptionError("convert: effort 'tuned' and the model has experts, expected a dense one; use effort='thorough'")
+    why = lacking_memory(config, device, length) if tuning.learns else ""
+    if not why:
+        return replace(tuning, blocks=BESIDE if tuning.blocks is None else tuning.blocks), ""
+    if tuning.blocks == 0:
         raise ConversionError(
-            f"convert: effort 'tuned' tunes all layers at once and needs {size_text(needed)} of memory, found {size_text(there)} on "
-            f"{device}; use effort='thorough', or a device with more"
+            f"convert: Tuning: blocks is 0, and to tune all layers at once {why}; leave blocks out, or use a device with more"
         )
+    return replace(tuning, blocks=tuning.blocks or ALONE, **dict.fromkeys(TRAVEL, False)), why
 
 
 class _Student:
     """The quantised model as tensors that learn, with Adam's moments.
 
     Args:
-        packed: matrices by key. dense: all tensors of the dense model by name, f32. steps: that different rows make.
+        made: with vectors that have learned. packed: matrices by key. dense: all tensors of the dense model by name, f32.
+        steps: that different rows make.
     """
 
-    def __init__(self, config: ModelConfig, packed: Packed, dense: Weights, tuning: Tuning, steps: float, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, made: Made, packed: Packed, dense: Weights, tuning: Tuning, steps: float) -> None:
+        device = dense[f"{config.names.embed}.weight"].device
         self.grids = {
             line.key: Grid(packed[line.key][0], line.out_features, device, dense[f"{line.key}.weight"]) for line in linears(config)
         }
         matrices = {f"{linear.key}.{part}" for linear in linears(config) for part in ("weight", "bias")}
-        self.vectors = {name: tensor.clone() for name, tensor in dense.items() if name not in matrices}
+        own = {name: tensor.to(device).float() for name, tensor in made.vectors.items()}
+        self.vectors = {name: own.get(name, tensor).clone() for name, tensor in dense.items() if name not in matrices}
         names = config.names
         table = {f"{names.embed}.weight", f"{names.positions}.weight"}
         error = _relative_error(self.grids, dense)
         travel = {name: far * math.sqrt(steps) * error for name, far in TRAVEL.items()} | {"codes": tuning.travel * math.sqrt(steps)}
-        learning: list[tuple[Tensor, Tensor]] = []  # with how far each may go
+        learning: list[tuple[Tensor, Tensor | float]] = []  # with how far each may go
         for grid in self.grids.values():
             if tuning.codes:
                 learning.append((grid.latent, grid.latent.new_tensor(travel["codes"])))
@@ -217,32 +235,16 @@ class _Student:
             part = "embedding" if name in table else "vectors"
             if getattr(tuning, part):
                 learning.append((tensor, travel[part] * tensor.abs().mean()))
-        self.learning = [tensor.requires_grad_(True) for tensor, _ in learning]
-        self._travel = [far for _, far in learning]
-        self.first, self.second = ([torch.zeros_like(one) for one in self.learning] for _ in range(2))
-        self._first_rate, self._second_rate = torch.ones(2, device=device)  # on the device: a step can be recorded
+        self.adam = Adam(learning)
 
     def weights(self) -> Weights:
         """All tensors of the network as it is loaded; differentiable."""
-        made = {name: _through_f16(tensor) for name, tensor in self.vectors.items()}
+        made = {name: through_f16(tensor) for name, tensor in self.vectors.items()}
         for key, grid in self.grids.items():
             made[f"{key}.weight"] = grid.weight()
             if grid.bias is not None:
-                made[f"{key}.bias"] = _through_f16(grid.bias)
+                made[f"{key}.bias"] = through_f16(grid.bias)
         return made
-
-    def pace(self, step: int, share: float) -> None:
-        """Say which step comes next, counted from 0, and how much of the way it is."""
-        self._first_rate.fill_(share / (1 - FIRST ** (step + 1)))
-        self._second_rate.fill_(1 / (1 - SECOND ** (step + 1)))
-
-    def move(self, gradients: Sequence[Tensor]) -> None:
-        """One step of Adam."""
-        for at, gradient in enumerate(gradients):
-            first = self.first[at].lerp_(gradient, 1 - FIRST)
-            second = self.second[at].mul_(SECOND).addcmul_(gradient, gradient, value=1 - SECOND)
-            size = (second * self._second_rate).sqrt_().add_(1e-20)
-            self.learning[at].sub_(first / size * (self._first_rate * self._travel[at]))
 
     def keep(self) -> Weights:
         """What the files will hold, by key and part."""
@@ -270,17 +272,6 @@ def _relative_error(grids: Mapping[str, Grid], dense: Weights) -> float:
     return math.sqrt(apart / whole) if whole else 0.0
 
 
-def _through_f16(tensor: Tensor) -> Tensor:
-    """Rounded to f16, with the gradient of what it was."""
-    return tensor + (tensor.detach().half().float() - tensor.detach())
-
-
-def _shares(steps: int) -> list[float]:
-    """How much of the way each step goes: a short warm-up, then a cosine to zero; they add up to 1."""
-    raw = [min(1.0, (at + 1) / (1 + WARM_UP * steps)) * (1 + math.cos(math.pi * at / steps)) for at in range(steps)]
-    return [value / sum(raw) for value in raw]
-
-
 def _learned(text: Tensor, written: Tensor, passes: int) -> Tensor:
     """Rows of the whole way: those of the text once for each pass, cut at other places, and those written."""
     places = [-(text.shape[1] * at // passes) for at in range(passes)]
@@ -296,7 +287,7 @@ class _Trainer:
     def __init__(self, config: ModelConfig, teacher: Weights, student: _Student, ids: Tensor, each: int, rows: Rows, seed: int) -> None:
         self._config, self._teacher, self.student, self._rows, self._ids, self._each = config, teacher, student, rows, ids, each
         self._steps = torch.randperm(len(ids), generator=torch.Generator().manual_seed(seed)).split(self._each)
-        self._share = _shares(len(self._steps))
+        self._share = shares(len(self._steps))
         self.parts = [round(len(self._steps) * part / PARTS) for part in range(PARTS + 1)]
         self.history: list[tuple[int, float, float]] = []
         self.best: Weights = {}
@@ -320,7 +311,7 @@ class _Trainer:
 
     def _step(self, at: int) -> float:
         ids = self._ids[self._steps[at]].to(self._teacher[f"{self._config.names.embed}.weight"].device)
-        self.student.pace(at, self._share[at])
+        self.student.adam.pace(at, self._share[at])
         learn = (self._replay or self._recorded) if ids.is_cuda and len(ids) == self._each else self._learn
         loss = float(learn(ids))
         if not math.isfinite(loss):
@@ -357,24 +348,25 @@ class _Trainer:
                     if gradient is not None:
                         sums += gradient
             loss += found.detach()
-        self.student.move(torch.autograd.grad([made[name] for name in names], self.student.learning, total))
+        adam = self.student.adam
+        adam.move(torch.autograd.grad([made[name] for name in names], adam.learning, total))
         return loss
 
     def state(self) -> Weights:
         """Everything that the rest of the way depends on, by name."""
-        numbered = {
-            f"{kind}.{at}": tensor
-            for kind, tensors in (("learning", self.student.learning), ("first", self.student.first), ("second", self.student.second))
-            for at, tensor in enumerate(tensors)
-        }
+        numbered = {f"{kind}.{at}": tensor for kind, tensors in self._numbered() for at, tensor in enumerate(tensors)}
         best = {f"best.{name}": tensor for name, tensor in self.best.items()}
         return {"history": torch.tensor(self.history, dtype=torch.float64), **numbered, **best}
+
+    def _numbered(self) -> tuple[tuple[str, list[Tensor]], ...]:
+        adam = self.student.adam
+        return ("learning", adam.learning), ("first", adam.first), ("second", adam.second)
 
     def restore(self, state: Weights) -> None:
         """Stand where `state` was taken."""
         self.history = [(int(step), train, choosing) for step, train, choosing in state["history"].tolist()]
         self.best = {name.removeprefix("best."): tensor for name, tensor in state.items() if name.startswith("best.")}
-        for kind, tensors in (("learning", self.student.learning), ("first", self.student.first), ("second", self.student.second)):
+        for kind, tensors in self._numbered():
             for at, tensor in enumerate(tensors):
                 tensor.copy_(state[f"{kind}.{at}"])
 
@@ -426,7 +418,7 @@ def tune(context: Context, rows: Rows, made: Made, tuning: Tuning, seed: int) ->
     ids = _learned(rows.tuning, written, tuning.passes)
     different = len(rows.tuning) + len(written)
     each = rows_per_step(different, ids.shape[1])
-    student = _Student(config, packed, teacher, tuning, different / each, weights.device)
+    student = _Student(config, made, packed, teacher, tuning, different / each)
     before = student.weights()
     second = [kl_of(config, teacher, before, rows.second)] if len(rows.second) else []
     del before

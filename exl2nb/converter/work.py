@@ -33,6 +33,7 @@ HEAD = -1  # layer index of the head
 OWN = re.compile(
     r"\.?(measure|measurement|statistics|scales|trial|tune|written|layer)-[0-9a-f]{1,16}(-(head|\d{4,}))?\.(json|safetensors)(\..*\.tmp)?"
 )
+MORE = "more."  # before the names of a layer's further tensors
 Packed = dict[str, tuple[Exl2Tensors, float]]  # module key -> tensors, loss
 
 
@@ -141,9 +142,9 @@ class Work:
         """File of one quantised layer, or of the head."""
         return self._path("layer", key, layer)
 
-    def save(self, key: str, layer: int, packed: Packed) -> None:
-        """Write one quantised layer."""
-        tensors: dict[str, Tensor] = {}
+    def save(self, key: str, layer: int, packed: Packed, more: Mapping[str, Tensor] | None = None) -> None:
+        """Write one quantised layer. more: tensors by name, for `load_more`."""
+        tensors: dict[str, Tensor] = {f"{MORE}{name}": tensor for name, tensor in (more or {}).items()}
         for name, (matrix, loss) in packed.items():
             tensors |= matrix.tensors(name) | {f"{name}.loss": torch.tensor([loss], dtype=torch.float64)}
         _write(self.quantized(key, layer), tensors)
@@ -168,6 +169,11 @@ class Work:
             )
         except (Exl2Error, KeyError):
             return None
+
+    def load_more(self, key: str, layer: int) -> dict[str, Tensor]:
+        """What `save` was given as `more`."""
+        found = _read(self.quantized(key, layer)) or {}
+        return {name.removeprefix(MORE): tensor for name, tensor in found.items() if name.startswith(MORE)}
 
     def forget(self, key: str, layers: int) -> None:
         """Remove the quantised layers and the head, and how far their tuning came."""

@@ -8,7 +8,7 @@ Shapes: x `(B, S, H)` f32; every sequence starts at position 0.
 from __future__ import annotations
 
 import functools
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Protocol
 
 import torch
@@ -161,10 +161,21 @@ def stages(config: ModelConfig, layer: int) -> tuple[tuple[str, ...], ...]:
     return ("q", "k", "v"), ("o",), ("router",), *shared
 
 
-def steps(config: ModelConfig, layer: int, weights: Weights, x: Tensor, capture: Capture | None = None, past: Past | None = None) -> Steps:
+def steps(
+    config: ModelConfig,
+    layer: int,
+    weights: Weights,
+    x: Tensor,
+    capture: Capture | None = None,
+    past: Past | None = None,
+    residual: Callable[[Tensor], None] | None = None,
+) -> Steps:
     """`block` in steps: stops before the linears of each of `stages` and yields their input; they read their weights afterwards.
 
     Experts run after the last stop. What a stop keeps alive is the residual stream and what was yielded.
+
+    Args:
+        residual: called before the stops for o and down with the stream `(B, S, H)` that their outputs are added to.
     """
     names, linear = config.names, layer_linears(config, layer)
 
@@ -197,6 +208,8 @@ def steps(config: ModelConfig, layer: int, weights: Weights, x: Tensor, capture:
     mixed = mixed.transpose(1, 2).reshape(*x.shape[:2], config.q_size)
     h = h if config.parallel else None
     del q, k, v
+    if residual is not None:
+        residual(x)
     yield mixed
     x = x + added(apply("o", mixed), "attention_post_norm")
     del mixed
@@ -207,6 +220,8 @@ def steps(config: ModelConfig, layer: int, weights: Weights, x: Tensor, capture:
     activation = ACTIVATIONS[config.activation]
     inner = activation(apply("gate", h)) * apply("up", h) if config.gated else activation(apply("up", h))
     del h
+    if residual is not None:
+        residual(x)
     yield inner
     return x + added(apply("down", inner), "mlp_post_norm")
 
