@@ -53,7 +53,7 @@ MLP: list[dict[str, Mix]] = [
     {"gate": ONE[8, 128], "up": ONE[8, 128], "down": ONE[8, 128]},
 ]
 HEAD: Mix = ((8, 0.15, 128), (6, 0.85, 128))
-FILE, WRITERS = 4 << 30, 4  # bytes of a file, about, where there is more than one; files written at a time
+FILE, WRITERS = 2 << 30, 8  # bytes of a file, about, where there is more than one; files written at a time
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,8 @@ IDEAS: dict[str, dict[str, Any]] = {
     "tuned, layer by layer first": {"tuned": {"blocks": 8}},
     "tuned, codes fixed": {"tuned": {"codes": False}},
     "tuned, steps alone": {"tuned": {"codes": False, "vectors": False, "embedding": False}},
-    "tuned, one pass": {"tuned": {"passes": 1}},
+    "tuned, only the text": {"tuned": {"written": 0}},
+    "tuned, the text four times": {"tuned": {"written": 0, "passes": 4}},
     "tuned, half the travel": {"tuned": {"travel": 0.05}},
     "tuned, twice the travel": {"tuned": {"travel": 0.2}},
 }

@@ -42,11 +42,11 @@ class Null:
     """Computes nothing: the same logits, or the same drawn token, for every row."""
 
     def __init__(self, lookahead: int) -> None:
-        self.lookahead = lookahead
+        self.lookahead, self.prepared = lookahead, 0
         self._logits = np.random.default_rng(0).normal(size=(64, VOCAB)).astype(np.float32)
         self._drawn = Sampled(300, -1.0, 1)
 
-    def can_draw(self, state: Any) -> bool:
+    def can_draw(self, state: Any, *, drafts: bool = False) -> bool:
         """As a device does; the host's executor is asked itself."""
         return self.lookahead > 0
 

@@ -47,7 +47,8 @@ STAGES: dict[str, dict[str, Any]] = {
     "blocks": {**NOTHING, "descent": 2, "blocks": 8},
     "blocks, learned": {"blocks": 8},
     "descent of 6 sweeps": {**NOTHING, "descent": 6},
-    "one pass": {"passes": 1},
+    "only the text": {"written": 0},
+    "the text four times": {"written": 0, "passes": 4},
     "half the travel": {"travel": 0.05},
     "twice the travel": {"travel": 0.2},
 }

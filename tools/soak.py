@@ -47,7 +47,7 @@ from exl2nb.model.lora import save_lora
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "tests" / "data" / "demo-exl2-4.0bpw"
-WARM_SHARE = 1 / 6  # of the time is warm-up: allocators grow until every kind of request has met every other
+WARM_SHARE = 1 / 3  # of the time is warm-up: allocators grow, and kernels are loaded, until every kind of request has met every other
 MEMORY_SHARE = 0.02
 LEAVE_S = 120.0  # what a caller may take to come to a pause
 WORDS = (

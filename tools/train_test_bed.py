@@ -1,4 +1,5 @@
-"""Train models that a claim about conversion must also hold on: a Llama of 60 million weights with GQA, a Qwen2 of 40 million with biases.
+"""Train models that a claim must also hold on: a Llama of 60 million weights with GQA, a Qwen2 of 40 million with biases, and a Llama of 11
+million that drafts for the first (`benchmarks/speculation.py`).
 
 They are not committed. The trainer is `train_demo_model.py`; text, tokenizer and rows are the same for all of them.
 
@@ -29,6 +30,7 @@ SHAPES = {
     "qwen2-40m": Shape(
         8192, hidden_size=384, intermediate_size=1344, num_layers=18, num_heads=6, num_kv_heads=2, rope_theta=1e6, qkv_bias=True
     ),
+    "llama-11m": Shape(8192, hidden_size=384, intermediate_size=1696, num_layers=2, num_heads=6, num_kv_heads=2),  # few steps: a draft
 }
 FACTS = "training.json"  # in a model's directory, written last
 RECIPE = Recipe(steps=3000, batch=64, peak_lr=1e-3)
@@ -60,13 +62,19 @@ def steps_within(stream: torch.Tensor, shape: Shape, recipe: Recipe, seconds: fl
     return max(1, min(recipe.steps, int(SPARE * (seconds - (end - begin)) / each)))
 
 
+def parameters_of(shape: Shape) -> int:
+    """Weights of the matrices."""
+    attention = 2 * shape.hidden_size * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
+    return 2 * shape.vocab_size * shape.hidden_size + shape.num_layers * (attention + 3 * shape.hidden_size * shape.intermediate_size)
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("text", type=Path, help="file of plain text, .txt or .xz")
     parser.add_argument("out", type=Path, help="folder; each model gets a directory of its name")
-    parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=list(SHAPES))
-    parser.add_argument("--seconds", type=float, default=900.0, help="for all models together; each trains as many steps as fit")
+    parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=["llama-60m", "qwen2-40m"])
+    parser.add_argument("--seconds", type=float, default=900.0, help="for all models together, by size; each trains as many steps as fit")
     parser.add_argument("--steps", type=int, help=f"at most (default {RECIPE.steps})")
     parser.add_argument("--passes", type=float, default=PASSES, help=f"of the text, at most (default {PASSES})")
     parser.add_argument("--seed", type=int, default=0)
@@ -91,7 +99,8 @@ def main(argv: list[str] | None = None) -> int:
     print(f"{len(text):,} characters, {len(stream):,} tokens, vocabulary {tokenizer.get_vocab_size()}", file=sys.stderr)
     for at, name in enumerate(missing):
         shape = replace(SHAPES[name], vocab_size=tokenizer.get_vocab_size(), **(TOY if args.toy else {}))
-        seconds = (args.seconds - (time.monotonic() - begin)) / (len(missing) - at)
+        share = parameters_of(SHAPES[name]) / sum(parameters_of(SHAPES[one]) for one in missing[at:])
+        seconds = (args.seconds - (time.monotonic() - begin)) * share
         most = max(1, int(args.passes * len(stream) / (recipe.batch * shape.context)))
         steps = steps_within(stream, shape, replace(recipe, steps=min(recipe.steps, most)), seconds, device, compiled=args.compile)
         model, loss = train(stream, shape, replace(recipe, steps=steps), device=device, compiled=args.compile)

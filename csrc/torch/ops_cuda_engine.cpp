@@ -237,7 +237,7 @@ void step_cuda(const Tensor& program, Tensor& workspace, int64_t capacity, const
                const Tensor& block_table, const Tensor& cu_seqlens, const Tensor& context_lens, const std::optional<Tensor>& logit_rows,
                std::vector<Tensor> k_pools, std::vector<Tensor> v_pools, int64_t k_format, int64_t v_format, int64_t num_kv_heads,
                int64_t head_dim, Tensor& logits, bool pdl, int64_t stream_k_from, const std::optional<Tensor>& lora,
-               const std::optional<Tensor>& adapters, const std::optional<Tensor>& lora_sums, int64_t lora_width,
+               const std::optional<Tensor>& adapters, const std::optional<Tensor>& lora_sums, int64_t lora_width, bool lora_inside,
                const std::optional<Tensor>& peers) {
   const char* op = "gpu_step";
   require(op, "program", program, ScalarType::Long, -1, false);
@@ -280,6 +280,7 @@ void step_cuda(const Tensor& program, Tensor& workspace, int64_t capacity, const
   s.cache.sequences = int(B), s.cache.num_kv_heads = int(num_kv_heads), s.cache.head_dim = int(head_dim);
   s.logits = static_cast<float*>(logits.mutable_data_ptr());
   if (adapters) {
+    STD_TORCH_CHECK(!peers, op, ": a rank takes no adapters");
     STD_TORCH_CHECK(lora && lora_sums && lora_width > 0, op, ": lora, adapters, lora_sums and lora_width are given together or not at all");
     int64_t count = 0;
     for (const Op* one = ops.first(); one; one = ops.next(one)) count++;
@@ -291,6 +292,7 @@ void step_cuda(const Tensor& program, Tensor& workspace, int64_t capacity, const
     s.lora.changes = reinterpret_cast<const LoraChange*>(lora->const_data_ptr()), s.lora.ops = count;
     s.lora.adapters = adapters->const_data_ptr<int32_t>();
     s.lora_sums = static_cast<float*>(const_cast<void*>(lora_sums->const_data_ptr())), s.lora_width = int(lora_width);
+    s.lora_inside = lora_inside;
   }
   wrong = step_launch(ops, s, bytes_of(workspace), size_t(workspace.numel()), stream_of(ids), pdl);
   STD_TORCH_CHECK(wrong.empty(), op, " of ", T, " tokens in ", B, " sequences, K ", text_of(k_pools[0]), ", V ", text_of(v_pools[0]),

@@ -210,8 +210,16 @@ def _flash_attention() -> list[Check]:
 
     found = flash_attention()
     if found.call is not None:
-        return [Check(name="flash-attn", state="ok", found=f"{_version('flash-attn') or 'of unknown version'}: prompts on the GPU use it")]
-    return [Check(name="flash-attn", state="note", found=f"{found.why}; prompts on a GPU use torch's attention, nothing is missing")]
+        where = ", whole ones of 512, 1024, ... tokens torch's attention, which is quicker on this GPU" if found.hopper else ""
+        return [
+            Check(
+                name="flash-attn", state="ok", found=f"{_version('flash-attn') or 'of unknown version'}: prompts on the GPU use it{where}"
+            )
+        ]
+    pays = "it would pay for long prompts of models with sliding windows or capped scores (Mistral, Gemma)"
+    return [
+        Check(name="flash-attn", state="note", found=f"{found.why}; prompts on a GPU use torch's attention, nothing is missing; {pays}")
+    ]
 
 
 def _cpu() -> list[Check]:

@@ -52,7 +52,17 @@ ROPE = {
     "theta": "RoPE base, in place of the config's",
 }
 
-LOAD_OPTIONS = ("revision", "device", "devices", "gpu_layers", "parallel", "draft", "rope_scaling", *(f"rope_{name}" for name in ROPE))
+LOAD_OPTIONS = (
+    "revision",
+    "device",
+    "devices",
+    "gpu_layers",
+    "parallel",
+    "stream_from",
+    "draft",
+    "rope_scaling",
+    *(f"rope_{name}" for name in ROPE),
+)
 """Keywords of `exl2nb.load` that `add_load_options` adds."""
 
 
@@ -62,8 +72,16 @@ def add_load_options(parser: argparse.ArgumentParser, *, draft: bool = True, dev
     group.add_argument("--revision", help="branch, tag or commit on the hub")
     group.add_argument("--device", type=_device, metavar="DEVICE", help=f"auto, cpu, cuda or cuda:N (default {device})")
     add_devices_options(group)
+    group.add_argument(
+        "--stream-from",
+        type=int,
+        metavar="N",
+        help="prompts of so many tokens copy layers on the CPU to the GPU; 0: never (by what it takes)",
+    )
     if draft:
-        group.add_argument("--draft", metavar="MODEL", help="smaller model with the same tokenizer, which proposes tokens")
+        group.add_argument(
+            "--draft", metavar="MODEL", help="smaller model with the same tokenizer, which proposes tokens; self: a copy at 2.5 bits"
+        )
     for name, text in ROPE.items():
         group.add_argument(f"--rope-{name}", type=float, metavar="NUMBER", help=text)
     group.add_argument(

@@ -357,11 +357,14 @@ def check_like(loss: float, entropy: float, name: str) -> None:
         )
 
 
-def calibration_rows(encoder: Tokenizer, text: str, *, rows: int, length: int, seed: int = 0) -> Tensor:
+def calibration_rows(encoder: Tokenizer, text: str, *, rows: int, length: int, seed: int = 0, at_least: int | None = None) -> Tensor:
     """Rows of consecutive tokens from places spread over the whole text.
 
     The text is cut into `rows` equal spans and each gives one row from a random place in it; every fourth row begins with what the
     tokenizer puts in front of a text (BOS), as prompts do. A text too short for that is encoded once and cut into rows.
+
+    Args:
+        at_least: of `rows`, where the text has fewer; None: all of them.
 
     Returns:
         int32 `(rows, length)`; the same for the same arguments.
@@ -382,6 +385,7 @@ def calibration_rows(encoder: Tokenizer, text: str, *, rows: int, length: int, s
             return torch.tensor(picked, dtype=torch.int32)
     ids = encoder.encode(text)
     count = len(ids) // length
+    rows = rows if at_least is None else max(at_least, min(rows, count))
     if count < rows:
         raise OptionError(
             f"calibration: {rows} rows of {length} tokens need {rows * length} tokens, found {len(ids)}; "
@@ -475,16 +479,10 @@ def tuning_rows(
     Raises:
         OptionError: the text has too few tokens for `rows` and those for choosing.
     """
-    most, choosing = max(rows, tuning), min(choosing, max(2, rows // 4))
-    while True:
-        try:
-            found = calibration_rows(encoder, text, rows=most + choosing + extra, length=length, seed=seed)
-            break
-        except OptionError:
-            if most == rows and not extra:
-                raise
-            extra = extra if most > rows else 0
-            most = max(rows, most * 3 // 4)
+    choosing = min(choosing, max(2, rows // 4))
+    wanted, least = max(rows, tuning) + choosing + extra, rows + choosing
+    found = calibration_rows(encoder, text, rows=wanted, length=length, seed=seed, at_least=least)
+    extra = min(extra, len(found) - least)
     kept, report = part(found, extra)
     kept, chosen = part(kept, choosing)
     return part(kept, rows)[1] if rows < len(kept) else kept, kept, chosen, report

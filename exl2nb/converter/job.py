@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import dataclasses
 import os
 import queue
 import threading
@@ -57,9 +58,10 @@ class ConversionJob:
         rows, length: calibration rows and tokens per row; None = what `effort` says.
         report_rows: further rows of the same text, never calibrated on, for the quality in the report; fewer where the text is short.
         seed: of the rows and of the random changes that the sweep sends back.
-        effort: "quick", "full" or "thorough": calibration rows and their length; "tuned": as many as "thorough" has tokens,
+        effort: "quick", "full" or "thorough": calibration rows and their length; "tuned": 128 rows of 512, on the CPU
             coordinate descent over every rounded matrix (converter.descent), and what the file holds then learns from the dense model
-            (converter.tuning); dense models that fit memory several times over.
+            (converter.tuning), on more rows and on text that it writes (converter.writing); dense models that fit memory several times
+            over.
         work_dir: keeps work in progress and the measurement for later runs; None = a hidden folder next to `dst`, removed at the end.
         measurement: a Measurement, or a file written by its `save`, of the same model; None = measure.
         rounding: how codes are chosen (converter.quantization.Rounding).
@@ -135,6 +137,8 @@ class ConversionJob:
         if work is not None and self.dst.resolve() in (work, *work.parents):
             raise ConversionError(f"work_dir {work} is inside {self.dst}, which will be the converted model; choose another directory")
         self.device = pick_device(device)
+        if self.settings.tuning is not None:
+            self.settings = dataclasses.replace(self.settings, tuning=self.settings.tuning.on(self.device))
         self._cancelled, self._go = False, threading.Event()
         self._go.set()
         self.result: Conversion | None = None
@@ -215,7 +219,7 @@ class ConversionJob:
             report_rows=asked.report_rows,
             polish=asked.polish,
             tuned=tuning is not None and tuning.learns,
-            descent=tuning is not None and tuning.descent > 0,
+            descent=asked.sweeps > 0,
             blocks=tuning is not None and bool(tuning.blocks),
         )
 

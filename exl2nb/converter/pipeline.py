@@ -217,18 +217,22 @@ def forecast(asked: Settings, config: ModelConfig, device: torch.device, *, last
         Phase("allocate", 1, 0.1),
         Phase("polish", 2 * (layers + 1) if asked.polish else 0, 3.5),
         Phase("quantize", layers + 1, cost(asked.sweeps, asked.blocks)),
-        Phase("tune", *_tuning_cost(asked, layers, device)),
+        *_tuning_phases(asked, layers, device),
         Phase("write", matrices, 0.01),
     ]
     return Forecast(phases[: max(at for at, phase in enumerate(phases) if phase.stage == last) + 1])
 
 
-def _tuning_cost(asked: Settings, layers: int, device: torch.device) -> tuple[int, float]:
-    """Steps of tuning, and what one costs beside a layer's forward pass over the calibration rows: five passes through all layers."""
+def _tuning_phases(asked: Settings, layers: int, device: torch.device) -> tuple[Phase, ...]:
+    """Writing text and tuning: a token that is written costs two passes through all layers, one that is learned from five.
+
+    As if the text gave all rows that it may; `Forecast.expect` says it better once they are there.
+    """
     if asked.tuning is None or not asked.tuning.learns:
-        return 0, 1.0
-    steps = asked.tuning.steps(asked.tuning.most_rows(device), asked.length)
-    return steps, 5 * 0.5 * layers * STEP_TOKENS / (asked.rows * asked.length)
+        return ()
+    token, rows = 0.5 * layers / (asked.rows * asked.length), asked.tuning.most_rows(device)
+    written, steps = asked.tuning.to_write(rows, device), asked.tuning.steps(rows, asked.length, device)
+    return Phase("write text", written * (asked.length - 1), 2 * token), Phase("tune", steps, 5 * STEP_TOKENS * token)
 
 
 T = TypeVar("T")
@@ -349,6 +353,7 @@ class Pipeline(Run[Context]):
         linears = [linear for layer in range(self.config.num_layers) for linear in layer_linears(self.config, layer).values()]
         self.check_names([*linears, head_linear(self.config)])
         rows = self.timed("calibrate", self.calibrate)
+        self._expect(rows)
         measurement, key = self.timed("measure", lambda: self.measurement(rows))
         allocation = self.timed("allocate", lambda: self.allocate(measurement))
         polished = None
@@ -428,6 +433,13 @@ class Pipeline(Run[Context]):
         rows = Rows.of(ids, report, name)
         second, found = second_rows(tokenizer, name, asked.report_rows, self.length)
         return dataclasses.replace(rows, tuning=learning, choosing=choosing, second=found, second_name=second)
+
+    def _expect(self, rows: Rows) -> None:
+        """Correct the forecast by the number of rows."""
+        tuning, whole, (count, length) = self.settings.tuning, self.context.forecast, rows.tuning.shape
+        if tuning is not None and whole is not None:
+            whole.expect("write text", tuning.to_write(count, self.device) * (length - 1))
+            whole.expect("tune", tuning.steps(count, length, self.device))
 
     def measurement(self, rows: Rows) -> tuple[Measurement, str]:
         """The measurement given, the one in the work folder, or a new one; and the key of the statistics on these rows."""

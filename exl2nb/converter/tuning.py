@@ -16,14 +16,13 @@ import itertools
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from exl2nb.converter.adam import Adam, shares, through_f16
 from exl2nb.converter.calibration import Rows
 from exl2nb.converter.grid import Grid
 from exl2nb.converter.hessian import ROWS_PER_BATCH, batches, gpu_rows
@@ -32,6 +31,7 @@ from exl2nb.converter.result import Quality, judge
 from exl2nb.converter.sensitivity import repeatable
 from exl2nb.converter.weights import DenseWeights
 from exl2nb.converter.work import HEAD, Context, Packed, hash_of
+from exl2nb.converter.writing import BEGINNING, write_rows, writing_bytes
 from exl2nb.core.errors import ConversionError, OptionError
 from exl2nb.core.options import check_flag, check_range
 from exl2nb.core.show import size_text
@@ -40,14 +40,19 @@ from exl2nb.model.config import ModelConfig
 from exl2nb.model.layout import Linear, end_vectors, head_linear, layer_linears, linears
 
 Weights = dict[str, Tensor]
-ON_GPU, ON_CPU = 1600, 320  # rows, if not told: of 512 tokens, four times, 320 are 60 TFLOP for the demo model: 12 minutes of two cores
+# rows of the whole way, if not told: 1280 of 512 tokens are 60 TFLOP for the demo model, 12 minutes of two cores
+SEEN = {"cpu": 1280, "cuda": 6144}
+SWEEPS = {"cpu": 2, "cuda": 0}
 STEP_TOKENS = 8192  # of one step
 PARTS = 8  # of the way: after each one the model is judged and filed
+WARM_UP = 0.05  # of the way
 CHOOSING = 32  # rows
-# how far a number may go if every gradient points the same way, over the square root of the steps of a pass: of a step of the grid, or of
-# its own size. Gradients that are noise move it 1.2 times as far, whatever the number of steps: for a code a quarter of what changes it
-TRAVEL = {"codes": 0.1, "scales": 0.01, "vectors": 0.005, "embedding": 0.015}
 BESIDE, ALONE = 0, 8  # passes of block-wise learning, before the whole model learns and instead of it
+# how far a number may go if every gradient points the same way, over the square root of the steps that different rows make: codes in steps
+# of their grid, others in shares of their own size, times what share of the weights rounding errors are: 0.17 at 3 bits, 0.02 at 6.
+# Gradients that are noise move it 1.2 times as far, whatever the number of steps: for a code a quarter of what changes it
+TRAVEL = {"codes": 0.1, "scales": 0.06, "vectors": 0.03, "embedding": 0.09}
+FIRST, SECOND = 0.9, 0.99  # decay of Adam's moments
 PER_WEIGHT = 40  # bytes: dense, latent, rounded, gradient, two moments, steps, what is kept
 
 
@@ -56,36 +61,45 @@ class Tuning:
     """What descends, what learns, and from how much. Each switch turns one part off, for ablations; with all of them off GPTQ sees the rows
     that it would see otherwise.
 
-    descent: sweeps of coordinate descent over codes and scales of each matrix, before anything learns, at most (converter.descent).
+    descent: sweeps of coordinate descent over codes and scales of each matrix, before anything learns, at most (converter.descent); None: 2
+    on the CPU, none on a GPU, where they take longer than learning and bring less (`on`).
     blocks: passes of block-wise learning of each layer after it is rounded, 0 for none (converter.blockwise); None: BESIDE, or ALONE
     where memory does not hold the whole model several times over. All further fields are about learning of the whole model at once.
     codes: of all matrices. scales: the largest step of each group. vectors: norms and biases. embedding: its table, and learned positions.
-    rows: at most, from the calibration text; None: 1600, on the CPU 320. passes: how often every row is seen. travel: how far a code may
-    go, in steps of its grid over the square root of the steps of a pass, if every gradient points the same way: above 0.1 less evidence
-    changes a code.
+    rows: at most, from the calibration text; None: all there are, up to SEEN. passes: how often every row of the text is seen, each time
+    cut at other places. written: rows that the dense model writes itself (converter.writing), each seen once; None: as many as are missing
+    to SEEN. travel: how far a code may go, in steps of its grid over the square root of the steps that different rows make, if every
+    gradient points the same way: above 0.1 less evidence changes a code.
     """
 
-    descent: int = 2
+    descent: int | None = None
     blocks: int | None = None
     codes: bool = True
     scales: bool = True
     vectors: bool = True
     embedding: bool = True
     rows: int | None = None
-    passes: int = 4
+    passes: int = 1
+    written: int | None = None
     travel: float = TRAVEL["codes"]
 
     def __post_init__(self) -> None:
         for name in TRAVEL:
             check_flag(f"Tuning: {name}", getattr(self, name))
-        for name in ("descent", "blocks"):
-            value = getattr(self, name)
-            if not (name == "blocks" and value is None) and (type(value) is not int or not 0 <= value <= 64):
-                raise OptionError(f"Tuning: {name} is {value!r}; expected a whole number from 0 to 64")
-        for name, value, high in (("rows", self.rows, 1 << 16), ("passes", self.passes, 64)):
-            if value is not None and (type(value) is not int or not 1 <= value <= high):
-                raise OptionError(f"Tuning: {name} is {value!r}; expected a whole number from 1 to {high}")
+        for name, value, low, high in (
+            ("descent", self.descent, 0, 64),
+            ("blocks", self.blocks, 0, 64),
+            ("rows", self.rows, 1, 1 << 16),
+            ("passes", self.passes, 1, 64),
+            ("written", self.written, 0, 1 << 20),
+        ):
+            if (value is not None or name == "passes") and (type(value) is not int or not low <= value <= high):
+                raise OptionError(f"Tuning: {name} is {value!r}; expected a whole number from {low} to {high}")
         check_range("travel", self.travel, 0.001, 10, where="Tuning")
+
+    def on(self, device: torch.device) -> Tuning:
+        """The same with what depends on the device filled in that GPTQ needs to know."""
+        return self if self.descent is not None else replace(self, descent=SWEEPS[device.type])
 
     @property
     def learns(self) -> bool:
@@ -93,16 +107,21 @@ class Tuning:
         return any(getattr(self, name) for name in TRAVEL)
 
     def most_rows(self, device: torch.device) -> int:
-        """Rows to learn from, at most."""
-        return self.rows if self.rows is not None else ON_CPU if device.type == "cpu" else ON_GPU
+        """Rows of the text, at most."""
+        return self.rows if self.rows is not None else SEEN[device.type]
 
-    def steps(self, rows: int, length: int) -> int:
+    def to_write(self, rows: int, device: torch.device) -> int:
+        """Rows that the dense model writes, where the text has given `rows`."""
+        return self.written if self.written is not None else max(0, SEEN[device.type] - self.passes * rows)
+
+    def steps(self, rows: int, length: int, device: torch.device) -> int:
         """Steps of the whole way."""
-        return self.passes * -(-rows // rows_per_step(rows, length))
+        written = self.to_write(rows, device)
+        return -(-(self.passes * rows + written) // rows_per_step(rows + written, length))
 
 
 def rows_per_step(rows: int, length: int) -> int:
-    """Rows of one step: STEP_TOKENS, fewer where there is little text, so that there are PARTS steps at least."""
+    """Rows of one step of `rows` different ones: STEP_TOKENS, fewer where there are few, so that a pass has PARTS steps at least."""
     return max(1, min(STEP_TOKENS // length, rows // PARTS))
 
 
@@ -110,13 +129,14 @@ def rows_per_step(rows: int, length: int) -> int:
 class Tuned:
     """What the stage found. key: of the layers filed. vectors: norms and embedding by name, f16, as they are stored.
 
-    history: (step, KL on the rows just learned from, KL on the rows for choosing) after every part of the way, the beginning first.
-    chosen: which of them was taken. quality, before: on the rows for the report. second_kl: of the text `second`, of another kind, before
-    and after; None where there is none.
+    written: rows that the dense model wrote. history: (step, KL on the rows just learned from, KL on the rows for choosing) after every
+    part of the way, the beginning first. chosen: which of them was taken. quality, before: on the rows for the report. second_kl: of the
+    text `second`, of another kind, before and after; None where there is none.
     """
 
     key: str
     vectors: Weights = field(repr=False)
+    written: int
     history: tuple[tuple[int, float, float], ...]
     chosen: int
     quality: Quality | None
@@ -129,6 +149,7 @@ class Tuned:
         """Plain values."""
         return {
             "options": asdict(self.options),
+            "written": self.written,
             "history": [dict(zip(("step", "train_kl", "choosing_kl"), entry)) for entry in self.history],
             "chosen": self.chosen,
             "report_kl_before": None if self.before is None else self.before.kl,
@@ -143,13 +164,14 @@ class Tuned:
 
 
 def needed_bytes(config: ModelConfig, device: torch.device, length: int) -> int:
-    """Memory that tuning takes: every matrix several times over, and the activations of one batch through all layers."""
+    """Memory that tuning takes: every matrix several times over, and the activations of one batch through all layers, or writing."""
     weights = sum(linear.in_features * linear.out_features for linear in linears(config))
     vectors = sum(math.prod(shape) for shape in end_vectors(config).values())
     rows = min(max(1, STEP_TOKENS // length), gpu_rows(config, length) if device.type == "cuda" else ROWS_PER_BATCH)
     inner = 20 * config.hidden_size + 14 * config.q_size + 12 * config.intermediate_size
     scores = 2 * config.num_heads * length if device.type == "cuda" else 0
-    return PER_WEIGHT * weights + 20 * vectors + 4 * rows * length * (config.num_layers * (inner + scores) + 8 * config.vocab_size)
+    activations = 4 * rows * length * (config.num_layers * (inner + scores) + 8 * config.vocab_size)
+    return PER_WEIGHT * weights + 20 * vectors + max(activations, writing_bytes(config, length, device))
 
 
 def lacking_memory(config: ModelConfig, device: torch.device, length: int) -> str:
@@ -187,10 +209,10 @@ class _Student:
 
     Args:
         made: with vectors that have learned. packed: matrices by key. dense: all tensors of the dense model by name, f32.
-        steps: of one pass.
+        steps: that different rows make.
     """
 
-    def __init__(self, config: ModelConfig, made: Made, packed: Packed, dense: Weights, tuning: Tuning, steps: int) -> None:
+    def __init__(self, config: ModelConfig, made: Made, packed: Packed, dense: Weights, tuning: Tuning, steps: float) -> None:
         device = dense[f"{config.names.embed}.weight"].device
         self.grids = {
             line.key: Grid(packed[line.key][0], line.out_features, device, dense[f"{line.key}.weight"]) for line in linears(config)
@@ -200,8 +222,9 @@ class _Student:
         self.vectors = {name: own.get(name, tensor).clone() for name, tensor in dense.items() if name not in matrices}
         names = config.names
         table = {f"{names.embed}.weight", f"{names.positions}.weight"}
-        travel = {name: far * math.sqrt(steps) for name, far in {**TRAVEL, "codes": tuning.travel}.items()}
-        learning: list[tuple[Tensor, Tensor | float]] = []  # with how far each may go
+        error = _relative_error(self.grids, dense)
+        travel = {name: far * math.sqrt(steps) * error for name, far in TRAVEL.items()} | {"codes": tuning.travel * math.sqrt(steps)}
+        learning: list[tuple[Tensor, Tensor]] = []  # with how far each may go
         for grid in self.grids.values():
             if tuning.codes:
                 learning.append((grid.latent, grid.latent.new_tensor(travel["codes"])))
@@ -213,16 +236,32 @@ class _Student:
             part = "embedding" if name in table else "vectors"
             if getattr(tuning, part):
                 learning.append((tensor, travel[part] * tensor.abs().mean()))
-        self.adam = Adam(learning)
+        self.learning = [tensor.requires_grad_(True) for tensor, _ in learning]
+        self._travel = [far for _, far in learning]
+        self.first, self.second = ([torch.zeros_like(one) for one in self.learning] for _ in range(2))
+        self._first_rate, self._second_rate = torch.ones(2, device=device)  # on the device: a step can be recorded
 
     def weights(self) -> Weights:
         """All tensors of the network as it is loaded; differentiable."""
-        made = {name: through_f16(tensor) for name, tensor in self.vectors.items()}
+        made = {name: _through_f16(tensor) for name, tensor in self.vectors.items()}
         for key, grid in self.grids.items():
             made[f"{key}.weight"] = grid.weight()
             if grid.bias is not None:
-                made[f"{key}.bias"] = through_f16(grid.bias)
+                made[f"{key}.bias"] = _through_f16(grid.bias)
         return made
+
+    def pace(self, step: int, share: float) -> None:
+        """Say which step comes next, counted from 0, and how much of the way it is."""
+        self._first_rate.fill_(share / (1 - FIRST ** (step + 1)))
+        self._second_rate.fill_(1 / (1 - SECOND ** (step + 1)))
+
+    def move(self, gradients: Sequence[Tensor]) -> None:
+        """One step of Adam."""
+        for at, gradient in enumerate(gradients):
+            first = self.first[at].lerp_(gradient, 1 - FIRST)
+            second = self.second[at].mul_(SECOND).addcmul_(gradient, gradient, value=1 - SECOND)
+            size = (second * self._second_rate).sqrt_().add_(1e-20)
+            self.learning[at].sub_(first / size * (self._first_rate * self._travel[at]))
 
     def keep(self) -> Weights:
         """What the files will hold, by key and part."""
@@ -240,24 +279,47 @@ class _Student:
         }
 
 
-def _order(rows: int, each: int, passes: int, seed: int) -> Iterator[Tensor]:
-    """Row numbers of every step: all rows once in each pass, in another order."""
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(passes):
-        yield from torch.randperm(rows, generator=generator).split(each)
+def _relative_error(grids: Mapping[str, Grid], dense: Weights) -> float:
+    """Of all matrices together: root of the sum of squared errors over that of squared weights."""
+    apart = whole = 0.0
+    for key, grid in grids.items():
+        weight = dense[f"{key}.weight"]
+        apart += float((grid.weight() - weight).square().sum(dtype=torch.float64))
+        whole += float(weight.square().sum(dtype=torch.float64))
+    return math.sqrt(apart / whole) if whole else 0.0
+
+
+def _through_f16(tensor: Tensor) -> Tensor:
+    """Rounded to f16, with the gradient of what it was."""
+    return tensor + (tensor.detach().half().float() - tensor.detach())
+
+
+def _shares(steps: int) -> list[float]:
+    """How much of the way each step goes: a short warm-up, then a cosine to zero; they add up to 1."""
+    raw = [min(1.0, (at + 1) / (1 + WARM_UP * steps)) * (1 + math.cos(math.pi * at / steps)) for at in range(steps)]
+    return [value / sum(raw) for value in raw]
+
+
+def _learned(text: Tensor, written: Tensor, passes: int) -> Tensor:
+    """Rows of the whole way: those of the text once for each pass, cut at other places, and those written."""
+    places = [-(text.shape[1] * at // passes) for at in range(passes)]
+    return torch.cat([*(text.flatten().roll(place).view_as(text) for place in places), written])
 
 
 class _Trainer:
-    """The way from the beginning to the end, in parts."""
+    """The way from the beginning to the end, in parts.
 
-    def __init__(self, config: ModelConfig, teacher: Weights, student: _Student, rows: Rows, tuning: Tuning, seed: int) -> None:
-        self._config, self._teacher, self.student, self._rows = config, teacher, student, rows
-        each = rows_per_step(*rows.tuning.shape)
-        self._steps = list(_order(len(rows.tuning), each, tuning.passes, seed))
-        self._share = shares(len(self._steps))
+    ids: int32 `(n, S)`, rows of the whole way, each seen once. each: rows of one step.
+    """
+
+    def __init__(self, config: ModelConfig, teacher: Weights, student: _Student, ids: Tensor, each: int, rows: Rows, seed: int) -> None:
+        self._config, self._teacher, self.student, self._rows, self._ids, self._each = config, teacher, student, rows, ids, each
+        self._steps = torch.randperm(len(ids), generator=torch.Generator().manual_seed(seed)).split(self._each)
+        self._share = _shares(len(self._steps))
         self.parts = [round(len(self._steps) * part / PARTS) for part in range(PARTS + 1)]
         self.history: list[tuple[int, float, float]] = []
         self.best: Weights = {}
+        self._replay: Callable[[Tensor], Tensor] | None = None
 
     def part(self, number: int, step: Callable[[str], None]) -> None:
         """Go one part of the way, and judge; number 0: only judge."""
@@ -269,47 +331,69 @@ class _Trainer:
         train = (
             sum(losses) / len(losses)
             if losses
-            else kl_of(self._config, self._teacher, self.student.weights(), self._rows.tuning[: len(self._rows.choosing)])
+            else kl_of(self._config, self._teacher, self.student.weights(), self._ids[: len(self._rows.choosing)])
         )
         if not self.history or choosing < min(entry[2] for entry in self.history):
             self.best = self.student.keep()
         self.history.append((self.parts[number], train, choosing))
 
     def _step(self, at: int) -> float:
-        ids, teacher, config = self._rows.tuning[self._steps[at]], self._teacher, self._config
+        ids = self._ids[self._steps[at]].to(self._teacher[f"{self._config.names.embed}.weight"].device)
+        self.student.pace(at, self._share[at])
+        learn = (self._replay or self._recorded) if ids.is_cuda and len(ids) == self._each else self._learn
+        loss = float(learn(ids))
+        if not math.isfinite(loss):
+            raise ConversionError(f"tune: the KL is {loss} at step {at}; expected a finite number; use effort='thorough'")
+        return loss
+
+    def _recorded(self, ids: Tensor) -> Tensor:
+        """The first step on a GPU: as it is, and then recorded, so that all others are launched at once."""
+        first, held, graph = self._learn(ids), ids.clone(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = self._learn(held)
+
+        def replay(ids: Tensor) -> Tensor:
+            held.copy_(ids)
+            graph.replay()
+            return found
+
+        self._replay = replay
+        return first
+
+    def _learn(self, ids: Tensor) -> Tensor:
+        """One step on rows int `(n, S)`; the KL before it."""
+        teacher, config = self._teacher, self._config
         with torch.enable_grad():
             made = self.student.weights()
         leaves = {name: tensor.detach().requires_grad_(tensor.requires_grad) for name, tensor in made.items()}
         names = [name for name, leaf in leaves.items() if leaf.requires_grad]
-        total, loss = [torch.zeros_like(leaves[name]) for name in names], 0.0
+        total, loss = [torch.zeros_like(leaves[name]) for name in names], torch.zeros((), device=ids.device)
         for part in batches(config, teacher[f"{config.names.embed}.weight"].new_empty(*ids.shape, 0), 0, len(ids)):
             with repeatable(leaves[names[0]]):
                 with torch.enable_grad():
-                    found = _divergence(config, teacher, leaves, ids[part].to(total[0].device)).sum() / ids.numel()
+                    found = _divergence(config, teacher, leaves, ids[part]).sum() / ids.numel()
                 for sums, gradient in zip(total, torch.autograd.grad(found, [leaves[name] for name in names], allow_unused=True)):
-                    sums += 0 if gradient is None else gradient
-            loss += float(found.detach())
-        gradients = torch.autograd.grad([made[name] for name in names], self.student.adam.learning, total)
-        if not math.isfinite(loss):
-            raise ConversionError(f"tune: the KL is {loss} at step {at}; expected a finite number; use effort='thorough'")
-        self.student.adam.move(list(gradients), at, self._share[at])
+                    if gradient is not None:
+                        sums += gradient
+            loss += found.detach()
+        self.student.move(torch.autograd.grad([made[name] for name in names], self.student.learning, total))
         return loss
 
     def state(self) -> Weights:
         """Everything that the rest of the way depends on, by name."""
-        numbered = {f"{kind}.{at}": tensor for kind, tensors in self._numbered() for at, tensor in enumerate(tensors)}
+        numbered = {
+            f"{kind}.{at}": tensor
+            for kind, tensors in (("learning", self.student.learning), ("first", self.student.first), ("second", self.student.second))
+            for at, tensor in enumerate(tensors)
+        }
         best = {f"best.{name}": tensor for name, tensor in self.best.items()}
         return {"history": torch.tensor(self.history, dtype=torch.float64), **numbered, **best}
-
-    def _numbered(self) -> tuple[tuple[str, list[Tensor]], ...]:
-        adam = self.student.adam
-        return ("learning", adam.learning), ("first", adam.first), ("second", adam.second)
 
     def restore(self, state: Weights) -> None:
         """Stand where `state` was taken."""
         self.history = [(int(step), train, choosing) for step, train, choosing in state["history"].tolist()]
         self.best = {name.removeprefix("best."): tensor for name, tensor in state.items() if name.startswith("best.")}
-        for kind, tensors in self._numbered():
+        for kind, tensors in (("learning", self.student.learning), ("first", self.student.first), ("second", self.student.second)):
             for at, tensor in enumerate(tensors):
                 tensor.copy_(state[f"{kind}.{at}"])
 
@@ -357,12 +441,15 @@ def tune(context: Context, rows: Rows, made: Made, tuning: Tuning, seed: int) ->
     key = hash_of("tuned", made.key, tuning, seed, weights.device.type, *texts)
     packed = _packed(context, made.key)
     teacher = _dense(weights)
-    steps = tuning.steps(*rows.tuning.shape) // tuning.passes
-    student = _Student(config, made, packed, teacher, tuning, steps)
+    written = _written(context, teacher, rows.tuning, tuning.to_write(len(rows.tuning), weights.device), seed)
+    ids = _learned(rows.tuning, written, tuning.passes)
+    different = len(rows.tuning) + len(written)
+    each = rows_per_step(different, ids.shape[1])
+    student = _Student(config, made, packed, teacher, tuning, different / each)
     before = student.weights()
     second = [kl_of(config, teacher, before, rows.second)] if len(rows.second) else []
     del before
-    trainer = _Trainer(config, teacher, student, rows, tuning, seed)
+    trainer = _Trainer(config, teacher, student, ids, each, rows, seed)
     with context.meter("tune", total=trainer.parts[-1], unit="steps") as meter:
 
         def step(detail: str) -> None:
@@ -392,6 +479,7 @@ def tune(context: Context, rows: Rows, made: Made, tuning: Tuning, seed: int) ->
     return Tuned(
         key=key,
         vectors=vectors,
+        written=len(written),
         history=tuple(trainer.history),
         chosen=choosing.index(min(choosing)),
         quality=_judged(config, teacher, found, rows.report),
@@ -400,6 +488,28 @@ def tune(context: Context, rows: Rows, made: Made, tuning: Tuning, seed: int) ->
         second_kl=(second[0], second[1]) if second else None,
         options=tuning,
     )
+
+
+def _written(context: Context, teacher: Weights, text: Tensor, rows: int, seed: int) -> Tensor:
+    """Rows int32 `(rows, S)` that the dense model writes, each beginning with some tokens of a text `(n, S)`; filed."""
+    config, length, work = context.weights.config, text.shape[1], context.work
+    if not rows:
+        return text[:0]
+    key = hash_of("written", context.weights.fingerprint(), text.numpy().tobytes(), rows, seed, context.weights.device.type)
+    found = work.load_written(key)
+    if found is not None:
+        return found
+    generator, many = torch.Generator().manual_seed(seed), text.flatten()
+    starts = torch.randint(len(many) - BEGINNING, (rows,), generator=generator)
+    with context.meter("write text", total=rows * (length - 1), unit="tokens") as meter:
+
+        def step(count: int) -> None:
+            context.check()
+            meter.step(count)
+
+        found = write_rows(config, teacher, many[starts[:, None] + torch.arange(BEGINNING)], length, seed, step)
+    work.save_written(key, found)
+    return found
 
 
 def _layer(config: ModelConfig, layer: int) -> dict[str, Linear]:

@@ -31,7 +31,7 @@ from exl2nb.quant.exl2 import Exl2Tensors
 REVISION = 7  # of the algorithm: part of every hash, so that work of an older one is never taken over
 HEAD = -1  # layer index of the head
 OWN = re.compile(
-    r"\.?(measure|measurement|statistics|scales|trial|tune|layer)-[0-9a-f]{1,16}(-(head|\d{4,}))?\.(json|safetensors)(\..*\.tmp)?"
+    r"\.?(measure|measurement|statistics|scales|trial|tune|written|layer)-[0-9a-f]{1,16}(-(head|\d{4,}))?\.(json|safetensors)(\..*\.tmp)?"
 )
 MORE = "more."  # before the names of a layer's further tensors
 Packed = dict[str, tuple[Exl2Tensors, float]]  # module key -> tensors, loss
@@ -121,6 +121,14 @@ class Work:
     def load_tuning(self, key: str) -> dict[str, Tensor] | None:
         """Read what `save_tuning` wrote; None where it is missing or damaged, and tuning begins again."""
         return _read(self._path("tune", key))
+
+    def save_written(self, key: str, rows: Tensor) -> None:
+        """Keep rows int32 `(R, S)` that the dense model wrote."""
+        _write(self._path("written", key), {"rows": rows})
+
+    def load_written(self, key: str) -> Tensor | None:
+        """Read what `save_written` wrote; None where it is missing or damaged, and must be written again."""
+        return (_read(self._path("written", key)) or {}).get("rows")
 
     def has_statistics(self, key: str, layers: int) -> bool:
         """Whether those of every layer are there and whole; reads them."""

@@ -25,7 +25,12 @@ VARIABLES: dict[str, tuple[tuple[str, ...], str]] = {
         "0: in stream-K GEMMs no CTA waits for the sums of others, the last one adds them up: the same bits (tests; read there)",
     ),
     "EXL2NB_CUDA_GRAPHS": (("0", "1"), "0: decode steps are launched kernel by kernel, not as captured graphs; slower, the same tokens"),
+    "EXL2NB_LORA_INSIDE": (
+        ("0", "1"),
+        "0: adapters are added by launches of their own, also where products could add them themselves; slower (tests)",
+    ),
     "EXL2NB_KERNEL_CACHE": ((), "folder of compiled CUDA kernels, off: none is kept; else exl2nb/kernels in the user's cache folder"),
+    "EXL2NB_DRAFTS": ((), "folder of the copies that draft='self' makes; else exl2nb/drafts in the user's cache folder"),
     "EXL2NB_KERNEL_OPTIONS": ((), "more options for NVRTC, such as -DEXL2NB_EVERY_LANE_ARRIVES or -lineinfo (tools)"),
     "EXL2NB_FORCE_CUDA_LIB": (("0", "1"), "1: load the CUDA library even where torch sees no GPU (tests)"),
 }

@@ -134,6 +134,10 @@ class Forecast:
         self._steps, self._seconds = [0.0] * len(self._phases), [0.0] * len(self._phases)
         self._at = 0
 
+    def expect(self, stage: str, steps: float) -> None:
+        """Say how many steps the phases of a stage have, once that is known."""
+        self._phases = tuple(replace(phase, steps=steps) if phase.stage == stage else phase for phase in self._phases)
+
     def took(self, stage: str, seconds: float, *, steps: float = 1, name: str = "") -> None:
         """Steps of a phase are over; those of a phase that was not announced are left out."""
         for at, phase in enumerate(self._phases):

@@ -75,9 +75,11 @@ class BatchBuilder:
             self._write_feed(spans, tokens)
         draws: list[Draw | None] = []
         for sequence, _, _, wants, _ in spans:
-            if wants == 1 and sequence.on_device:
+            if sequence.drawn:
                 sampler = sequence.sampler
-                draws.append(_draw(Draw, (sampler, sampler.count + sequence.in_flight, sequence.top)))
+                number = sampler.count + sequence.in_flight
+                for i in range(number, number + wants):
+                    draws.append(_draw(Draw, (sampler, i, sequence.top)))
             else:
                 draws += (None,) * wants
         if not same:

@@ -245,7 +245,7 @@ class Engine:
         drafter = self.drafter if leader.pictures is None else None  # a draft model does not see
         if kind == "off" or (kind == "auto" and drafter is None):
             return
-        leader.proposer = proposer_for(leader.request, drafter, self._speculator.times)
+        leader.proposer = proposer_for(leader.request, drafter, self._speculator.times, self._speculator.earlier)
         if leader.proposer is not None and self.loop.speculator is None:
             self.loop.speculator = self._speculator
 

@@ -79,15 +79,20 @@ class Executor(Protocol):
     """Computes steps, one after the other, in the order of the launches.
 
     lookahead: how many launched steps may be unread when the next one is launched: 0 or 1; it may change with every launch.
+    prepared: kinds of steps that were made ready while a step waited (captured, compiled); such a step's time says nothing about others.
 
     `launch` and `copy` run on the engine thread, which is the only caller. Work of a later call must see what earlier calls wrote to the
     cache (one stream does that): the engine gives pages of an ended request to the next one while a step that still writes to them runs.
     """
 
     lookahead: int
+    prepared: int
 
-    def can_draw(self, state: SamplerState) -> bool:
-        """Whether the executor draws for this request; asked once per request. False: its rows come back as logits."""
+    def can_draw(self, state: SamplerState, *, drafts: bool = False) -> bool:
+        """Whether the executor draws for this request; asked once per request. False: its rows come back as logits.
+
+        drafts: whether steps may hold draft tokens, so that a row is drawn before it is known whether the tokens before it stay.
+        """
         ...
 
     def launch(self, step: Step) -> PendingStep | Results:
@@ -130,15 +135,15 @@ class HostExecutor:
 
     def __init__(self, model: Forward, cache: KVCache) -> None:
         self._model, self._cache = model, cache
-        self.lookahead = 0
+        self.lookahead = self.prepared = 0
         self._step_draw: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = (
             getattr(model, "step_draw", None) if getattr(model, "draws", False) else None
         )
         self._begin: Callable[..., Ahead] | None = getattr(model, "draw_ahead", None) if getattr(model, "runs_ahead", False) else None
         self._last: Ahead | None = None  # launched last, and perhaps not complete
 
-    def can_draw(self, state: SamplerState) -> bool:
-        """Whether the request's only filters are the usual cuts."""
+    def can_draw(self, state: SamplerState, *, drafts: bool = False) -> bool:
+        """Whether the request's only filters are the usual cuts, which depend on no token before."""
         return batches(state)
 
     def launch(self, step: Step) -> PendingStep | Results:

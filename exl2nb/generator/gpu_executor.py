@@ -16,7 +16,7 @@ from exl2nb.core.errors import GenerationError
 from exl2nb.core.log import logger
 from exl2nb.core.progress import Meter, Sink
 from exl2nb.generator.executor import Draw, PendingStep, Step
-from exl2nb.model.gpu import mixes_adapters
+from exl2nb.model.gpu import SHORT, mixes_adapters
 from exl2nb.model.model import DecodeInputs
 from exl2nb.ops import kernel_code, out_of_memory
 from exl2nb.ops.cuda_sample import TOP, Row, pack_rows, sample_rows
@@ -106,7 +106,7 @@ def write_counts(counts: Tensor, draws: Sequence[Draw], fresh: tuple[Sequence[in
 
 # ---- The executor: a captured graph per number of sequences.
 
-RING = 4  # results of as many steps are kept: more than may be unread
+RING = 8  # results of as many steps are kept: more than may be unread, the steps of a draft model included
 MOST = 64  # sequences of the largest graph
 _capturing = threading.Lock()  # torch captures one graph at a time
 PROMPT_KERNELS = [
@@ -135,9 +135,11 @@ class GpuExecutor:
         self._model, self._cache = model, cache
         self._device = torch.device(model.draw_device)
         self._graphed = env.get("EXL2NB_CUDA_GRAPHS", "1") == "1"
-        self._graphs: dict[tuple[int, int, bool, bool, LoraBuffers | None], _Graph | None] = {}  # None: could not be captured
+        self._graphs: dict[tuple[int, int, int, bool, bool, bool, LoraBuffers | None], _Graph | None] = {}  # None: could not be captured
+        self._whole = model.ranks is None and isinstance(model.placement, str)  # on one GPU
         self._drawn: Tensor | None = None  # ids drawn by the last launch, by logit row
         self._last: _Graph | None = None
+        self.prepared = 0
 
     def prepare(self, progress: Sink | None) -> None:
         """Compile the kernels of prompts and of decode steps of one request, as many at a time as there are cores; others are compiled when
@@ -147,7 +149,7 @@ class GpuExecutor:
             NoCompiler: one of them cannot be compiled.
         """
         with torch.cuda.device(self._device):
-            step = _Graph(self._model, self._cache, 1, 1, False, False, None).step
+            step = _Graph(self._model, self._cache, 1, 0, 1, False, False, None).step
             kernels = [*kernel_code.noted(step), *self._model.kernels(self._cache), *PROMPT_KERNELS]
             del step
             torch.cuda.empty_cache()  # the memory of those steps
@@ -157,10 +159,10 @@ class GpuExecutor:
             with Meter("compile kernels", total=len(units), unit="kernels", sink=progress) as meter:
                 kernel_code.prepare(units, *torch.cuda.get_device_capability(self._device), progress=meter.step)
 
-    def can_draw(self, state: SamplerState) -> bool:
-        """Whether the sampling kernel knows every filter of the request."""
+    def can_draw(self, state: SamplerState, *, drafts: bool = False) -> bool:
+        """Whether the sampling kernel knows every filter of the request; it counts tokens that were drawn, and no draft tokens."""
         drawn = DRAWN.issuperset(state.params.changed) and self._model.rope_switch is None
-        return drawn and writable(state.params, self._model.outputs)
+        return drawn and writable(state.params, self._model.outputs) and not (drafts and penalised(state.params))
 
     def launch(self, step: Step) -> PendingStep:
         """Enqueue a step; returns before it has run.
@@ -179,18 +181,12 @@ class GpuExecutor:
 
     def _launch(self, step: Step) -> PendingStep:
         draws = step.draws
-        count = len(step.batch.context_lens)
-        decoding = (
-            step.batch.pictures is None
-            and len(step.batch.input_ids) == count == len(draws)
-            and count <= MOST
-            and all(draw is not None for draw in draws)
-        )
-        if decoding:
+        if step.batch.pictures is None and len(step.batch.input_ids) == len(draws) <= MOST and None not in draws:
             drawn = [draw for draw in draws if draw is not None]
-            graph = self._graph(step, drawn)
+            decoding = len(step.batch.context_lens) == len(draws)
+            graph = self._graph(step, drawn) if decoding or self._verifies(step) else None
             if graph is not None:
-                self._last, self._drawn = graph, graph.ids
+                self._last, self._drawn = graph if decoding else None, graph.drawn
                 return graph.replay([draw.top for draw in drawn])
         self._last = None
         ids = None
@@ -210,6 +206,11 @@ class GpuExecutor:
         self._graphs.clear()
         self._drawn = self._last = None
 
+    def _verifies(self, step: Step) -> bool:
+        """Whether a step in which every token's row is drawn, and sequences have several, can be a captured one."""
+        bounds = step.batch.cu_seqlens.numpy()
+        return self._whole and step.feed is None and int((bounds[1:] - bounds[:-1]).max()) <= SHORT
+
     def _graph(self, step: Step, draws: list[Draw]) -> _Graph | None:
         """The captured step, its inputs written; None where it is launched kernel by kernel instead, which gives the same tokens."""
         if step.same and self._last is not None:
@@ -221,26 +222,28 @@ class GpuExecutor:
             if self._model.deterministic and mixes_adapters(step.batch):
                 return None  # two steps
             lora = self._model.adapter_buffers()
-        key = (_bucket(len(draws)), 1 << (width - 1).bit_length(), counted, moved, lora)
+        sizes = _sizes(len(draws), len(step.batch.context_lens))
+        key = (*sizes, 1 << (width - 1).bit_length(), counted, moved, lora is not None and lora.inside, lora)
         if key not in self._graphs:
+            self.prepared += 1
             if lora is not None:  # those that know buffers which are no longer used
                 self._graphs = {known: graph for known, graph in self._graphs.items() if known[-1] in (None, lora)}
-            self._graphs[key] = self._capture(*key) if self._graphed else None
+            self._graphs[key] = self._capture(*key[:5], lora) if self._graphed else None
         graph = self._graphs[key]
         if graph is not None:
             graph.set(step, draws, self._drawn)
         return graph
 
-    def _capture(self, rows: int, width: int, counted: bool, moved: bool, lora: LoraBuffers | None) -> _Graph | None:
+    def _capture(self, rows: int, sequences: int, width: int, counted: bool, moved: bool, lora: LoraBuffers | None) -> _Graph | None:
         before = torch.cuda.current_stream(self._device)
         try:
-            return _Graph(self._model, self._cache, rows, width, counted, moved, lora).capture()
+            return _Graph(self._model, self._cache, rows, sequences, width, counted, moved, lora).capture()
         except RuntimeError as error:
             torch.cuda.set_stream(before)  # a failed capture leaves its own stream current
             if self._model.ranks is not None:
                 raise self._model.ranks.lost(error) from error  # they have run what this one has not
             reason = str(error).splitlines()[0]
-            logger.warning("steps of %d requests cannot be captured (%s): they are launched kernel by kernel, more slowly", rows, reason)
+            logger.warning("steps of %d tokens cannot be captured (%s): they are launched kernel by kernel, more slowly", rows, reason)
             return None
 
     def _draw(self, logits: Tensor, draws: Sequence[Draw | None], fresh: tuple[list[int], Tensor] | None) -> PendingStep:
@@ -280,34 +283,44 @@ class GpuExecutor:
 
 
 class _Graph:
-    """A decode step of up to `rows` sequences of up to `width` pages, captured once: model, draw, and the next step's inputs."""
+    """A decode step of up to `rows` tokens, captured once: model, draw, and the next step's inputs.
 
-    def __init__(self, model: Model, cache: KVCache, rows: int, width: int, counted: bool, moved: bool, lora: LoraBuffers | None) -> None:
-        self.rows, self.width = rows, width
+    sequences: 0: of one token each. Else there are at most so many, of at most `SHORT` tokens, each of which is drawn for as if those
+    before it stayed; padding is tokens of a sequence of length 0, and the next step's inputs are left to the host.
+    width: pages of a sequence at most. drawn: int32, the tokens of the last replay.
+    """
+
+    def __init__(
+        self, model: Model, cache: KVCache, rows: int, sequences: int, width: int, counted: bool, moved: bool, lora: LoraBuffers | None
+    ) -> None:
+        self.rows, self.sequences, self.width = rows, sequences, width
         device = torch.device(model.draw_device)
         self._model, self._cache = model, cache
-        self._state = torch.zeros(rows * (5 + width), dtype=torch.int32, device=device)
-        parts = self._state.split([rows, rows, rows, rows, rows, rows * width])
-        self.ids, self._positions, self._lens, self._steps, adapters, table = parts
+        several, self._sizes = sequences > 0, _state_sizes(rows, sequences, width)
+        state = torch.zeros(sum(self._sizes), dtype=torch.int32, device=device)
+        ids, positions, lens, steps, adapters, table, bounds = state.split(self._sizes)
         adapters.fill_(-1)
         adapted = None if lora is None else (lora, adapters)
-        self._table = table.view(rows, width)
-        self._params = torch.zeros(rows, 48, dtype=torch.uint8, device=device)
-        self._results = torch.zeros(RING, rows, 4, dtype=torch.int32).pin_memory()
-        self._count = 0
+        drawn = torch.zeros_like(ids) if several else ids
+        params = torch.zeros(rows, 48, dtype=torch.uint8, device=device)
+        results = torch.zeros(RING, rows, 4, dtype=torch.int32).pin_memory()
         logits = torch.zeros(rows, model.outputs, device=device)
-        self._counts = torch.zeros(rows, model.outputs, dtype=torch.int16, device=device) if counted else None
-        self._bias = torch.zeros(rows, model.outputs, device=device) if moved else None
-        forward = model.decode_step(cache, DecodeInputs(self.ids, self._positions, self._lens, self._table), logits, adapted)
+        counts = torch.zeros(rows, model.outputs, dtype=torch.int16, device=device) if counted else None
+        bias = torch.zeros(rows, model.outputs, device=device) if moved else None
+        inputs = DecodeInputs(ids, positions, lens, table.view(sequences or rows, width), bounds if several else None)
+        forward = model.decode_step(cache, inputs, logits, adapted)
+        places = (None, None) if several else (positions, lens)
 
-        def step() -> tuple[Tensor, Tensor]:
+        def step() -> tuple[Tensor, Tensor]:  # does not know this object: a cycle would keep a closed model's weights until it is collected
             forward()
-            drawn = model.capped(logits), self._params, self._counts, self._steps, self.ids, self._positions, self._lens
-            _, top_ids, top_logprobs = sample_rows(*drawn, None, None, RING, True, self._bias, self._results)
+            wanted = model.capped(logits), params, counts, steps, drawn, *places
+            _, top_ids, top_logprobs = sample_rows(*wanted, None, None, RING, True, bias, results)
             if model.ranks is not None:
-                model.ranks.share(self._state[: 3 * rows])  # tokens, positions, lengths of the next step
+                model.ranks.share(state[: 3 * rows])  # tokens, positions, lengths of the next step
             return top_ids, top_logprobs
 
+        self._state, self.ids, self.drawn, self._params, self._results = state, ids, drawn, params, results
+        self._counts, self._bias, self._count = counts, bias, 0
         self._kept = forward, logits, lora  # the graph knows their addresses only
         self.step = step
 
@@ -327,16 +340,17 @@ class _Graph:
 
     def set(self, step: Step, draws: list[Draw], drawn: Tensor | None) -> None:
         """Write everything that the step reads."""
-        batch, n, rows = step.batch, len(draws), self.rows
-        host = torch.zeros(rows * (5 + self.width), dtype=torch.int32).pin_memory()
-        host[:n] = batch.input_ids
-        host[rows : rows + n] = batch.positions
-        host[2 * rows : 2 * rows + n] = batch.context_lens
-        host[3 * rows : 4 * rows] = self._count
-        host[4 * rows : 5 * rows] = -1
+        batch, n, b, rows = step.batch, len(draws), len(step.batch.context_lens), self.rows
+        host = torch.zeros(sum(self._sizes), dtype=torch.int32).pin_memory()
+        ids, positions, lens, steps, adapters, table, bounds = host.split(self._sizes)
+        ids[:n], positions[:n], lens[:b] = batch.input_ids, batch.positions, batch.context_lens
+        steps.fill_(self._count)
+        adapters.fill_(-1)
         if batch.adapters is not None:
-            host[4 * rows : 4 * rows + n] = batch.adapters
-        host[5 * rows :].view(rows, self.width)[:n, : batch.block_table.shape[1]] = batch.block_table
+            adapters[:n] = batch.adapters
+        table.view(-1, self.width)[:b, : batch.block_table.shape[1]] = batch.block_table
+        if self.sequences:  # those behind have no token, but for the last one, which has the padding
+            bounds[: b + 1], bounds[b + 1 :], bounds[-1] = batch.cu_seqlens, n, rows
         fed = None
         if step.feed is not None and drawn is not None:
             fed = _fed(batch.input_ids, step.feed, drawn, self.ids.device)
@@ -344,7 +358,7 @@ class _Graph:
         if fed is not None:
             self.ids[:n] = fed
         if self._model.ranks is not None:
-            self._model.ranks.set_rows(self._cache, rows, self.width, host[5 * rows :])
+            self._model.ranks.set_rows(self._cache, rows, self.width, table)
             self._model.ranks.share(self._state[: 3 * rows])
         if self._counts is not None:
             fresh = [] if step.feed is None else [row for row, source in enumerate(step.feed.tolist()) if source >= 0]
@@ -447,6 +461,19 @@ def _fed(ids: Tensor, feed: np.ndarray, drawn: Tensor, device: torch.device) -> 
     """The ids of a step, those not known yet taken from what the last launch drew."""
     known, rows = torch.stack([ids, torch.from_numpy(feed)]).pin_memory().to(device, non_blocking=True)
     return torch.where(rows >= 0, drawn[rows.clamp(min=0).long()], known)
+
+
+def _state_sizes(rows: int, sequences: int, width: int) -> list[int]:
+    """Of ids, positions, lens, steps, adapters, block table and bounds of a captured step."""
+    lines = sequences or rows
+    return [rows, rows, lines, rows, rows, lines * width, sequences + 1 if sequences else 0]
+
+
+def _sizes(tokens: int, sequences: int) -> tuple[int, int]:
+    """Rows and sequences of the captured step that takes so many; no sequences: each has one token."""
+    if tokens == sequences:
+        return _bucket(tokens), 0
+    return (tokens, 1) if sequences == 1 else (_bucket(tokens), _bucket(sequences) + 1)
 
 
 def _bucket(rows: int) -> int:

@@ -95,7 +95,7 @@ class Job:
         self._progress: dict[Hashable, tuple[int, int]] = {}
         self._ready: queue.SimpleQueue[Hashable] = queue.SimpleQueue()
         self._serial, self._next_id = 0, 0
-        self._group = object()
+        self.group = object()  # whose turn the requests share
         self.completions: dict[Hashable, Completion] = {}
         self.errors: dict[Hashable, BaseException] = {}
 
@@ -114,6 +114,17 @@ class Job:
         Raises:
             OptionError, ContextOverflow: the request cannot run; says why. EngineClosed: closed.
         """
+        id = self.reserve(id)
+        try:
+            handle = self._submit(prompt, options, stream=stream, group=self.group)
+        except BaseException:
+            del self._stages[id]
+            raise
+        self.take(id, handle)
+        return id
+
+    def reserve(self, id: Hashable) -> Hashable:
+        """An id that no other request of the job has or gets; None: the next number. Raises OptionError."""
         while id is None:
             id, self._next_id = (self._next_id if self._next_id not in self._stages else None), self._next_id + 1
         try:
@@ -122,11 +133,14 @@ class Job:
             raise OptionError(f"job: id is {shown(id)}; expected a text, a number or something else that never changes") from None
         if id in self._stages:
             raise OptionError(f"job: id {id!r} is taken by another request of this job; expected a new one")
-        handle = self._submit(prompt, options, stream=stream, group=self._group)
-        self._open[id], self._stages[id] = handle, "queued"
+        self._stages[id] = "queued"
+        return id
+
+    def take(self, id: Hashable, handle: Handle) -> None:
+        """Report a request that was queued, under an id that was reserved."""
+        self._open[id] = handle
         handle.on_event(partial(self._ready.put, id))
         self._ready.put(id)  # what came before
-        return id
 
     def cancel(self, id: Hashable = None) -> None:
         """End a request, or all of them; what was generated comes as their last event. Harmless when it is over."""

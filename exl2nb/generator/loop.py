@@ -58,7 +58,9 @@ class StepLoop:
 
     def add(self, sequence: Sequence, group: object = None) -> None:
         """Queue a sequence."""
-        sequence.on_device = not sequence.host_only and self.executor.can_draw(sequence.sampler)
+        drafts = sequence.proposer is not None
+        sequence.drawn = not sequence.host_only and self.executor.can_draw(sequence.sampler, drafts=drafts)
+        sequence.on_device = sequence.drawn and not drafts
         self.scheduler.add(sequence, group)
 
     def step(self) -> None:
@@ -73,8 +75,9 @@ class StepLoop:
                 self.finish(sequence, "timeout")
         if in_flight and not all([sequence.on_device for sequence in running]):
             self.drain()
-        if self.speculator is not None and not in_flight:
-            self.speculator.propose(running)
+        if self.speculator is not None and self.speculator.wakes(running):
+            self.drain()
+            self.speculator.propose(scheduler.running, self.executor.prepared)
         spans = scheduler.schedule()
         if spans:
             self._launch(spans)
@@ -160,7 +163,7 @@ class StepLoop:
                     # logits instead of a draw: the row has no distribution, and the sequence's own sampler says why
                     reason = sequence.append(sampled, now) if isinstance(sampled, Sampled) else sequence.advance([sampled])
                 else:
-                    reason = sequence.advance(results[at:end])  # pyright: ignore[reportArgumentType]
+                    reason = sequence.advance(results[at:end])
                 if length > 1 or sequence.computed // self._page_size != sequence.published:
                     self._publish(span)
             except Exception as error:
@@ -213,6 +216,8 @@ class StepLoop:
 
     def _end(self, sequence: Sequence, outcome: Completion | BaseException) -> None:
         sequence.ended = True
+        if sequence.proposer is not None:
+            sequence.proposer.ended(sequence.ids)
         self.scheduler.remove(sequence, keep=isinstance(outcome, Completion))  # pages first: when the caller hears of the end they are free
         sequence.channel.end(outcome)
 

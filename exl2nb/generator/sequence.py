@@ -39,8 +39,8 @@ class Sequence:
         room and room_changes (see `Pager.reserve`), reused_tokens, preemptions, salt (what besides tokens changes the pages; own_salt: of
         it the request's part), long (rotated as sequences beyond the scheduler's switch).
         adapter: its row of `Model.adapters`, -1 for none. pictures: of its prompt, or None; pictured: tokens up to the last one of a
-        picture. Kept by the engine: in_flight (launched tokens whose results are not read yet), on_device (the executor draws), ended,
-        deadline. group: None, or what it runs in step with; its members end together.
+        picture. Kept by the engine: in_flight (launched tokens whose results are not read yet), drawn (the executor draws), on_device (and
+        the next step needs no result of the last), ended, deadline. group: None, or what it runs in step with; its members end together.
 
     Args:
         context: tokens of prompt and answer together, at most.
@@ -61,7 +61,7 @@ class Sequence:
         self.salt, self.long = self.own_salt, True
         self.pictures = request.pictures
         self.pictured = 0 if request.pictures is None else request.pictures.end
-        self.on_device = self.ended = False
+        self.drawn = self.on_device = self.ended = False
         self.limit = min(request.max_tokens, context - len(prompt))
         self.ends = request.stop_ids | (frozenset() if request.ignore_eos else tokenizer.eos_ids)
         self.sampler = SamplerState(
@@ -135,7 +135,7 @@ class Sequence:
             or self._healed is not None
             or self.sampler.constraint is not None
         )
-        return bool(special) or self.group is not None or self.proposer is not None
+        return bool(special) or self.group is not None
 
     def ready(self) -> bool:
         """Whether it may be admitted."""
@@ -161,20 +161,22 @@ class Sequence:
             del self.ids[len(self.ids) - self.drafted :]
             self.drafted = 0
 
-    def advance(self, rows: Seq[np.ndarray]) -> str | None:
+    def advance(self, rows: Seq[np.ndarray | Sampled]) -> str | None:
         """Take what the model says after the last tokens; the finish reason once the answer is complete.
 
         `computed` counts all ids, draft tokens included, when this is called. Afterwards the ids end in one token that the model has not
         seen, and `computed` is never past what stayed.
 
         Args:
-            rows: one for each of `rows`: its logits f32 `(V,)`, raw.
+            rows: one for each of `rows`: its logits f32 `(V,)`, raw, or the token that was drawn of them.
         """
         if self.group is not None:
-            return self.group.receive(self, rows[-1])
+            row = rows[-1]
+            assert not isinstance(row, Sampled), "a group draws for itself"
+            return self.group.receive(self, row)
         return self.take_rows(rows)
 
-    def take_rows(self, rows: Seq[np.ndarray]) -> str | None:
+    def take_rows(self, rows: Seq[np.ndarray | Sampled]) -> str | None:
         """`advance` for a sequence by itself."""
         count, self.drafted = self.drafted, 0
         start = len(self.ids) - count
@@ -183,11 +185,16 @@ class Sequence:
         accepted, reason = 0, None
         for i, row in enumerate(rows):
             place = len(self.ids)
-            sampled, source = self._choose(row)
+            logits = None
+            if isinstance(row, Sampled):
+                sampled, source = row, "target"
+                self.sampler.push(sampled.id)
+            else:
+                (sampled, source), logits = self._choose(row), row
             right = i < count and sampled.id == drafted[i]
             if right and source != "forced" and self.proposer is not None:
                 source = self.proposer.name
-            reason = self._take(sampled, row, source)
+            reason = self._take(sampled, logits, source)
             accepted += right
             if reason is not None or not right or len(self.ids) <= place:
                 break
@@ -202,6 +209,8 @@ class Sequence:
         """Take one token that was drawn elsewhere, at `now`; the finish reason once the answer is complete."""
         self.sampler.push(sampled[0])
         reason = self._take(sampled, None, "target", now)
+        if self.proposer is not None:
+            self.proposer.pace.record(0, 0)
         if self.request.stream:  # `hand_over`, without a call per token
             tokens, handed = self.output.tokens, self._handed
             if len(tokens) > handed:

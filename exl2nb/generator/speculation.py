@@ -9,20 +9,28 @@ text is, token for token, the one without speculation, for every sampler, penalt
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from exl2nb.core.errors import OptionError
 from exl2nb.core.options import check_flag, check_range
+from exl2nb.generator.suffixes import EarlierTexts, SuffixAutomaton
 
 if TYPE_CHECKING:
+    from exl2nb.core.progress import Sink
     from exl2nb.generator.request import Request
     from exl2nb.generator.sequence import Sequence
 
 KINDS = ("auto", "draft", "ngram", "off")
 MAX_DRAFT_TOKENS = 7  # a step then has at most 8 rows per sequence, which every backend runs as a decode
 PROBE, RARELY = 12, 48  # steps without draft tokens after which one is proposed again: after the first failure, and after several
+REST, LONGEST_REST = 8, 32  # steps that are not thought about after one for which draft tokens do not pay, doubled each time
+TRIED, TRIED_RIGHT = (3, 7), 0.3  # draft tokens whose step is measured once, where all are right with this probability
+LEARNED, PIECE, LEARNED_AGAIN = 1 << 15, 512, 64  # tokens of a prompt that are looked at; between two steps; after the text was cut back
+REMEMBERED = 1024  # tokens at the end of a text that later ones may repeat
+LONG = 8  # tokens that must agree for a draft token to count as a right one
 STALE = 512  # steps after which the measured time of a number of rows, not seen since, is dropped
 FORGET = 0.9  # weight of earlier observations, per verified step
 GAIN = 1.03  # least estimated speed-up for which draft tokens are proposed
@@ -34,11 +42,12 @@ ROW_COST = 0.1  # of a step, what one more row costs, until it was measured
 class Speculation:
     """How draft tokens are made.
 
-    kind: "draft" (a smaller model with the same tokenizer), "ngram" (prompt lookup: what followed an earlier occurrence of the last tokens;
-    good where an answer repeats its prompt, as in edits of code), "auto" (the draft model if the model was loaded with one), "off".
-    Where a structure leaves no choice, the forced tokens are verified instead.
-    max_tokens: draft tokens verified together, 1 to 7. adaptive: fewer where they are rejected. min_match, max_match: tokens that must
-    agree with an earlier place in the text before "ngram" proposes; longer matches are tried first.
+    kind: "draft" (a smaller model with the same tokenizer), "ngram" (what followed the longest earlier occurrence of the last tokens, in
+    the text or in earlier requests; good where an answer repeats its prompt, as in edits of code), "auto" (the draft model if the model
+    was loaded with one), "off". Where a structure leaves no choice, the forced tokens are verified instead.
+    max_tokens: draft tokens verified together, 1 to 7. adaptive: fewer where they are rejected. min_match: tokens that must agree with an
+    earlier place before "ngram" proposes. max_match: has no effect, since the longest match counts. earlier: whether "ngram" also looks at
+    requests that ended before, and later ones at this one; no text changes, but its speed tells whether the same was written before.
 
     Raises:
         OptionError: a value out of range.
@@ -53,11 +62,13 @@ class Speculation:
     adaptive: bool = True
     min_match: int = 2
     max_match: int = 4
+    earlier: bool = True
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise OptionError(f"speculation is {self.kind!r}; expected one of {', '.join(KINDS)}, or a Speculation")
         check_flag("Speculation: adaptive", self.adaptive)
+        check_flag("Speculation: earlier", self.earlier)
         for name, low, high in (("max_tokens", 1, MAX_DRAFT_TOKENS), ("min_match", 1, 16), ("max_match", self.min_match, 16)):
             value = getattr(self, name)
             check_range(name, value, low, high, where="Speculation")
@@ -149,9 +160,18 @@ class StepTimes:
             del self._seen[other]  # so that it is tried again
 
     @property
+    def known(self) -> bool:
+        """Whether any step was measured."""
+        return bool(self._seen)
+
+    @property
     def plain_due(self) -> bool:
         """True where steps were measured, but lately none with one row, with which all others are compared."""
         return bool(self._seen) and 1 not in self._seen
+
+    def knows(self, rows: int) -> bool:
+        """Whether a step with so many rows was measured."""
+        return rows in self._seen
 
     @property
     def reach(self) -> int:
@@ -191,45 +211,66 @@ class AdaptiveLength:
         self.settings, self._times, self._watched = settings, times or StepTimes(), watched
         self._accepted_weight, self._verified_weight = 1.6, 2.0  # the prior: as if 1.6 of 2 had been accepted
         self._idle, self._patience, self._longest = 0, PROBE, 0
+        self._tries = dict.fromkeys(TRIED, 2)  # the first step of a kind is captured, and not measured
+        self.rest, self._next_rest = 0, REST  # steps for which the answer of `length` is known to be 0; the next such number
         self.steps = self.proposed = self.accepted = self.plain_steps = 0
         self.lengths = [0] * (settings.max_tokens + 1)
         self.trail: list[Verified] = []
 
-    def length(self, room: int, beside: int = 0, *, draft_s: float = 0.0) -> int:
+    def length(self, room: int, beside: int = 0, *, draft_s: Callable[[int], float] = lambda count: 0.0) -> int:
         """Draft tokens to propose now.
 
         Args:
             room: at most this many. beside: rows of other sequences in the step, whose tokens come later if it takes longer. draft_s: what
-            making a draft token takes.
+            making so many draft tokens takes.
         """
         most = min(self.settings.max_tokens, room)
         if most <= 0 or not self.settings.adaptive:
             return max(0, most)
+        if self.rest:
+            self.skip(1)
+            return 0
         if self._times.plain_due and not beside:
             return 0
+        likely = min(SURE, self._accepted_weight / self._verified_weight)
+        if self.steps and not beside:  # a step's time has a part that does not grow with rows, which one more row does not show
+            for count in TRIED:
+                if count <= most and self._tries[count] and not self._times.knows(1 + count) and likely**count > TRIED_RIGHT:
+                    self._tries[count] -= 1
+                    return count
         most = min(most, max(1, self._times.reach - beside - 1, 2 * self._longest + 1))
-        best = self._best(min(SURE, self._accepted_weight / self._verified_weight), most, beside, draft_s)
-        if best or self._watched:
+        best = self._best(likely, most, beside, draft_s)
+        if best:
             return best
         self._idle += 1
-        if self._idle < self._patience or not self._best(SURE, most, beside, draft_s):
+        if self._watched or self._idle < self._patience or not self._best(SURE, most, beside, draft_s):
+            self.rest, self._next_rest = self._next_rest, min(2 * self._next_rest, LONGEST_REST)
             return 0  # also where not even certain draft tokens would pay
         self._idle, self._patience = 0, min(2 * self._patience, RARELY)
         return 1
 
-    def _best(self, likely: float, most: int, beside: int, draft_s: float) -> int:
+    def skip(self, steps: int) -> None:
+        """So many steps of `rest` have passed."""
+        self.rest -= steps
+        self._idle += steps
+
+    def _best(self, likely: float, most: int, beside: int, draft_s: Callable[[int], float]) -> int:
         """The number of draft tokens that gives most tokens per second; 0 where none does clearly."""
-        times = self._times
-
-        def speed(k: int) -> float:
-            tokens = beside + (1.0 - likely ** (k + 1)) / (1.0 - likely)
-            return tokens / (times.seconds(beside + 1 + k) + k * draft_s)
-
-        best = max(range(1, most + 1), key=speed)
-        return best if speed(best) > GAIN * speed(0) else 0
+        seconds = self._times.seconds
+        tokens, chance, best = beside + 1.0, likely, 0
+        fastest = GAIN * tokens / seconds(beside + 1)
+        for k in range(1, most + 1):
+            tokens += chance
+            chance *= likely
+            speed = tokens / (seconds(beside + 1 + k) + draft_s(k))
+            if speed > fastest:
+                fastest, best = speed, k
+        return best
 
     def observe(self, right: bool) -> None:
         """A draft token that was not proposed would have been accepted, or not."""
+        if right:
+            self.rest, self._next_rest = 0, REST
         self._accepted_weight = self._accepted_weight * FORGET + right
         self._verified_weight = self._verified_weight * FORGET + 1
 
@@ -246,7 +287,7 @@ class AdaptiveLength:
         self._accepted_weight = self._accepted_weight * FORGET + accepted
         self._verified_weight = self._verified_weight * FORGET + min(accepted + 1, proposed)
         if accepted:
-            self._patience = PROBE
+            self._patience, self._next_rest = PROBE, REST
 
     def acceptance(self, kind: str) -> Acceptance:
         """The record."""
@@ -258,44 +299,53 @@ class AdaptiveLength:
 
 
 class NgramProposer:
-    """An index of the places where each run of tokens was continued, latest first.
+    """Finds where the longest end of a text stood before, in the text itself or in earlier ones, and proposes what followed there.
 
     Args:
-        min_match, max_match: lengths of the runs; the longest that is found counts.
+        min_match: tokens of the end that must agree at least. earlier: other texts.
 
     Example:
-        >>> NgramProposer(1, 3).propose([5, 6, 7, 8, 5, 6], 3)
+        >>> NgramProposer(1).propose([5, 6, 7, 8, 5, 6], 3)
         [7, 8, 5]
     """
 
-    def __init__(self, min_match: int, max_match: int) -> None:
-        self._lengths = range(max_match, min_match - 1, -1)
-        self._after: dict[tuple[int, ...], int] = {}  # run -> where its latest continuation stands
-        self._known = 0  # positions up to here are in the index as continuations
+    def __init__(self, min_match: int, earlier: EarlierTexts | None = None) -> None:
+        self.length = 0  # tokens that agreed, of the last proposal
+        self._least, self._earlier, self._own = min_match, earlier, SuffixAutomaton()
+        self._known = 0  # ids that it has learned
+        self._theirs: SuffixAutomaton | None = None  # the automaton of earlier texts, and where this text stands in it
+        self._place = 0, 0
 
     def propose(self, ids: Seq[int], count: int) -> list[int]:
-        """At most `count` tokens that followed the same run before; a copy that reaches the end goes on with itself."""
-        self._learn(ids)
-        size = len(ids)
-        for length in self._lengths:
-            if size <= length:
-                continue
-            at = self._after.get(tuple(ids[size - length :]))
-            # after a rewind the index may point past the end or to other tokens: the draft tokens are then poor, which is no error
-            if at is not None and at < size:
-                found: list[int] = []
-                for i in range(count):
-                    found.append(ids[at + i] if at + i < size else found[at + i - size])
-                return found
-        return []
+        """At most `count` tokens; a copy that reaches the end goes on with itself."""
+        if not self._learn(ids):
+            return []
+        source, (self.length, at) = self._own, self._own.repeated()
+        state, length = self._place
+        if self._theirs is not None and length > self.length:
+            source, self.length, at = self._theirs, length, self._theirs.end_of(state)
+        return source.after(at, count) if self.length >= self._least else []
 
-    def _learn(self, ids: Seq[int]) -> None:
-        shortest = self._lengths[-1]
-        for at in range(max(min(self._known, len(ids)), shortest), len(ids)):
-            for length in self._lengths:
-                if length <= at:
-                    self._after[tuple(ids[at - length : at])] = at
-        self._known = len(ids)
+    def _learn(self, ids: Seq[int]) -> bool:
+        """Take in the ids, a long prompt piece by piece; whether all are known."""
+        own, known = self._own, self._known
+        if known > len(ids) or (known and own.text[-1] != ids[known - 1]):  # the text was cut back: what it was remains a text
+            own.start()
+            known = max(0, len(ids) - LEARNED_AGAIN)
+        elif not known:
+            known = max(0, len(ids) - LEARNED)
+        end = min(len(ids), known + PIECE)
+        for i in range(known, end):
+            own.extend(ids[i])
+        self._known = end
+        if self._earlier is not None:
+            theirs, place = self._earlier.index, self._place
+            if self._theirs is not theirs:
+                self._theirs, place, known = theirs, (0, 0), 0
+            for i in range(max(known, end - LEARNED_AGAIN), end):
+                place = theirs.step(*place, ids[i])
+            self._place = place
+        return end == len(ids)
 
 
 # ---- The draft tokens of running sequences: source, number, acceptance.
@@ -306,10 +356,16 @@ STEP_ROWS = 64  # of logits in one step, which many sequences share
 class Drafter(Protocol):
     """A draft model."""
 
-    draft_s: float  # seconds for one draft token, as far as known
+    def seconds(self, count: int) -> float:
+        """What making so many draft tokens takes, as far as known; 0: nothing is known."""
+        ...
 
     def propose(self, wanted: Seq[tuple[Sequence, int]], /) -> list[list[int]]:
         """At most the wanted number of draft tokens for each sequence."""
+        ...
+
+    def prepare(self, progress: Sink | None) -> None:
+        """Do beforehand what the first draft tokens would wait for."""
         ...
 
     def close(self) -> None:
@@ -327,13 +383,16 @@ class Proposer:
     def __init__(self, name: str, pace: AdaptiveLength, *, ngram: NgramProposer | None = None, drafter: Drafter | None = None) -> None:
         self.name, self.pace, self.drafter, self._ngram = name, pace, drafter, ngram
         self.kept = 1 << 62
+        self._earlier: EarlierTexts | None = None
         self._unproposed: tuple[int, int] | None = None  # position and token of a draft that was found but not proposed
 
     @classmethod
-    def ngram(cls, settings: Speculation, times: StepTimes | None = None) -> Proposer:
-        """From the text itself."""
-        pace = AdaptiveLength(settings, times=times, watched=True)
-        return cls("ngram", pace, ngram=NgramProposer(settings.min_match, settings.max_match))
+    def ngram(cls, settings: Speculation, times: StepTimes | None = None, earlier: EarlierTexts | None = None) -> Proposer:
+        """From the text itself, and from earlier ones."""
+        earlier = earlier if settings.earlier else None
+        made = cls("ngram", AdaptiveLength(settings, times=times, watched=True), ngram=NgramProposer(settings.min_match, earlier))
+        made._earlier = earlier
+        return made
 
     def propose(self, ids: Seq[int], room: int, beside: int = 0) -> list[int]:
         """At most `room` draft tokens; none from a draft model, which proposes for many sequences together.
@@ -347,6 +406,10 @@ class Proposer:
         self._unproposed = None
         count = self.pace.length(room, beside)
         found = self._ngram.propose(ids, max(1, count)) if room > 0 else []
+        if found and not count and self._ngram.length >= LONG:
+            self.pace.observe(True)
+            count = self.pace.length(room, beside)
+            found = self._ngram.propose(ids, max(1, count))
         if found and not count:
             self._unproposed = len(ids), found[0]
             return []
@@ -359,21 +422,28 @@ class Proposer:
             self.pace.trail.append(Verified(at, tuple(drafted), accepted))
         self.kept = min(self.kept, kept)
 
+    def ended(self, ids: Seq[int]) -> None:
+        """The text is complete."""
+        if self._earlier is not None:
+            self._earlier.add(ids[-REMEMBERED:])
+
     @property
     def acceptance(self) -> Acceptance:
         """The record so far."""
         return self.pace.acceptance(self.name)
 
 
-def proposer_for(request: Request, drafter: Drafter | None, times: StepTimes | None = None) -> Proposer | None:
-    """What a request's settings mean on a model with this draft model.
+def proposer_for(
+    request: Request, drafter: Drafter | None, times: StepTimes | None = None, earlier: EarlierTexts | None = None
+) -> Proposer | None:
+    """What a request's settings mean on a model with this draft model, after these texts.
 
     Raises:
         OptionError: a draft model is asked for and there is none.
     """
     settings = request.speculation
     if settings.kind == "ngram":
-        return Proposer.ngram(settings, times)
+        return Proposer.ngram(settings, times, earlier)
     if settings.kind == "draft" and drafter is None:
         raise OptionError("speculation is 'draft' and the model has no draft model; load it with draft=, or use speculation='ngram'")
     if settings.kind == "off" or drafter is None or request.sampling.post_sampling:  # hooks must see draws of the target only
@@ -384,21 +454,51 @@ def proposer_for(request: Request, drafter: Drafter | None, times: StepTimes | N
 class Speculator:
     """Appends draft tokens to the ids of decoding sequences before each step, and measures step times.
 
-    times: of the steps.
+    It sleeps for some steps after one without draft tokens, for longer each time; these steps run as if nobody speculated.
+
+    times: of the steps. earlier: texts that ended.
     """
 
     def __init__(self) -> None:
-        self.times = StepTimes()
+        self.times, self.earlier = StepTimes(), EarlierTexts()
         self._began, self._rows = 0.0, 0  # the step that runs: when, and with how many rows; 0: not one to learn from
+        self._prepared = 0
+        self._asleep, self._slept, self._running = 0, 0, 0  # steps to sleep, and slept so far; sequences that ran when it began
+        self._barren = 0  # steps without draft tokens since the last one that had some, those asleep not counted
 
-    def propose(self, running: Seq[Sequence], /) -> None:
-        """Append draft tokens; `rows` of a sequence is one more than there are."""
+    def wakes(self, running: Seq[Sequence]) -> bool:
+        """Whether `propose` must be called before this step, with every result read; to be asked once a step."""
+        if self._slept < self._asleep and len(running) == self._running:
+            self._slept += 1
+            return False
+        return True
+
+    def propose(self, running: Seq[Sequence], prepared: int = 0, /) -> None:
+        """Append draft tokens; `rows` of a sequence is one more than there are.
+
+        prepared: of the executor; where it has grown, the last step's time is not learned from.
+        """
         now = time.perf_counter()
         decoding = [sequence for sequence in running if sequence.pending == 1]
+        if prepared != self._prepared:
+            self._prepared, self._rows = prepared, 0
         if self._rows and len(decoding) == len(running):
-            self.times.record(self._rows, now - self._began)
-        self._propose([one for one in decoding if one.proposer is not None and not one.drafted], len(running))
+            self.times.record(self._rows, (now - self._began) / (1 + self._slept))
+        proposing = [one for one in decoding if one.proposer is not None and not one.drafted]
+        for one in proposing:
+            one.on_device = False
+            if self._slept and one.proposer is not None:
+                one.proposer.pace.skip(min(self._slept, one.proposer.pace.rest))
+        self._asleep = self._slept = 0
+        self._propose(proposing, len(running))
         self._rows = sum(one.rows for one in running) if running and len(decoding) == len(running) else 0
+        self._barren = self._barren + 1 if self._rows == len(running) and proposing else 0
+        if self._barren and all(
+            one.proposer.pace.settings.adaptive and one.sampler.constraint is None for one in proposing if one.proposer
+        ):
+            self._asleep, self._running = min(1 << (self._barren - 1), LONGEST_REST), len(running)
+            for one in proposing:
+                one.on_device = one.drawn
         self._began = time.perf_counter()
 
     def _propose(self, sequences: Seq[Sequence], running: int) -> None:
@@ -414,7 +514,7 @@ class Speculator:
                 sequence.propose(forced[: max(0, min(room, proposer.pace.settings.max_tokens))])
             elif drafter is None:
                 sequence.propose(proposer.propose(sequence.ids, room, running - 1))
-            elif count := proposer.pace.length(room, running - 1, draft_s=drafter.draft_s):
+            elif count := proposer.pace.length(room, running - 1, draft_s=drafter.seconds):
                 drafters[id(drafter)] = drafter
                 wanted.setdefault(id(drafter), []).append((sequence, count))
         for key, drafter in drafters.items():

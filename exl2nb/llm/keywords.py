@@ -21,6 +21,7 @@ class LoadOptions(TypedDict, total=False):
     devices: DeviceChoice | None
     gpu_layers: int | None
     parallel: str
+    stream_from: int | None
     cache: str
     context: int | None
     cache_tokens: int | None

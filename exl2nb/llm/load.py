@@ -22,6 +22,7 @@ from exl2nb.llm.model import LLM
 from exl2nb.model.loader import load_model
 from exl2nb.model.model import Model, Span
 from exl2nb.model.rope import RopeOverride
+from exl2nb.model.streaming import Streaming
 from exl2nb.sampling.params import check_integer
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
@@ -41,6 +42,7 @@ def load(
     devices: DeviceChoice | None = None,
     gpu_layers: int | None = None,
     parallel: str = "layers",
+    stream_from: int | None = None,
     cache: str = "fp16",
     context: int | None = None,
     cache_tokens: int | None = None,
@@ -70,6 +72,9 @@ def load(
         gpu_layers: number of layers on the GPU, the rest on the CPU; the same as devices={"cuda": "N layers", "cpu": "rest"}.
         parallel: "layers": each device has whole layers. "tensor": a process for each device, all of which run every layer together, each
             with some of its heads and channels; all on GPUs (["cuda:0", "cuda:1"]), or all on the CPU.
+        stream_from: with layers or experts on the CPU beside a GPU: from so many prompt tokens in a step on, copy them to the GPU layer
+            by layer and compute them there; 0: never. None: by what copying and computing take, at least 65. The bits are then those
+            of a GPU; with deterministic=True it is never done.
         cache: how keys and values are kept: "fp16" or "fp32"; "q8", "q6" (keys in 8 bits, values in 4) or "q4", which hold 1.9, 2.5 and 3.6
             times the tokens of fp16 in the same memory; "fp8"; or the bits of keys and values apart, as "k8v4" (4, 8 or 16 each).
         context: tokens of prompt and answer together; None = what the model allows, at most 4096. A RuntimeWarning where it is longer than
@@ -77,13 +82,14 @@ def load(
         cache_tokens: tokens of the cache, shared by all requests; None = the context, at least 4096.
         max_sequences: requests in one batch; others are queued.
         draft: a smaller model with the same tokenizer, which proposes draft tokens that this one verifies several at a time: the same
-            text, sooner. A directory, a hub id, or a loaded model. Requests use it unless they say speculation="off".
+            text, sooner. A directory, a hub id, a loaded model, or "self": the model's own copy at 2.5 bits per weight, for dense models;
+            made the first time, which takes as long as a conversion, and kept. Requests use it unless they say speculation="off".
         rope_scale: divide positions by this (linear RoPE scaling): 2 doubles the context that the model knows, at some loss.
         rope_alpha: NTK-aware scaling: the RoPE base grows by alpha ** (d / (d - 2)); loses less than rope_scale without training.
         rope_theta: the RoPE base itself, in place of the config's.
         rope_scaling: an object as `rope_scaling` of config.json in place of the model's own: {"rope_type": "yarn", "factor": 4.0}.
         deterministic: on CUDA, make every token independent of how its prompt was cut and of the rest of the batch, at the price of slow
-            prompts; decoding up to 8 tokens a step, and everything on the CPU, always is. None = the variable
+            prompts; decoding one token a step, and everything on the CPU, always is. None = the variable
             EXL2NB_DETERMINISTIC, or False.
         vision: False: leave out the tower of a model that sees, and its memory; pictures are refused then.
         progress: takes the events of stages "download" and "load". "auto": shown where you look (a widget in a notebook, a line on a
@@ -109,6 +115,8 @@ def load(
     place = pick_device(device) if chosen is None else "cpu"
     exact = env.get("EXL2NB_DETERMINISTIC", "0") == "1" if deterministic is None else deterministic
     check_flag("load: deterministic", exact)
+    if stream_from is not None:
+        check_integer("load: stream_from", stream_from, 0, 1 << 24)
     check_flag("load: vision", vision)
     with showing(progress, f"load {Path(hub.name_of(path)).name}") as sink:
         folder = hub.resolve(path, revision=revision, progress=sink)
@@ -117,10 +125,11 @@ def load(
             if parallel == "tensor":
                 model = _load_ranks(folder, chosen, context=context, rope=rope, deterministic=exact, progress=sink)
             else:
-                spans, apart = ((), False) if chosen is None else _spans(folder, chosen, **sizes)
+                spans, apart = ((), False) if chosen is None else _spans(folder, chosen, stream_from=stream_from, **sizes)
                 model = load_model(
-                    folder, device=place, spans=spans, experts=apart, context=context, rope=rope, progress=sink, deterministic=exact
-                )
+                    folder, device=place, spans=spans, experts=apart, streaming=_streaming(spans, stream_from, apart=apart, exact=exact),
+                    context=context, rope=rope, progress=sink, deterministic=exact,
+                )  # fmt: skip
     try:
         tokenizer = Tokenizer.load(folder)
         tokenizer.templates.prepare()
@@ -144,6 +153,7 @@ def load(
         try:
             with showing(progress, "load the draft model") as sink:
                 llm.engine.drafter = make_drafter(llm, draft, cache=cache, progress=sink)
+                llm.engine.drafter.prepare(sink)
         except BaseException:
             llm.close()
             raise
@@ -211,15 +221,29 @@ def _load_ranks(
     return load_parallel(folder, [pick_device(name) for name in names], **options)
 
 
-def _spans(folder: Path, devices: DeviceChoice, *, context: int | None, cache: str, cache_tokens: int | None) -> tuple[list[Span], bool]:
+def _spans(
+    folder: Path, devices: DeviceChoice, *, stream_from: int | None, context: int | None, cache: str, cache_tokens: int | None
+) -> tuple[list[Span], bool]:
     """Where the layers go, and whether their experts go to the CPU."""
     from exl2nb.llm.plan import plan_split
 
-    planned = plan_split(folder, devices=devices, context=cache_tokens or max(context or CONTEXT, CACHE_TOKENS), cache=cache, where="load")
+    tokens = cache_tokens or max(context or CONTEXT, CACHE_TOKENS)
+    planned = plan_split(folder, devices=devices, context=tokens, cache=cache, streaming=stream_from != 0, where="load")
     spans = [Span(share.device, share.first, share.last) for share in planned.shares if not share.experts]
     for span in spans:
         pick_device(span.device)
     return spans, len(spans) < len(planned.shares)
+
+
+def _streaming(spans: Sequence[Span], stream_from: int | None, *, apart: bool, exact: bool) -> Streaming | None:
+    """Where prompts through what is on the CPU are computed; None: there.
+
+    apart: experts are on the CPU. exact: no token's bits may depend on its step.
+    """
+    gpus = [span.device for span in spans if span.device != "cpu"]
+    if exact or stream_from == 0 or not gpus or (len(gpus) == len(spans) and not apart):
+        return None
+    return Streaming(gpus[0], stream_from)
 
 
 def _tower(folder: Path, model: Model) -> VisionEncoder | None:
@@ -257,8 +281,8 @@ def make_drafter(target: LLM, draft: LLM | str | os.PathLike[str], *, cache: str
     """Make the draft model of `target`.
 
     Args:
-        target: the model that verifies. draft: a directory, a hub id, or a loaded model, which stays its owner's. cache: mode of the
-        draft's KV cache. progress: takes the events of loading.
+        target: the model that verifies. draft: a directory, a hub id, "self", or a loaded model, which stays its owner's. cache: mode of
+        the draft's KV cache. progress: takes the events of loading.
 
     Raises:
         TokenizerError: its tokenizer is another one; names the first difference. Otherwise as `load`.
@@ -269,7 +293,12 @@ def make_drafter(target: LLM, draft: LLM | str | os.PathLike[str], *, cache: str
         return _drafter(
             target, draft.model, draft.tokenizer, cache, run=lambda function: draft.engine.call(function, timeout_s=BUSY_S)
         )  # keeps it loaded
-    folder = hub.resolve(Path(draft) if isinstance(draft, os.PathLike) else draft, progress=progress)
+    if draft == "self":
+        from exl2nb.llm.self_draft import copy_of
+
+        folder = copy_of(target.path, device=target.model.draw_device, progress=progress)
+    else:
+        folder = hub.resolve(Path(draft) if isinstance(draft, os.PathLike) else draft, progress=progress)
     tokenizer = Tokenizer.load(folder)
     placement = target.model.placement
     place = placement if isinstance(placement, str) else placement[-1]
@@ -284,11 +313,15 @@ def make_drafter(target: LLM, draft: LLM | str | os.PathLike[str], *, cache: str
 def _drafter(target: LLM, model: Model, tokenizer: Tokenizer, cache: str, **options: Any) -> DraftModel:
     size = target.model.config.vocab_size
     check_same_tokenizer(target.tokenizer, tokenizer, target_size=size, draft_size=model.config.vocab_size)
+    from exl2nb.llm.model import executor_of
+
     return DraftModel(
         model,
         model.cache_spec(target.engine.spec.num_tokens, mode=cache),
         context=model.context,
         vocab_size=size,
+        drawn=model.config.vocab_size == size,
         device=model.device,
+        executor=executor_of(model),
         **options,
     )

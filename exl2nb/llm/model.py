@@ -103,8 +103,8 @@ class LLM(ScoringMixin, InsideMixin, ChatMixin):
             context=context,
             vocab_size=model.config.vocab_size,
             max_sequences=max_sequences,
-            max_chunk=GPU_CHUNK if model.draw_device != "cpu" else MAX_CHUNK,
-            executor=_gpu_executor if model.draw_device != "cpu" else None,
+            max_chunk=GPU_CHUNK if model.prompt_device != "cpu" else MAX_CHUNK,
+            executor=executor_of(model),
             block_tokens=0 if vision is None or not model.config.sees_whole else vision.largest,
         )
         self.cache = PromptCache(self.engine, partial(fingerprint, path, model))
@@ -381,19 +381,23 @@ class LLM(ScoringMixin, InsideMixin, ChatMixin):
             )
         shared: dict[str, Any] = {**options}
         compile_structure(shared, self.tokenizer, self.model.config.vocab_size, where="batch")
-        job = self.job()
-        try:
-            for id, prompt in prompts.items() if isinstance(prompts, Mapping) else enumerate(prompts):
-                own = dict(prompt) if isinstance(prompt, Mapping) else {"prompt": prompt}
-                if "prompt" not in own:
-                    raise OptionError(f"batch: request {id!r} is {str(own)[:80]}; expected a text, ids, or a dict with 'prompt'")
-                text, own = own.pop("prompt"), {"id": id, **shared, **own}
-                if wrong := [name for name in own if not isinstance(name, str) or name == "prompt"]:
-                    raise OptionError(f"batch: unknown keyword {shown(wrong[0])}; prompts are the first argument")
-                job.add(text, **own)
-        except BaseException:
-            job.cancel()
-            raise
+        job, ids, texts, options_of, streams = self.job(), list[Hashable](), list[Any](), list[dict[str, Any]](), list[bool]()
+        for id, prompt in prompts.items() if isinstance(prompts, Mapping) else enumerate(prompts):
+            own = dict(prompt) if isinstance(prompt, Mapping) else {"prompt": prompt}
+            if "prompt" not in own:
+                raise OptionError(f"batch: request {id!r} is {str(own)[:80]}; expected a text, ids, or a dict with 'prompt'")
+            text, own = own.pop("prompt"), {"id": id, **shared, **own}
+            if wrong := [name for name in own if not isinstance(name, str) or name == "prompt"]:
+                raise OptionError(f"batch: unknown keyword {shown(wrong[0])}; prompts are the first argument")
+            ids.append(job.reserve(own.pop("id")))
+            streams.append(own.pop("stream", True))
+            texts.append(text)
+            options_of.append(own)
+        handles = self._submit_all(
+            texts, "batch", options_of, stream=streams, group=job.group
+        )  # together: prompts that fit one step run in the same steps every time
+        for id, handle in zip(ids, handles):
+            job.take(id, handle)
         return job
 
     def submit_for_job(self, prompt: Any, options: dict[str, Any], *, stream: bool, group: object = None, where: str = "job.add") -> Handle:
@@ -477,13 +481,15 @@ class LLM(ScoringMixin, InsideMixin, ChatMixin):
     def _submit(self, prompt: Any, where: str, options: dict[str, Any], *, stream: bool) -> Handle:
         return self._submit_all([prompt], where, [options], stream=stream)[0]
 
-    def _submit_all(self, prompts: Sequence[Any], where: str, options: Sequence[dict[str, Any]], *, stream: bool) -> list[Handle]:
+    def _submit_all(
+        self, prompts: Sequence[Any], where: str, options: Sequence[dict[str, Any]], *, stream: bool | list[bool], group: object = None
+    ) -> list[Handle]:
         vocab, context = self.config.vocab_size, self.engine.context
         requests = [
-            request_of(prompt, self._with_loras(one, where), self.tokenizer, vocab, context=context, where=where, stream=stream)
-            for prompt, one in zip(prompts, options)
+            request_of(prompt, self._with_loras(one, where), self.tokenizer, vocab, context=context, where=where, stream=streamed)
+            for prompt, one, streamed in zip(prompts, options, [stream] * len(prompts) if isinstance(stream, bool) else stream)
         ]
-        handles = self.engine.submit_many(requests, group=object() if len(requests) > 1 else None)
+        handles = self.engine.submit_many(requests, group=object() if group is None and len(requests) > 1 else group)
         for handle, request in zip(handles, requests):
             handle.owner, handle.reply_format = self, request.reply
         return handles
@@ -533,10 +539,13 @@ def _with_prompt(completion: Completion, prompt: Any) -> Completion:
     return replace(completion, prompt=prompt, beams=tuple(replace(one, prompt=prompt) for one in completion.beams))
 
 
-def _gpu_executor(model: Any, cache: Any) -> Any:
+def executor_of(model: Model) -> Callable[[Any, Any], Any] | None:
+    """What makes the executor of a model whose tokens are drawn on a GPU; None: those of the CPU."""
+    if model.draw_device == "cpu":
+        return None
     from exl2nb.generator.gpu_executor import GpuExecutor
 
-    return GpuExecutor(model, cache)
+    return GpuExecutor
 
 
 def _call_back(handle: Handle, on_chunk: Callable[[Chunk], object]) -> Completion:

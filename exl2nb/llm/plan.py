@@ -24,7 +24,7 @@ from exl2nb.core.show import size_text
 from exl2nb.io.hub import display_name
 from exl2nb.io.metadata import metadata_folder
 from exl2nb.llm.keywords import PARALLEL
-from exl2nb.llm.memory import CONTEXT, LIMITS, MemoryPlan, formula_of, free_bytes, multiprocessors
+from exl2nb.llm.memory import CONTEXT, LIMITS, MemoryPlan, Stage, formula_of, free_bytes, multiprocessors
 from exl2nb.llm.split_plan import Holder, KindFormula, Share, Sizes, SplitFormula, SplitPlan
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.gpu_memory import kept_by_layer
@@ -33,11 +33,15 @@ from exl2nb.model.layout import ATTENTION, layer_linears
 from exl2nb.model.loader import read_model_config
 from exl2nb.model.lora import adapter_bytes
 from exl2nb.model.split import STREAM_ROWS, Span
+from exl2nb.model.streaming import BUFFERS, experts_fit
 from exl2nb.model.vision.encoder import plan_encoder
+from exl2nb.ops.host_prefill import CHUNK
 from exl2nb.ops.memory import read_memory
 from exl2nb.sampling.params import check_integer
 
 RESERVE = 512 * 2**20  # bytes of a GPU that "auto" leaves to others
+PART_BYTES = 2**20  # of a captured step of a few kernels, an estimate: what the driver keeps, and rounding of its workspace
+UNPACK_BYTES = 8  # for each weight that is unpacked at a time
 PROBE_BYTES = 256 * 2**20  # read to learn what the processor reads in a second
 DeviceChoice = str | Sequence[str] | Mapping[str, str | int]
 
@@ -124,8 +128,14 @@ def _budget(name: object, size: object, where: str) -> Budget:
 # ---- what each device holds
 
 
-def kind_formula(config: ModelConfig, found: Inspection, kind: str, modes: tuple[str, ...] = (), *, experts: bool = True) -> KindFormula:
-    """What the model takes on "cpu" or "cuda". modes: cache modes to know besides those with a name. experts: False leaves those out."""
+def kind_formula(
+    config: ModelConfig, found: Inspection, kind: str, modes: tuple[str, ...] = (), *, experts: bool = True, streaming: bool = False
+) -> KindFormula:
+    """What the model takes on "cpu" or "cuda".
+
+    modes: cache modes to know besides those with a name. experts: False leaves those out. streaming: prompts through layers on the CPU are
+    computed there.
+    """
     apart = {matrix.key for matrix in _experts(config, found)} if not experts else set[str]()
     if kind == "cuda":
         weights = kept_by_layer(config, found, experts=experts)
@@ -137,12 +147,37 @@ def kind_formula(config: ModelConfig, found: Inspection, kind: str, modes: tuple
         weights[0] = 0 if found.embedding is None else found.embedding.nbytes
         head = found.head or found.embedding
         weights[-1] = 0 if head is None else head.nbytes
+    formula = formula_of(config, found, kind, modes=modes)
+    if kind == "cuda" and not experts:  # a part for each sparse layer, with a captured step and its workspace; the last has the logits
+        parts, logits = 1 + sum(config.experts(layer) is not None for layer in range(config.num_layers)), 2 * 4 * config.vocab_size
+        fixed, row = formula.graph_fixed + (parts - 1) * PART_BYTES, parts * (formula.graph_row - logits) + logits
+        formula = replace(formula, graph_fixed=fixed, graph_row=row)
+    if streaming:
+        formula = replace(formula, stages=tuple(_streaming_too(stage, config, found, not experts) for stage in formula.stages))
     return KindFormula(
         parts=tuple(weights),
         read=(0, *(round(size * share) for size, share in zip(weights[1:-1], _visited(config, found, experts))), weights[-1]),
         stream=4 * STREAM_ROWS[kind] * config.hidden_size,
-        formula=formula_of(config, found, kind, modes=modes),
+        formula=formula,
     )
+
+
+def _streaming_too(stage: Stage, config: ModelConfig, found: Inspection, apart: bool) -> Stage:
+    """With what `model.streaming` holds on a GPU: copies of two layers and of their cache, a matrix in fp16 and what unpacks it.
+
+    apart: of their experts alone.
+    """
+    layers, inner = [0] * config.num_layers, config.intermediate_size
+    for matrix in _experts(config, found) if apart else found.matrices:
+        if matrix.layer is not None:
+            layers[matrix.layer] += matrix.nbytes
+    if apart and not experts_fit(max(layers)):
+        return stage
+    if config.moe is not None:
+        inner = max(0 if apart else inner, config.moe.intermediate_size, config.moe.shared_size or 0)
+    widest = config.hidden_size * max(0 if apart else config.q_size + 2 * config.kv_size, inner * (2 if config.gated else 1))
+    fixed = BUFFERS * max(layers) + 2 * widest + UNPACK_BYTES * min(CHUNK, widest)
+    return Stage(stage.fixed + fixed, stage.token, stage.context + (0 if apart else BUFFERS * 4 * config.kv_size))
 
 
 def _visited(config: ModelConfig, found: Inspection, experts: bool) -> list[float]:
@@ -244,12 +279,13 @@ def plan_split(
     cache: str = "fp16",
     batch: int = 1,
     revision: str | None = None,
+    streaming: bool = True,
     where: str = "plan",
 ) -> SplitPlan:
     """Which layers `load(devices=...)` puts where, without loading anything.
 
     Args:
-        devices: as in `load`. The others as in `plan`.
+        devices: as in `load`. The others as in `plan`. streaming: GPUs have room for prompts through layers on the CPU.
 
     Raises:
         OptionError: a value out of range, or a model that does not fit. Otherwise as `plan`.
@@ -269,7 +305,13 @@ def plan_split(
     choice = {"context": tokens, "batch": batch, "mode": mode}
     free = {budget.device: _free(budget.device) for budget in budgets}
     holders = [Holder(one.device, free[one.device] if one.bytes is None else one.bytes, _read_speed(one.device)) for one in budgets]
-    kinds = {holder.kind: kind_formula(config, found, holder.kind, modes=(mode,), experts=not apart) for holder in holders}
+    streaming = streaming and (apart or len({holder.kind for holder in holders}) > 1)
+    kinds = {
+        holder.kind: kind_formula(
+            config, found, holder.kind, modes=(mode,), experts=not apart, streaming=streaming and holder.kind == "cuda"
+        )
+        for holder in holders
+    }
     formula = SplitFormula(devices=tuple(holders), kinds=kinds)
     sizes = {kind: one.at(**choice) for kind, one in kinds.items()}
     ends, spans = [], place_layers(budgets, sizes, config.num_layers, where=where)
@@ -346,7 +388,11 @@ def _shared_speed(size: int) -> float | None:
 
 
 def _free(device: str) -> int | None:
-    return None if device != "cpu" and not torch.cuda.is_available() else free_bytes(device)
+    return free_bytes(device) if device == "cpu" or _is_here(device) else None
+
+
+def _is_here(gpu: str) -> bool:
+    return torch.cuda.is_available() and int(gpu.partition(":")[2] or 0) < torch.cuda.device_count()
 
 
 _speeds: dict[str, float | None] = {}
@@ -368,7 +414,7 @@ def _host_speed() -> float:
 
 
 def _gpu_speed(device: str) -> float | None:
-    if not torch.cuda.is_available():
+    if not _is_here(device):
         return None
     properties = torch.cuda.get_device_properties(device)
     clock, width = getattr(properties, "memory_clock_rate", 0), getattr(properties, "memory_bus_width", 0)  # kHz, bits

@@ -20,7 +20,7 @@ SHORT = 8  # tokens of one sequence that the step kernels take
 MOST = 512  # tokens of a step that go through the step kernels
 MOST_ROUTED = 64  # of a model with experts: the step kernels read them once for every token that chose them
 APART = 4  # this many decoding sequences or more get a launch of their own beside prompts
-STREAM_K_FROM = 9  # tokens of a step from which on its products are stream-K GEMMs
+STREAM_K_FROM = 9  # tokens of a step from which on its products are stream-K GEMMs; on Hopper sooner, where a persistent chain ends
 
 
 class GpuForward:
@@ -68,12 +68,15 @@ class GpuForward:
         heads = cache.spec.num_kv_heads, cache.spec.head_dim
         scratch = self._new_kernels(most)
         zeros = torch.zeros(most + 1, dtype=torch.int32, device=self.device)
+        partial = self.program.steps[-1][0] == "residual_out"  # a part of a model, which hands on every row
 
         def steps() -> None:
             for tokens in range(1, most + 1):
-                logits, row = torch.empty(1, self.vocab, device=self.device), zeros[:1]
+                row = zeros[:1]
+                out = torch.empty(tokens if partial else 1, self.vocab, device=self.device)
                 scratch.run(
-                    zeros[:tokens], zeros[:tokens], row.view(1, 1), zeros[:2], row, row, cache.k, cache.v, formats_of(cache), heads, logits
+                    zeros[:tokens], zeros[:tokens], row.view(1, 1), zeros[:2], row, None if partial else row, cache.k, cache.v,
+                    formats_of(cache), heads, out,
                 )  # fmt: skip
             for tokens in () if self.deterministic else gpu_prefill.ROWS_OF_KERNELS:
                 for head in self.program.heads.values():

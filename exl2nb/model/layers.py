@@ -215,11 +215,11 @@ class RoutedMLP:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Add the experts' results to x f32 `(T, H)` in place; the chosen experts int32 `(T, top_k)`."""
-        return ops.routed_mlp(x, self._experts)
+        return ops.routed_mlp(x, self.experts)
 
     def record(self, program: ops.Program) -> None:
         """Record the same op in a program."""
-        program.routed_mlp(self._experts)
+        program.routed_mlp(self.experts)
 
     @property
     def unused_expert_bytes(self) -> int:
@@ -228,7 +228,8 @@ class RoutedMLP:
         return total - total * self.top_k // len(self.up)
 
     @property
-    def _experts(self) -> ops.Experts:
+    def experts(self) -> ops.Experts:
+        """As the op takes them."""
         return ops.Experts(
             norm=self.norm.weight, eps=self.norm.eps, **self.norm.options, router=self.router, up=self.up, down=self.down, top_k=self.top_k,
             renormalize=self.renormalize, activation=self.activation, shared_up=self.shared_up, shared_down=self.shared_down,

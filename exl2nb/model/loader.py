@@ -29,6 +29,7 @@ from exl2nb.model.model import SMALL_MODEL_BYTES, Model, Network, Span
 from exl2nb.model.rope import MAX_CONTEXT, RopeOverride, rope_tables, trained_context
 from exl2nb.model.sources import Source, find_sources, read_gptq
 from exl2nb.model.store import ModelStore, open_store
+from exl2nb.model.streaming import Streaming, together
 from exl2nb.ops.memory import large_pages
 from exl2nb.quant.exl2 import Exl2Tensors
 
@@ -61,6 +62,7 @@ def load_model(
     device: str = "cpu",
     spans: Sequence[Span] = (),
     experts: bool = False,
+    streaming: Streaming | None = None,
     weights: str = "auto",
     context: int | None = None,
     rope: RopeOverride | None = None,
@@ -75,6 +77,7 @@ def load_model(
             hold.
         spans: layers on several devices, in running order and without gaps, in place of `device`.
         experts: with spans: keep the experts of sparse layers on the CPU, wherever the rest of their layer is.
+        streaming: with spans: where prompts through layers on the CPU are computed; None: on the CPU.
         weights: "auto" keeps every matrix in the format it is stored in; "fp32" widens plain ones and reconstructs quantised ones to fp32
             (a reference: 4 bytes a weight).
         context: longest sequence in tokens; None = max_position_embeddings. Dynamic NTK takes its base from it. A RuntimeWarning
@@ -116,11 +119,14 @@ def load_model(
         pieces, shared = [], small_model_memory(directory, widened=weights == "fp32")
         host = None if shared is None else Arena(shared.numel(), "cpu", shared)  # of every span on the CPU
         apart = Builder(config, store, sources, widen=weights == "fp32", device="cpu", arena=host) if experts else None
+        if apart is not None:
+            apart.together = streaming is not None
         with Meter("load", total=config.num_layers + 2, unit="layers", sink=progress) as meter:
             for span in spans or [Span(device, 0, config.num_layers)]:
                 with ops.on_device(span.device):
                     arena = host if span.device == "cpu" else _arena(config, directory, span, experts=not experts)
                     builder = Builder(config, store, sources, widen=weights == "fp32", device=span.device, arena=arena, experts=apart)
+                    builder.together = streaming is not None and span.device == "cpu"
                     pieces.append(builder.span(span, meter))
                     if span.device != "cpu":
                         torch.cuda.empty_cache()  # what held tensors while they were packed
@@ -132,7 +138,8 @@ def load_model(
     if len(spans) > 1 or experts:
         from exl2nb.model.split import SplitModel
 
-        return SplitModel(config, network, spans, context=longest, deterministic=deterministic, experts=experts)
+        options = {"deterministic": deterministic, "experts": experts, "streaming": streaming}
+        return SplitModel(config, network, spans, context=longest, **options)
     return Model(config, network, context=longest, device=spans[0].device if spans else device, deterministic=deterministic)
 
 
@@ -174,7 +181,10 @@ class _Piece(NamedTuple):
 
 
 class Builder:
-    """Reads the tensors of a plan and packs them into layers. experts: reads and packs those, in place of this one, or None."""
+    """Reads the tensors of a plan and packs them into layers. experts: reads and packs those, in place of this one, or None.
+
+    together: each layer's tensors side by side, as `Image` needs them.
+    """
 
     def __init__(
         self,
@@ -188,7 +198,7 @@ class Builder:
         experts: Builder | None = None,
     ) -> None:
         self.config, self.store, self.sources, self.widen, self.device, self.arena = config, store, sources, widen, device, arena
-        self.experts = experts
+        self.experts, self.together = experts, False
 
     def span(self, span: Span, meter: Meter) -> _Piece:
         """Everything of a span, layer by layer."""
@@ -202,9 +212,13 @@ class Builder:
             )
             meter.step(detail="embedding")
         for layer in range(span.first, span.last):
-            mlp = self.mlp(layer) if config.experts(layer) is None else (self.experts or self).routed_mlp(layer)
+            owner = self.experts or self
+            mlp = self.mlp(layer) if config.experts(layer) is None else owner.routed_mlp(layer)
+            if isinstance(mlp, RoutedMLP) and owner is not self and owner.together:
+                mlp = together(mlp)
             attention = replace(self.attention(layer), layer=layer - span.first)
-            layers.append(Layer(attention=attention, mlp=mlp, parallel=config.parallel))
+            one = Layer(attention=attention, mlp=mlp, parallel=config.parallel)
+            layers.append(together(one) if self.together else one)
             meter.step(detail=f"layer {layer}")
         if span.last == config.num_layers:
             # the factor on the logits rides on the last norm

@@ -75,12 +75,17 @@ class Network:
 
 
 class DecodeInputs(NamedTuple):
-    """What a step of one token a sequence reads, int32 on the GPU: ids, positions, lens `(rows,)`, table `(rows, pages)`."""
+    """What a captured step reads, int32 on the GPU: ids, positions `(T,)`, lens `(B,)`, table `(B, pages)`.
+
+    bounds: `(B + 1,)`, the first token of each sequence and the last one's end, at most eight tokens each; None: one token each. A
+    sequence of length 0 is a row that nothing is computed for.
+    """
 
     ids: Tensor
     positions: Tensor
     lens: Tensor
     table: Tensor
+    bounds: Tensor | None = None
 
 
 class Model:
@@ -128,6 +133,11 @@ class Model:
     def draw_device(self) -> str:
         """Where the logits of captured steps arrive, and tokens are drawn; "cpu": steps are not captured."""
         return self.device
+
+    @property
+    def prompt_device(self) -> str:
+        """Where long prompts are computed; "cpu": they are cut into small pieces."""
+        return self.draw_device
 
     @property
     def placement(self) -> str | tuple[str, ...]:
@@ -323,13 +333,15 @@ class Model:
     def decode_step(
         self, cache: KVCache, inputs: DecodeInputs, logits: Tensor, adapters: tuple[LoraBuffers, Tensor] | None
     ) -> Callable[[], None]:
-        """What launches a step of one token a sequence on the GPU, as often as it is called; may be captured.
+        """What launches a decode step on the GPU, as often as it is called; may be captured.
 
         Args:
-            inputs: read by each call. logits: f32 `(rows, V)` to fill. adapters: as `ops.gpu.StepKernels.run` takes them.
+            inputs: read by each call. logits: f32 `(T, V)` to fill. adapters: as `ops.gpu.StepKernels.run` takes them.
         """
-        rows = len(inputs.ids)
-        kernels, bounds = self.gpu.step_kernels(rows), torch.arange(rows + 1, dtype=torch.int32, device=self.device)
+        rows, bounds = len(inputs.ids), inputs.bounds
+        kernels = self.gpu.step_kernels(rows)
+        if bounds is None:
+            bounds = torch.arange(rows + 1, dtype=torch.int32, device=self.device)
         formats, heads = formats_of(cache), (cache.spec.num_kv_heads, cache.spec.head_dim)
 
         def step() -> None:
@@ -548,7 +560,7 @@ class Model:
                 turned = table[axes[:, which].to(table.device), torch.arange(len(which), device=table.device)]
                 table[behind : behind + len(rows)] = turned
         moved = positions.clone()
-        moved[rows] = torch.arange(self._rows, self._rows + len(rows), dtype=torch.int32)
+        moved[rows.to(moved.device)] = torch.arange(self._rows, self._rows + len(rows), dtype=torch.int32, device=moved.device)
         return moved
 
     def capped(self, logits: Tensor) -> Tensor:

@@ -532,7 +532,7 @@ class RankStep:
         group, device = model.group, torch.device(model.device)
         self._state = torch.zeros(rows * (3 + width), dtype=torch.int32, device=device)
         ids, positions, lens, table = self._state.split([rows, rows, rows, rows * width])
-        self._drawn, self._table = self._state[: 3 * rows], table
+        self._drawn, self._table = drawn, table = self._state[: 3 * rows], table
         bounds = torch.arange(rows + 1, dtype=torch.int32, device=device)
         logits = torch.zeros(rows, model.config.vocab_size, device=device)
         kernels, heads = model.gpu.step_kernels(rows), (cache.spec.num_kv_heads, cache.spec.head_dim)
@@ -541,7 +541,7 @@ class RankStep:
             kernels.run(
                 ids, positions, table.view(rows, width), bounds, lens, None, cache.k, cache.v, formats_of(cache), heads, logits
             )  # fmt: skip
-            group.share(self._drawn)
+            group.share(drawn)
 
         self._step, self._group = step, group
         self._kept = kernels, bounds, logits  # the graph knows their addresses only

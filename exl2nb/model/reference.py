@@ -7,6 +7,7 @@ Shapes: x `(B, S, H)` f32; every sequence starts at position 0.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Generator, Mapping
 from typing import Protocol
 
@@ -29,14 +30,32 @@ class Capture(Protocol):
         """One linear is about to run."""
 
 
+class Past(Protocol):
+    """Keys and values of the tokens before, of all layers: x then is their next token, `(B, 1, H)`."""
+
+    @property
+    def length(self) -> int:
+        """Tokens that are there."""
+        ...
+
+    @property
+    def context(self) -> int:
+        """Tokens that there will be at the end: what some kinds of RoPE depend on."""
+        ...
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Take k and v `(B, Hkv, 1, D)` of layer `layer` in, and attend with q `(B, Hq, 1, D)` to all that is there then."""
+        ...
+
+
 QUERIES = 256  # that attend at once
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
 
 
-def embed(config: ModelConfig, weights: Weights, ids: Tensor) -> Tensor:
-    """Rows of the embedding: ids `(B, S)` int -> `(B, S, H)` f32."""
+def embed(config: ModelConfig, weights: Weights, ids: Tensor, first: int = 0) -> Tensor:
+    """Rows of the embedding: ids `(B, S)` int, at positions from `first` on -> `(B, S, H)` f32."""
     x = F.embedding(ids.long(), weights[f"{config.names.embed}.weight"]).float() * config.embed_scale
-    return x + weights[f"{config.names.positions}.weight"][: ids.shape[1]].float() if config.learned_positions else x
+    return x + weights[f"{config.names.positions}.weight"][first : first + ids.shape[1]].float() if config.learned_positions else x
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -107,7 +126,7 @@ def _attend_up_to(q: Tensor, k: Tensor, v: Tensor, first: int, scale: float) -> 
     return F.scaled_dot_product_attention(q[:, :, first:last], k[:, :, :last], v[:, :, :last], attn_mask=seen, scale=scale)
 
 
-def block(config: ModelConfig, layer: int, weights: Weights, x: Tensor, capture: Capture | None = None) -> Tensor:
+def block(config: ModelConfig, layer: int, weights: Weights, x: Tensor, capture: Capture | None = None, past: Past | None = None) -> Tensor:
     """One decoder layer.
 
     Args:
@@ -116,11 +135,12 @@ def block(config: ModelConfig, layer: int, weights: Weights, x: Tensor, capture:
         capture: called with (module key, input) before every linear; q, k and v see the same tensor, gate and up too. An expert's
             linears get the tokens `(n, K)` that chose it, and as a third argument their numbers int64 `(n,)` in x's `B * S`; the router's
             key comes with all tokens.
+        past: the tokens before x, which takes x's keys and values in.
 
     Returns:
         f32 `(B, S, H)`, the residual stream after the layer.
     """
-    return finish(steps(config, layer, weights, x, capture))
+    return finish(steps(config, layer, weights, x, capture, past))
 
 
 def finish(running: Steps) -> Tensor:
@@ -147,14 +167,13 @@ def steps(
     weights: Weights,
     x: Tensor,
     capture: Capture | None = None,
+    past: Past | None = None,
     residual: Callable[[Tensor], None] | None = None,
 ) -> Steps:
     """`block` in steps: stops before the linears of each of `stages` and yields their input; they read their weights afterwards.
 
     Experts run after the last stop. What a stop keeps alive is the residual stream and what was yielded.
-
-    Args:
-        residual: called before the stops for o and down with the stream `(B, S, H)` that their outputs are added to.
+    residual is called before the stops for o and down with the stream `(B, S, H)` that their outputs are added to.
     """
     names, linear = config.names, layer_linears(config, layer)
 
@@ -177,9 +196,13 @@ def steps(
     )
     if config.qk_norm:
         q, k = (_head_norm(config, weights, value, names.at(layer, part)) for value, part in ((q, "q_norm"), (k, "k_norm")))
-    cos, sin = (table.to(x.device) for table in rope_tables(config, x.shape[1], context=x.shape[1], kind=config.rope_kind(layer)))
+    first, context = (0, x.shape[1]) if past is None else (past.length, past.context)
+    cos, sin = (table[first : first + x.shape[1]] for table in _tables(config, context, config.rope_kind(layer), x.device))
     q, k = rotate(q, cos, sin, config.interleaved), rotate(k, cos, sin, config.interleaved)
-    mixed = attend(q, k, v, scale=config.attention_scale, window=config.windows[layer], softcap=config.attention_softcap)
+    if past is None:
+        mixed = attend(q, k, v, scale=config.attention_scale, window=config.windows[layer], softcap=config.attention_softcap)
+    else:
+        mixed = past.attend(layer, q, k, v)
     mixed = mixed.transpose(1, 2).reshape(*x.shape[:2], config.q_size)
     h = h if config.parallel else None
     del q, k, v
@@ -199,6 +222,14 @@ def steps(
         residual(x)
     yield inner
     return x + added(apply("down", inner), "mlp_post_norm")
+
+
+@functools.lru_cache(maxsize=8)
+def _tables(config: ModelConfig, context: int, kind: str, device: torch.device) -> tuple[Tensor, Tensor]:
+    """`rope_tables` of one sequence of `context` tokens, on a device."""
+    with torch.inference_mode(False):  # for whoever comes next
+        cos, sin = rope_tables(config, context, context=context, kind=kind)
+        return cos.to(device), sin.to(device)
 
 
 def routed_mlp(config: ModelConfig, layer: int, weights: Weights, h: Tensor, capture: Capture | None = None) -> Tensor:

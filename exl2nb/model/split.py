@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,8 +27,9 @@ from exl2nb.core.log import logger
 from exl2nb.model.batch import TENSORS, Batch
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.gpu import GpuForward, formats_of
-from exl2nb.model.layers import Embedding, RoutedMLP, Step
+from exl2nb.model.layers import Embedding, RoutedMLP, Step, tensors_of
 from exl2nb.model.model import DecodeInputs, Model, Network, Span, forward_gpu_observed
+from exl2nb.model.streaming import ExpertStream, LayerStream, Streaming, experts_fit, prompts_of, select
 from exl2nb.ops import gpu_prefill
 from exl2nb.ops.gpu import LoraBuffers, launch_lock
 from exl2nb.ops.kernel_code import KernelId
@@ -83,6 +85,7 @@ class SplitModel(Model):
     Args:
         network: the tensors of each layer on its device, `attention.layer` counted within its span.
         spans: in running order, without gaps. experts: those of sparse layers are on the CPU, wherever the rest of their layer is.
+        streaming: where prompts through layers on the CPU are computed, whose tensors are `together`; None: on the CPU.
 
     Attributes:
         device: "cpu", where batches are made and logits arrive. placement: of every layer, for `KVCache`.
@@ -97,11 +100,16 @@ class SplitModel(Model):
         context: int,
         deterministic: bool = False,
         experts: bool = False,
+        streaming: Streaming | None = None,
     ) -> None:
         super().__init__(config, network, context=context, deterministic=deterministic)
+        self.streaming = streaming
+        self._worker: ThreadPoolExecutor | None = None
         self.spans, self.experts_apart = tuple(spans), experts
         self._pieces = [piece for span in spans for piece in self._cut(span)] if experts else [Piece(span, *span[1:]) for span in spans]
+        self._streams, self._expert_streams = ({}, {}) if streaming is None else _streams_of(self._pieces, network, streaming)
         self._parts: list[Part] = []
+        self._taken_over: dict[str, Tensor] = {}  # of a device, for all of its parts: they run one after the other
         self._graphed = env.get("EXL2NB_CUDA_GRAPHS", "1") == "1"
 
     @property
@@ -114,6 +122,11 @@ class SplitModel(Model):
         """The last GPU where all layers are on GPUs: captured steps then run through all of them."""
         on_host = self.experts_apart or any(span.device == "cpu" for span in self.spans)
         return "cpu" if on_host else numbered(self.spans[-1].device)
+
+    @property
+    def prompt_device(self) -> str:
+        """A GPU also where that computes the prompts of layers on the CPU."""
+        return self.draw_device if self.streaming is None else self.streaming.device
 
     def _cut(self, span: Span) -> Iterator[Piece]:
         """The pieces of a span whose experts are elsewhere."""
@@ -203,7 +216,9 @@ class SplitModel(Model):
     def close(self) -> None:
         """Drop every tensor; the memory returns at once. Harmless when repeated."""
         super().close()
-        self._parts = []
+        if self._worker is not None:
+            self._worker.shutdown()
+        self._parts, self._streams, self._expert_streams, self._taken_over = [], {}, {}, {}
 
     def _open(self) -> Network:
         """The network, its parts recorded."""
@@ -248,10 +263,55 @@ class SplitModel(Model):
 
     def _run(self, part: Part, batch: Batch, pools: CachePart, ids: Tensor | None) -> Tensor:
         if part.gpu is None:
-            return _then_experts(part, part.program.run(*TENSORS(batch), pools.k, pools.v))
+            return self._on_host(part, batch, pools)
         with ops.on_device(part.span.device):
             captured = self._captured(part, batch, pools) if self.draw_device == "cpu" else None  # the executor has those of all parts
-            return _then_experts(part, part.gpu.run(batch, pools, ids=ids) if captured is None else captured.run(batch))
+            return self._with_experts(part, part.gpu.run(batch, pools, ids=ids) if captured is None else captured.run(batch), batch)
+
+    def _on_host(self, part: Part, batch: Batch, pools: CachePart) -> Tensor:
+        """A part on the CPU; long prompts go through the GPU that has room for its layers in turn."""
+        stream = self._streams.get(part.piece)
+        rows, tokens = ([], 0) if stream is None else prompts_of(batch)
+        if stream is None or tokens < stream.rows:
+            return self._with_experts(part, part.program.run(*TENSORS(batch), pools.k, pools.v), batch)
+        embedding = self._open().embedding if part.stream is None else Embedding(table=part.stream)
+        pieces = {prompts: (some, places) for prompts, some, places in select(batch, rows)}
+        out = torch.empty(len(batch.input_ids), self.config.hidden_size, device=stream.device)
+        some, places = pieces[True]
+        x = embedding(some.input_ids, some.positions)
+        with self._beside(part, pieces.get(False), pools) as decoded:
+            out[places.to(out.device)] = stream.run(part.program, x, some, pools)
+        if decoded:
+            out[pieces[False][1].to(out.device)] = decoded[0].to(out.device)
+        return out
+
+    @contextmanager
+    def _beside(self, part: Part, rest: tuple[Batch, Tensor] | None, pools: CachePart) -> Iterator[list[Tensor]]:
+        """The sequences of a step that decode, run by the CPU meanwhile; their bits do not depend on what else is in the step."""
+        found: list[Tensor] = []
+        if rest is None:
+            yield found
+            return
+        if self._worker is None:
+            self._worker = ThreadPoolExecutor(1, thread_name_prefix="exl2nb host layers")
+
+        def run(inference: bool = torch.is_inference_mode_enabled()) -> None:
+            with torch.inference_mode(inference):  # of the thread
+                found.append(part.program.run(*TENSORS(rest[0]), pools.k, pools.v))
+
+        running = self._worker.submit(run)
+        try:
+            yield found
+        finally:
+            wait([running])  # it writes to the cache
+        running.result()
+
+    def _with_experts(self, part: Part, x: Tensor, batch: Batch) -> Tensor:
+        """The stream behind the part's experts; those of long prompts go through the device of the part."""
+        stream = None if part.experts is None else self._expert_streams.get(part.span.device)
+        if stream is None or prompts_of(batch)[1] < stream.rows:
+            return _then_experts(part, x)
+        return stream.run(part.piece.last - 1, part.program, x)
 
     def decode_step(
         self, cache: KVCache, inputs: DecodeInputs, logits: Tensor, adapters: tuple[LoraBuffers, Tensor] | None
@@ -350,6 +410,13 @@ class SplitModel(Model):
             part = self._parts[index] = self._part(self._network, part.piece, 1 << (tokens - 1).bit_length())
         return part
 
+    def _table(self, device: str, rows: int) -> Tensor:
+        """Where parts on a device take the stream over, f32 `(rows, H)` or longer; a part keeps the one that it was recorded with."""
+        if device not in self._taken_over or len(self._taken_over[device]) < rows:
+            with torch.inference_mode(False):  # it is written to in steps of requests and of callers alike
+                self._taken_over[device] = torch.zeros(rows, self.config.hidden_size, device=device)
+        return self._taken_over[device]
+
     def _part(self, network: Network, piece: Piece, rows: int) -> Part:
         (device, *_), first, last, cut = piece
         kind = device.partition(":")[0]
@@ -360,8 +427,7 @@ class SplitModel(Model):
         if first == 0:
             network.embedding.record(program)
         else:
-            with torch.inference_mode(False):  # it is written to in steps of requests and of callers alike
-                stream = torch.zeros(max(rows, STREAM_ROWS[kind]), self.config.hidden_size, device=device)
+            stream = self._table(device, max(rows, STREAM_ROWS[kind]))
             Embedding(table=stream).record(program)
         whole, experts = network.layers[first : last - cut], None
         for layer in whole:
@@ -377,6 +443,25 @@ class SplitModel(Model):
             program.residual_out()
         gpu = None if kind == "cpu" else GpuForward(program, torch.device(device), deterministic=self.deterministic)
         return Part(piece, program, stream, gpu, experts)
+
+
+def _streams_of(
+    pieces: Sequence[Piece], network: Network, streaming: Streaming
+) -> tuple[dict[Piece, LayerStream], dict[str, ExpertStream]]:
+    """Of the pieces on the CPU without head, and of the experts apart from layers on each device, where they are not too large."""
+    last = len(network.layers)
+    on_host = [piece for piece in pieces if piece.span.device == "cpu" and piece.first < piece.last < last and not piece.cut]
+    streams = {piece: LayerStream(network.layers[piece.first : piece.last], streaming) for piece in on_host}
+    apart: dict[str, dict[int, RoutedMLP]] = {}
+    for piece in pieces:
+        if piece.cut and isinstance(mlp := network.layers[piece.last - 1].mlp, RoutedMLP):
+            apart.setdefault(piece.span.device, {})[piece.last - 1] = mlp
+    experts = {
+        device: ExpertStream(mlps, streaming._replace(device=device))
+        for device, mlps in apart.items()
+        if experts_fit(max(sum(tensor.nbytes for tensor in tensors_of(mlp)) for mlp in mlps.values()))
+    }
+    return streams, experts
 
 
 def _then_experts(part: Part, x: Tensor, observe: Observe | None = None) -> Tensor:
@@ -399,7 +484,8 @@ def _part_step(part: Part, pools: CachePart, inputs: DecodeInputs, before: Tenso
     """A part of a captured step. before: what the part in front of it leaves, `(rows, H)`. x: `(rows, outputs)`, what this one leaves."""
     gpu, place, rows = part.gpu, torch.device(numbered(part.span.device)), len(inputs.ids)
     assert gpu is not None
-    away = [torch.empty_like(tensor, device=place) for tensor in inputs] if inputs.ids.device != place else None
+    moved = inputs.ids, inputs.positions, inputs.lens, inputs.table  # one token each: no bounds
+    away = [torch.empty_like(tensor, device=place) for tensor in moved] if inputs.ids.device != place else None
     here = inputs if away is None else DecodeInputs(*away)
     ids, bounds = (torch.arange(count, dtype=torch.int32, device=place) for count in (rows, rows + 1))
     kernels, formats, heads = gpu.step_kernels(rows), formats_of(pools), (pools.spec.num_kv_heads, pools.spec.head_dim)
@@ -407,7 +493,7 @@ def _part_step(part: Part, pools: CachePart, inputs: DecodeInputs, before: Tenso
     def step() -> None:
         with torch.cuda.device(place):
             if away is not None:
-                for to, tensor in zip(away, inputs):
+                for to, tensor in zip(away, moved):
                     to.copy_(tensor, non_blocking=True)
             if before is not None:
                 assert part.stream is not None

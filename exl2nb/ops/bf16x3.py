@@ -85,17 +85,18 @@ WIDE = 1024  # hidden size from which a model's products are sent there
 
 
 class _Linear(torch.autograd.Function):
-    """`F.linear` without a gradient of the weight."""
+    """`F.linear`; the input is kept only for a weight that learns."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(weight)
+        ctx.save_for_backward(weight, x if ctx.needs_input_grad[1] else None)
         return product(x.flatten(0, -2), weight.T).view(*x.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        (weight,), (gradient,) = ctx.saved_tensors, gradients
-        return product(gradient.flatten(0, -2), weight).view(*gradient.shape[:-1], -1), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        (weight, x), (gradient,) = ctx.saved_tensors, gradients
+        to_x = product(gradient.flatten(0, -2), weight).view(*gradient.shape[:-1], -1) if ctx.needs_input_grad[0] else None
+        return to_x, None if x is None else product(gradient.flatten(0, -2).T, x.flatten(0, -2))
 
 
 class _LargeLinears(TorchFunctionMode):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from exl2nb.core import env
 from exl2nb.ops import kernel_code
 from exl2nb.ops._library import LIBRARY
 
@@ -27,7 +28,7 @@ for _schema in (
     "gpu_step(Tensor program, Tensor(a!) workspace, int capacity, Tensor ids, Tensor positions, Tensor block_table, Tensor cu_seqlens, "
     "Tensor context_lens, Tensor? logit_rows, Tensor(b!)[] k_pools, Tensor(c!)[] v_pools, int k_format, int v_format, int num_kv_heads, "
     "int head_dim, Tensor(d!) logits, bool pdl, int stream_k_from, Tensor? lora=None, Tensor? adapters=None, Tensor(e!)? lora_sums=None, "
-    "int lora_width=0, Tensor? peers=None) -> ()",
+    "int lora_width=0, bool lora_inside=False, Tensor? peers=None) -> ()",
     "gpu_exchange(Tensor peers, Tensor x, int[] widths, bool sum, Tensor(a!) out) -> ()",
     "gpu_lora_sums(Tensor program, int width) -> int",
 ):
@@ -132,6 +133,7 @@ class LoraBuffers:
         self.adapters, self.width = 1 << max(adapters - 1, 15).bit_length(), 1 << max(width - 1, 15).bit_length()
         self.table = torch.zeros(self.adapters, ops, 7, dtype=torch.int64, device=device)
         self.sums = torch.zeros(_ops.gpu_lora_sums(code, self.width), device=device)
+        self.inside = False  # whether products add the adapters themselves; a captured step stays as it was captured
         self._written: LoraTable | None = None
 
     def fit(self, table: LoraTable) -> bool:
@@ -144,6 +146,7 @@ class LoraBuffers:
             return
         words = table.words[6:].view(-1, *self.table.shape[1:])
         self.table[: len(words)].copy_(words.pin_memory() if self.table.is_cuda else words, non_blocking=True)
+        self.inside = table.fits_inside and env.get("EXL2NB_LORA_INSIDE", "1") == "1"
         self._written = table  # the one before goes: whatever still runs is ahead in the stream, where its memory is used again
 
 
@@ -151,9 +154,9 @@ class StepKernels:
     """Runs a program on the GPU for steps of up to `capacity` tokens; keeps the memory that its kernels share.
 
     Args:
-        code: of a `Program`. capacity: tokens. stream_k_from: steps of at least so many tokens (nine or more) use the stream-K GEMM,
-            which gives other bits than fewer tokens get; 0: no step does, and none has several products in one launch. peers: the other
-            ranks, where the program is a rank's.
+        code: of a `Program`. capacity: tokens. stream_k_from: steps of at least so many tokens (nine or more), and fewer where layers
+            are large, use the stream-K GEMM, which gives other bits than fewer tokens get; 0: no step does, and none has several
+            products in one launch. peers: the other ranks, where the program is a rank's.
     """
 
     def __init__(self, code: Tensor, capacity: int, device: torch.device, *, stream_k_from: int = 0, peers: Peers | None = None) -> None:
@@ -185,10 +188,10 @@ class StepKernels:
         would wait for the GPU: the caller must have checked them. lora: the adapters, and int32 `(T,)` on the GPU, the row of each token's
         adapter, -1 for none.
         """
-        adapted = () if lora is None else (lora[0].table, lora[1], lora[0].sums, lora[0].width)
+        adapted = () if lora is None else (lora[0].table, lora[1], lora[0].sums, lora[0].width, lora[0].inside)
         with launch_lock(self.workspace.device):
             _ops.gpu_step(
                 self.code, self.workspace, self.capacity, ids, positions, block_table, cu_seqlens, context_lens, logit_rows, list(k_pools),
-                list(v_pools), *formats, *heads, logits, pdl, self.stream_k_from, *(adapted or (None, None, None, 0)),
+                list(v_pools), *formats, *heads, logits, pdl, self.stream_k_from, *(adapted or (None, None, None, 0, False)),
                 None if self.peers is None else self.peers.words,
             )  # fmt: skip

@@ -197,8 +197,7 @@ class Run:
             self.x.add_(y if a["norm"] is None else F.rms_norm(y, (y.shape[1],), a["norm"], a["eps"]), alpha=scale)
             return
         if len(x) > FEW and a["norm"] is None and not self._changes():  # added up in the product
-            weight = self._unpacked(self.program.heads[a["blob"].data_ptr()], x.device)
-            torch.addmm(self.x, x, weight, out_dtype=torch.float32, alpha=scale, out=self.x)
+            torch.addmm(self.x, x, self.weight(a["blob"], x.device), out_dtype=torch.float32, alpha=scale, out=self.x)
             if a["bias"] is not None:
                 self.x.add_(a["bias"], alpha=scale)
             return
@@ -275,13 +274,17 @@ class Run:
         changes = self._changes() if changes is None else changes
         y = self.product(x, blob, bias, half=half and not changes)
         for change, rows in changes:
-            mine = y[rows]
+            every = len(rows) == len(y)  # they ascend
+            own, mine = (x, y) if every else (x[rows], y[rows])
             for part in change.parts:
-                low = torch.mm(x[rows], part.a, out_dtype=torch.float32)[:, : part.rank] * part.scale
+                low = torch.mm(own, part.a, out_dtype=torch.float32)[:, : part.rank] * part.scale
                 mine[:, part.first : part.first + part.b.shape[1]] += low @ part.b.float()
             if change.gain is not None:
                 mine += change.gain * mine
-            y[rows] = mine if change.bias is None else mine + change.bias
+            if change.bias is not None:
+                mine += change.bias
+            if not every:
+                y[rows] = mine
         return y.half() if half and changes else y
 
     def residual_out(self, a: dict[str, Any]) -> None:
@@ -290,19 +293,22 @@ class Run:
 
     def product(self, x: Tensor, blob: Tensor, bias: Tensor | None, *, half: bool = False) -> Tensor:
         """X f16 `(M, K)` times a matrix, plus a bias: f32 `(M, N)`, or f16 with `half`."""
-        head = self.program.heads[blob.data_ptr()]
         if len(x) <= FEW:
-            y = gpu.linear(head, x.float(), bias, stream_k=True)
+            y = gpu.linear(self.program.heads[blob.data_ptr()], x.float(), bias, stream_k=True)
             return y.half() if half else y
-        weight = self._unpacked(head, x.device)
+        weight = self.weight(blob, x.device)
         y = torch.mm(x, weight) if half else torch.mm(x, weight, out_dtype=torch.float32)
         return y if bias is None else y.add_(bias)
 
-    def _unpacked(self, head: Tensor, device: torch.device) -> Tensor:
-        """A matrix in f16, in the one buffer for all of them: a buffer each would leave holes among the activations."""
-        K, N = gpu.shape_of(head)
-        if self._unpacked_half is None or self._unpacked_half.numel() < K * N:
-            self._unpacked_half = torch.empty(max(K * N, self.program.widest), dtype=torch.float16, device=device)
-        weight = self._unpacked_half[: K * N].view(K, N)
+    def weight(self, blob: Tensor, device: torch.device) -> Tensor:
+        """A matrix f16 `(K, N)`, overwritten by the next one."""
+        head = self.program.heads[blob.data_ptr()]
+        weight = self.room(*gpu.shape_of(head), device)
         gpu.unpack_into(head, weight)
         return weight
+
+    def room(self, K: int, N: int, device: torch.device) -> Tensor:
+        """Where a matrix f16 `(K, N)` may go: one buffer for all of them, since a buffer each would leave holes among the activations."""
+        if self._unpacked_half is None or self._unpacked_half.numel() < K * N:
+            self._unpacked_half = torch.empty(max(K * N, self.program.widest), dtype=torch.float16, device=device)
+        return self._unpacked_half[: K * N].view(K, N)

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from exl2nb.ops.program import Program
 
 MAGIC, VERSION, HEADER_WORDS = 0x3141524F4C324558, 1, 6
+INSIDE = ("norm_qkv_rope", "linear_residual", "norm_gate_up")  # ops whose products on the GPU can add adapters themselves
+INSIDE_PARTS, INSIDE_WIDTH = 6, 256  # most of a change there: kLoraChainParts, kLoraChainWidth in csrc/cuda/gemm/persistent/lora_chain.cuh
 CHANGE_WORDS, PART_WORDS = 7, 6  # of LoraChange and LoraPart in csrc/format/lora.h
 
 _tables: weakref.WeakValueDictionary[int, LoraTable] = weakref.WeakValueDictionary()
@@ -81,6 +83,13 @@ class LoraChange:
         return LoraChange(parts=tuple(part.to(device) for part in self.parts), **vectors)
 
     @property
+    def is_plain(self) -> bool:
+        """Whether there are only parts, of columns in whole eights."""
+        vectors = (self.gain, self.bias, self.norm, self.norm_bias)
+        eights = all(part.first % 8 == 0 and part.b.shape[1] % 8 == 0 and part.b.data_ptr() % 16 == 0 for part in self.parts)
+        return eights and all(vector is None for vector in vectors)
+
+    @property
     def width(self) -> int:
         """Of all parts together."""
         return sum(part.a.shape[1] for part in self.parts)
@@ -128,6 +137,14 @@ class LoraTable:
         object.__setattr__(self, "words", torch.tensor([*head, *words], dtype=torch.int64))
         object.__setattr__(self, "_kept", kept)
         _tables[self.words.data_ptr()] = self
+
+    @property
+    def fits_inside(self) -> bool:
+        """Whether products on the GPU can add all of it: it changes layers' matrices alone, by few parts in columns of eights."""
+        return all(
+            self.program.steps[op][0] in INSIDE and change.is_plain and len(change.parts) <= INSIDE_PARTS and change.width <= INSIDE_WIDTH
+            for adapter in self.adapters if adapter for op, change in adapter.items()
+        )  # fmt: skip
 
     def _shape(self, op: int) -> tuple[int, int]:
         """Inputs and outputs of an op."""

@@ -1,7 +1,10 @@
 """Causal attention of the last tokens of one sequence over dense keys and values: flash-attn's where it is installed, else torch's.
 
 flash-attn (2.3 or later, Ampere or later) is never needed. It reads grouped heads, windows and, from 2.6 on, capped scores, which torch's
-kernels do not; its function is called as published: tensors (1, tokens, heads, head_dim), the mask aligned to the last key.
+kernels do not; its function is called as published: tensors (1, tokens, heads, head_dim), the mask aligned to the last key. On Hopper torch
+has a quicker kernel for whole prompts of a usual length. flash-attn 2.8.3 on an H100 (2026-11-26, benchmarks/flash_attn.py), 32 heads, 8 of
+keys: 0.16 ms a layer for 2048 tokens and 1.57 for 8192, torch 0.13 and 1.06; 2000 tokens 0.17 and 0.22; with a window or capped scores our
+paged kernel, which computes those without flash-attn, takes 3 to 4 times as long at 2048 and 18 to 20 times at 8192.
 """
 
 from __future__ import annotations
@@ -20,15 +23,20 @@ from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from exl2nb.ops import kv_codes
 
 WIDEST = 256  # head_dim
+HOPPER_FROM = 2048  # tokens of a usual prompt from which on torch's kernel is quicker on Hopper although it repeats grouped keys
 USUAL = 512  # prompts of a multiple of this many tokens have lengths that recur
 
 
 class FlashAttention(NamedTuple):
-    """What is known of flash-attn here. call: its flash_attn_func, None where it cannot be used, and then `why`; caps: takes `softcap`."""
+    """What is known of flash-attn here. call: its flash_attn_func, None where it cannot be used, and then `why`; caps: takes `softcap`.
+
+    hopper: the GPU is one of compute capability 9.0, for which torch's attention has a kernel of its own.
+    """
 
     call: Callable[..., Tensor] | None
     caps: bool = False
     why: str = ""
+    hopper: bool = False
 
 
 @lru_cache(maxsize=1)
@@ -45,7 +53,7 @@ def flash_attention() -> FlashAttention:
     known = inspect.signature(flash_attn_func).parameters
     if missing := {"softmax_scale", "causal", "window_size"} - set(known):
         return FlashAttention(None, why=f"its function lacks {', '.join(sorted(missing))}: 2.3 or later is needed")
-    return FlashAttention(flash_attn_func, "softcap" in known)
+    return FlashAttention(flash_attn_func, "softcap" in known, hopper=torch.cuda.get_device_capability()[0] == 9)
 
 
 def can_attend(head_dim: int, *, window: int = 0, softcap: float = 0.0) -> bool:
@@ -68,17 +76,18 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int = 0, so
     Returns:
         f16 `(n, Hq * D)`.
     """
-    flash = flash_attention()
-    if flash.call is not None:
+    flash, (n, length) = flash_attention(), (q.shape[0], k.shape[0])
+    share = q.shape[1] // k.shape[1]
+    # torch's quickest kernel is compiled for every new length, which takes longer than all of a short prompt
+    usual = n == length and n % USUAL == 0
+    torchs = flash.hopper and usual and not window and not softcap and (share == 1 or n >= HOPPER_FROM)
+    if flash.call is not None and not torchs:
         options = {"softcap": softcap} if softcap else {}
         sides = (window - 1, 0) if window else (-1, -1)
         return flash.call(q[None], k[None], v[None], softmax_scale=scale, causal=True, window_size=sides, **options)[0].flatten(1)
-    n, length, share = q.shape[0], k.shape[0], q.shape[1] // k.shape[1]
     if share > 1:
         k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
     q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
-    # torch's quickest kernel is compiled for every new length, which takes longer than all of a short prompt
-    usual = n == length and n % USUAL == 0
     y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale) if usual else _behind(q, k, v, scale)
     return y[0].transpose(0, 1).reshape(n, -1)
 

@@ -119,7 +119,8 @@ class Tokenizer:
         parts = json.loads(self.backend.to_str())
         steps = [step for part in ("normalizer", "pre_tokenizer") for step in _steps(parts[part])]
         whole = all(step["type"] in _WHOLE or (step["type"] == "Split" and step["behavior"] != "Removed") or _keeps(step) for step in steps)
-        every = self.byte_table is not None or parts["model"].get("byte_fallback")
+        fallback = parts["model"].get("byte_fallback") and len(self.byte_ids) == 256  # else what is unknown may be fused, or be left out
+        every = self.byte_table is not None or fallback
         if not (whole and every) or any(token.lstrip or token.rstrip for token in self.backend.get_added_tokens_decoder().values()):
             return 0
         return max(map(len, self.backend.get_vocab(with_added_tokens=True)), default=0)

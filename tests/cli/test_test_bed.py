@@ -31,10 +31,12 @@ def beds(tool, tmp_path_factory):
 
 def test_sizes(tool):
     train = tool.train.__globals__
-    for name, millions in (("llama-60m", 60), ("qwen2-40m", 40)):
+    for name, millions in (("llama-60m", 60), ("qwen2-40m", 40), ("llama-11m", 11)):
         with torch.device("meta"):
             model = train["Llama"](tool.SHAPES[name])
-        assert abs(sum(p.numel() for p in model.parameters()) / 1e6 - millions) < 2, name
+        count = sum(p.numel() for p in model.parameters())
+        assert abs(count / 1e6 - millions) < 2, name
+        assert abs(tool.parameters_of(tool.SHAPES[name]) / count - 1) < 0.01, name
         assert model.shape.num_heads > model.shape.num_kv_heads
         assert model.shape.hidden_size % 128 == 0 and model.shape.intermediate_size % 32 == 0
 

@@ -42,10 +42,10 @@ def test_stages_beside_each_other(bench, words, capsys):
     assert f"{descent['kl'] / gptq['kl']:.3f}" in lines[3]
     assert lines[3] in capsys.readouterr().out
 
-    assert bench.main([*options, "--stages", "GPTQ", "one pass", "--work-dir", str(folder / "work")]) == 0
+    assert bench.main([*options, "--stages", "GPTQ", "only the text", "--work-dir", str(folder / "work")]) == 0
     after = json.loads((folder / "tuned.json").read_text())["results"]
     assert after[:2] == found["results"]
-    assert [one["stage"] for one in after[2:]] == ["one pass"]
+    assert [one["stage"] for one in after[2:]] == ["only the text"]
     assert after[2]["choosing_kl"] > 0
 
     assert bench.main([*options, "--stages", "floats", "--seconds", "0"]) == 0

@@ -10,7 +10,7 @@ from exl2nb.io import safetensors
 from tests.model.tiny import edit
 
 from .test_job import OPTIONS, convert, output, write_model
-from .test_tuning import TUNED
+from .test_tuning import TUNED, stop_in
 
 pytestmark = pytest.mark.gpu
 MORE = {**OPTIONS, "rows": 24}
@@ -67,3 +67,10 @@ def test_weights_that_are_not_finite_are_named(tmp_path):
     edit(broken, {name: weight})
     with pytest.raises(FormatError, match=r"layers\.1\.mlp\.gate_proj.*NaN or infinity"):
         convert(broken, tmp_path / "out", device="cuda", rows=24)
+
+
+def test_tuned_goes_on_with_the_same_bytes(source, tmp_path):
+    options = {**TUNED, "device": "cuda"}
+    whole = convert(source, tmp_path / "whole", **options)
+    stop_in("tune", ConversionJob(source, tmp_path / "out", **options, work_dir=tmp_path / "work"))
+    assert output(convert(source, tmp_path / "out", **options, work_dir=tmp_path / "work").path) == output(whole.path)

@@ -138,7 +138,7 @@ def test_files_load_and_are_scored(source, tmp_path):
 
 
 def test_descent_before_learning(source, tmp_path):
-    tuned = convert(source, tmp_path / "out", **{**DESCENT, "tuning": Tuning(descent=1, rows=32, passes=1)})
+    tuned = convert(source, tmp_path / "out", **{**DESCENT, "tuning": Tuning(descent=1, rows=32, written=0)})
     assert tuned.tuned.options.descent == 1
     assert tuned.descent == 1
 

@@ -28,7 +28,7 @@ TUNED = {
     "calibration": TEXT,
     "rows": 12,
     "length": 32,
-    "tuning": Tuning(descent=0, rows=128, passes=6, travel=0.2),
+    "tuning": Tuning(descent=0, rows=128, passes=5, written=128, travel=0.2),
 }
 
 
@@ -81,7 +81,7 @@ def test_tuned_is_closer_on_rows_that_nobody_learned_from(tuned, source, tmp_pat
     assert tuned.tuned.chosen > 0
     first, *_, last = tuned.tuned.history
     assert first[0] == 0
-    assert last[0] == TUNED["tuning"].steps(128, 32) == 6 * stage.PARTS
+    assert last[0] == TUNED["tuning"].steps(128, 32, torch.device("cpu")) == (5 * 128 + 128) / 32
     assert tuned.quality.kl < 0.9 * tuned.tuned.before.kl
     plain = convert(source, tmp_path / "plain", **{**TUNED, "effort": "full", "tuning": None})
     assert plain.tuned is None
@@ -89,7 +89,7 @@ def test_tuned_is_closer_on_rows_that_nobody_learned_from(tuned, source, tmp_pat
     report = json.loads((tuned.path / "conversion.json").read_text())
     assert report["tuned"]["history"][0]["choosing_kl"] == pytest.approx(first[2])
     assert report["tuned"]["report_kl_before"] > report["quality"]["kl"]
-    assert report["calibration"]["split"]["tuning"] == 128
+    assert (report["calibration"]["split"]["tuning"], report["tuned"]["written"]) == (128, 128)
     assert "tuned: KL" in str(tuned)
     assert tuned.nbytes == plain.nbytes, "tuning costs no byte"
 
@@ -113,16 +113,21 @@ def test_the_report_is_about_what_is_on_disk(tuned, source):
     assert kl_of(config, dense, made, ids) > 0
 
 
-def test_the_same_bytes_after_an_interruption(tuned, source, tmp_path):
-    job = ConversionJob(source, tmp_path / "out", **TUNED, work_dir=tmp_path / "work")
+def stop_in(stage_name, job):
+    """Run a job and cancel it when a third of a stage is done."""
 
     def stop(event):
-        if event.stage == "tune" and event.done == 7:
+        if event.stage == stage_name and event.done >= 0.3 * event.total:
             job.cancel()
 
     with pytest.raises(Interrupted):
         job.run(stop)
-    assert list((tmp_path / "work").glob("tune-*.safetensors"))
+
+
+def test_the_same_bytes_after_an_interruption(tuned, source, tmp_path):
+    for stage_name, kind in (("write text", "layer"), ("tune", "tune")):
+        stop_in(stage_name, ConversionJob(source, tmp_path / "out", **TUNED, work_dir=tmp_path / "work"))
+        assert list((tmp_path / "work").glob(f"{kind}-*.safetensors"))
     assert not (tmp_path / "out").exists()
     begun = []
     again = convert(source, tmp_path / "out", **TUNED, work_dir=tmp_path / "work", sink=lambda event: begun.append(event))
@@ -136,7 +141,7 @@ def test_the_same_bytes_after_an_interruption(tuned, source, tmp_path):
 
 
 def test_parts_can_be_turned_off(tuned, source, tmp_path, monkeypatch):
-    quick = dataclasses.replace(TUNED["tuning"], passes=1, codes=False, embedding=False)
+    quick = dataclasses.replace(TUNED["tuning"], passes=1, written=0, codes=False, embedding=False)
     floats = convert(source, tmp_path / "floats", **{**TUNED, "tuning": quick}, work_dir=tmp_path / "work")
     plain = convert(
         source, tmp_path / "plain", **{**TUNED, "tuning": dataclasses.replace(quick, vectors=False)}, work_dir=tmp_path / "work"

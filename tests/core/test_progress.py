@@ -95,3 +95,11 @@ def test_text_sink_on_a_terminal_rewrites_its_line():
     assert "[####################] load: 3/3 rows" in text
     shown = text.rstrip("\n").split("\r")
     assert len(shown[-1]) >= len(shown[-2].rstrip()) or len(shown) == 2
+
+
+def test_steps_that_are_known_later():
+    forecast = Forecast([Phase("read", 1, 1.0), Phase("tune", 100, 1.0)])
+    forecast.took("read", 2.0)
+    assert forecast.left_s() == 200
+    forecast.expect("tune", 10)
+    assert forecast.left_s() == 20

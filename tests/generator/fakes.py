@@ -209,6 +209,7 @@ class DelayedExecutor:
     """
 
     def __init__(self, model, cache, *, delay_s=0.0, draws=lambda state: True, lookahead=1, stream=None) -> None:
+        self.prepared = 0
         self.model, self.cache, self.delay_s, self._draws = model, cache, delay_s, draws
         self.fail_at: dict[int, BaseException] = {}
         self.fed = self.ahead = self.unread = self.launches = self.same = 0
@@ -218,11 +219,11 @@ class DelayedExecutor:
         self._drawn: list[int] = []  # the tokens of the last launch, in the device's memory
         self._last: list[object] = []
 
-    def can_draw(self, state):
+    def can_draw(self, state, *, drafts=False):
         return self._draws(state)
 
     def launch(self, step):
-        assert self.unread <= 1, "three steps in flight"
+        assert self.unread <= max(1, self.lookahead), "too many steps in flight"
         self.ahead += self.unread
         batch = Batch(
             **{
@@ -291,3 +292,6 @@ class AtOnce:
         future = Future()
         future.set_result(work(*arguments))
         return future
+
+    def shutdown(self):
+        pass

@@ -5,7 +5,7 @@ import pytest
 
 from exl2nb.core.errors import TokenizerError
 from exl2nb.generator.draft import DraftModel, check_same_tokenizer
-from exl2nb.generator.speculation import Speculation
+from exl2nb.generator.speculation import MAX_DRAFT_TOKENS, Speculation
 
 from . import fakes
 
@@ -13,7 +13,7 @@ from . import fakes
 def rule(ids):
     """By the last tokens alone, few of them likely."""
     row = np.full(fakes.VOCAB, -20.0, np.float32)
-    row[3:15] = np.random.default_rng((int(ids[-1]) * 31 + int(ids[-2]) * 7 + len(ids)) % 1009).normal(size=12) * 2
+    row[3:15] = np.random.default_rng((int(ids[-1]) * 31 + int(ids[-min(2, len(ids))]) * 7 + len(ids)) % 1009).normal(size=12) * 2
     return row
 
 
@@ -32,12 +32,13 @@ class Draft(fakes.FakeModel):
 
 @pytest.fixture
 def running(running):
-    def make(draft=None, *, context=4096, draft_pages=16):
+    def make(draft=None, *, context=4096, draft_pages=16, executor=None):
         model = fakes.FakeModel()
         model.logits_after = rule
         engine = running(model)
         if draft is not None:
-            engine.drafter = DraftModel(draft, fakes.spec(draft_pages), context=context, vocab_size=fakes.VOCAB)
+            sizes = {"context": context, "vocab_size": fakes.VOCAB, "drawn": draft.vocab == fakes.VOCAB, "executor": executor}
+            engine.drafter = DraftModel(draft, fakes.spec(draft_pages), **sizes)
         return engine
 
     return make
@@ -63,6 +64,28 @@ def test_text_and_acceptance(running, wrong, seed):
         assert sum(token.source == "draft" for token in done.tokens) == stats.accepted == 47
     else:
         assert 0.1 < stats.rate < 1.0
+
+
+def ahead(model, cache):
+    """A device that draws behind the host."""
+    return fakes.DelayedExecutor(model, cache, lookahead=MAX_DRAFT_TOKENS, stream=fakes.AtOnce())
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize("wrong", [0, 3])
+def test_steps_that_are_launched_before_results_are_read(running, wrong, seed):
+    """Several sequences, which catch up after rejections and cross pages: each draft token is the one that a step by itself would give."""
+    prompts = [tuple(range(3, 3 + length)) for length in (3, 30, 64, 240, 250, 256)]
+    plain, waiting, engine = running(), running(Draft(wrong)), running(Draft(wrong), executor=ahead)
+    adaptive = Speculation(kind="draft", adaptive=False, max_tokens=5)
+    wanted, slow, quick = (
+        [handle.result(20) for handle in [ask(one, seed, prompt=prompt, **more) for prompt in prompts]]
+        for one, more in ((plain, {"speculation": "off"}), (waiting, {"speculation": adaptive}), (engine, {"speculation": adaptive}))
+    )
+    assert [fakes.bare(one) for one in quick] == [fakes.bare(one) for one in slow] == [fakes.bare(one) for one in wanted]
+    assert [one.speculation.accepted for one in quick] == [one.speculation.accepted for one in slow]
+    assert wrong or all(one.speculation.rate == 1.0 for one in quick)
+    assert vars(engine.drafter)["_executor"].launches > 0
 
 
 def test_many_together_and_rewinds(running):

@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from exl2nb.core.errors import OutOfMemory
 from exl2nb.generator import gpu_executor
 from exl2nb.generator.executor import Draw
 from exl2nb.generator.gpu_executor import IN_PROMPT, biased, penalised, writable, write_bias, write_counts
+from exl2nb.generator.speculation import Speculation
 from exl2nb.sampling.filters import ALL_TOKENS
 from exl2nb.sampling.params import SamplingParams
 from exl2nb.sampling.state import SamplerState
@@ -221,3 +223,49 @@ def test_a_full_gpu_is_named_and_ends_one_request(captured, monkeypatch):
         assert tokens[:10] == captured[0][0]
         assert answers(llm) == captured
         assert llm.engine.pages.num_free == llm.engine.pages.num_pages
+
+
+COPIED = "The old man had a boat and a dog. The rain fell on the roof. " * 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "options", [{"temperature": 0}, {"seed": 3, "top_p": 0.9}, {"seed": 4, "top_k": 20, "top_logprobs": 3}, KINDS[6], KINDS[0]]
+)
+def test_draft_tokens_in_captured_steps(gpu_llm, options):
+    """The same tokens as without, one request or several of different lengths; penalties are drawn by the host."""
+    more = {**options, "max_tokens": 60, "ignore_eos": True}
+    prompts = [COPIED[at:] for at in (0, 7, 19, 33, 50)]
+    always = Speculation(kind="ngram", adaptive=False)
+    plain = [gpu_llm.generate(prompt, **more) for prompt in prompts]
+    guessed = [gpu_llm.generate(prompt, speculation=always, **more) for prompt in prompts]
+    together = gpu_llm.batch(prompts, speculation=always, **more).run()
+    for i, one in enumerate(plain):
+        assert [t.id for t in guessed[i].tokens] == [t.id for t in one.tokens]
+        assert [t.id for t in together[i].tokens] == [t.id for t in one.tokens]
+    if options not in (KINDS[0], KINDS[6]):  # which write what the prompts have not
+        assert sum(one.speculation.proposed for one in guessed) > 0
+        captured = [graph for key, graph in graphs(gpu_llm).items() if key[1] > 0]
+        assert captured
+        assert all(graph is not None for graph in captured)
+
+
+@pytest.mark.gpu
+def test_a_draft_model_draws_what_the_target_would():
+    """The model as its own draft: every draft token is right, whatever the sampler, if its steps and its cache are right."""
+    with ex.demo(progress=None, device="cuda", deterministic=True, draft=Path(ex.__file__).parent / "demo_model") as llm:
+        drafter = llm.engine.drafter
+        for options in ({"temperature": 0}, {"seed": 3, "top_p": 0.9}, {"seed": 5, "temperature": 0.8, "top_k": 30}):
+            more = {**options, "max_tokens": 61, "ignore_eos": True}
+            plain = llm.generate(PROMPT, speculation="off", **more)
+            guessed = llm.generate(PROMPT, speculation=Speculation(kind="draft", adaptive=False, max_tokens=5), **more)
+            assert [t.id for t in guessed.tokens] == [t.id for t in plain.tokens]
+            assert guessed.speculation.rate > 0.9  # the draft's prompts go through prefill, with other bits
+        requests = [{"prompt": PROMPT[: 20 + 4 * i], "max_tokens": 10 + 5 * i, "seed": i, "ignore_eos": True} for i in range(8)]
+        alone = [llm.generate(**one, speculation="off").tokens for one in requests]
+        together = llm.batch(requests, speculation=Speculation(kind="draft", adaptive=False)).run()
+        assert [[t.id for t in together[i].tokens] for i in range(8)] == [[t.id for t in tokens] for tokens in alone]
+        assert sum(together[i].speculation.accepted for i in range(8)) > 0.8 * sum(together[i].speculation.proposed for i in range(8))
+        made = vars(vars(drafter)["_executor"])["_graphs"]
+        assert made
+        assert None not in made.values()

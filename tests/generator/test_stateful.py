@@ -113,7 +113,10 @@ class Guessing(Sequence):
 
 
 class Speculator:
-    def propose(self, running):
+    def wakes(self, running):
+        return True
+
+    def propose(self, running, prepared):
         for sequence in running:
             if isinstance(sequence, Guessing):
                 sequence.guess()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import random
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +15,7 @@ import exl2nb as ex
 from exl2nb.cache.pool import KVCache
 from exl2nb.cli.__main__ import main
 from exl2nb.core.errors import DeviceError, EngineClosed, OptionError
+from exl2nb.llm import plan
 from exl2nb.llm.plan import Budget, Sizes, SplitPlan, place_layers, read_devices
 from exl2nb.model.batch import Batch
 from exl2nb.model.loader import load_model
@@ -288,6 +290,25 @@ def test_requests_on_a_gpu_in_parts(options: dict[str, object]) -> None:
         assert sum(alike) >= 2, "near ties may fall the other way"
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{"gpu_layers": 7}, {"devices": ["cuda:0", "cuda:0"]}, {"device": "cuda"}])
+def test_close_returns_the_memory_at_once(options: dict[str, object]) -> None:
+    """Weights, cache and captured steps; without Python's search for cycles."""
+    with ex.load(DEMO, device="cuda", progress=None) as llm:
+        llm.generate("It was", max_tokens=4)  # what torch keeps from now on
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    gc.disable()
+    try:
+        llm = ex.load(DEMO, progress=None, **options)
+        _texts(llm, ["It was", "Once"], temperature=0)
+        held = torch.cuda.memory_allocated() - before
+        llm.close()
+        assert torch.cuda.memory_allocated() - before < held / 10
+    finally:
+        gc.enable()
+
+
 # ---- borders
 
 
@@ -307,6 +328,14 @@ def test_a_plan_says_how_to_load_it() -> None:
     assert "device='cpu'" in planned.at(borders=(12, 12)).load_line
     assert "gpu_layers=7" in ex.plan(DEMO, devices={"cuda": "7 layers", "cpu": "rest"}).load_line
     assert "parallel='tensor'" in ex.plan(DEMO, devices=["cpu", "cpu"], parallel="tensor").load_line
+
+
+def test_a_gpu_that_is_not_here_has_no_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside one that is."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert [plan._is_here(gpu) for gpu in ("cuda", "cuda:0", "cuda:1", "cuda:12")] == [True, True, False, False]
+    assert plan._free("cuda:1") is None and plan._gpu_speed("cuda:1") is None
 
 
 def test_moving_a_border_moves_whole_layers() -> None:

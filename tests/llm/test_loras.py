@@ -225,3 +225,22 @@ def test_captured_steps_outlive_loading(folders):
             together = job.run()
         for i, lora in enumerate(("l0", None, "l2")):
             assert together[i].text == llm.generate(PROMPT, lora=lora, **GREEDY).text
+
+
+@pytest.mark.gpu
+def test_adapters_inside_the_products_say_the_same(folders, monkeypatch):
+    """On the GPU, in captured steps of one to many texts: the answers' first tokens are those of launches behind the products."""
+    found = []
+    for inside in ("0", "1"):
+        monkeypatch.setenv("EXL2NB_LORA_INSIDE", inside)
+        with ex.demo(progress=None, device="cuda") as llm:
+            for folder in folders[:3]:
+                llm.loras.load(folder, progress=None)
+            for count in (1, 3, 6, 16):
+                with llm.batch([{"prompt": PROMPT, "lora": (None, "l0", "l1", "l2")[(i + 1) % 4]} for i in range(count)], **GREEDY) as job:
+                    found.append((inside, [completion.tokens[0] for completion in job.run()]))
+    half = len(found) // 2
+    for (_, outside), (_, inside_) in zip(found[:half], found[half:]):
+        for one, other in zip(outside, inside_):
+            assert one.id == other.id
+            assert abs(one.logprob - other.logprob) < 0.05

@@ -129,6 +129,28 @@ def test_a_plan_puts_experts_aside(directory):
     assert sum(both[0].read) - sum(both[1].read) == pytest.approx(cpu.read, abs=2 * config.num_layers)
 
 
+def test_a_plan_counts_a_captured_step_for_each_sparse_layer(directory):
+    found, config = inspect(directory), config_of(directory)
+    sparse = sum(config.experts(layer) is not None for layer in range(config.num_layers))
+    whole, apart = (kind_formula(config, found, "cuda", experts=experts).formula for experts in (True, False))
+    logits = 8 * config.vocab_size
+    assert apart.graph_row - logits == (sparse + 1) * (whole.graph_row - logits)
+    assert apart.graph_fixed - whole.graph_fixed == sparse << 20
+    [gpu, _] = ex.plan(directory, devices={"cuda:0": "rest", "cpu": "experts"}, context=64).shares
+    [one] = ex.plan(directory, devices={"cuda:0": "rest"}, context=64).shares
+    assert gpu.work > one.work
+
+
+def test_parts_of_a_device_share_a_table(directory):
+    """Also after one of them has grown; the text is the same."""
+    model = load_model(directory, spans=spans_of(config_of(directory)), experts=True)
+    logits(model)  # 100 rows
+    tables = {part.stream.data_ptr() for part in model._parts if part.stream is not None and not part.headed}
+    assert len(tables) <= 1 and len(model._taken_over["cpu"]) == 128
+    model.close()
+    assert not model._taken_over
+
+
 def test_a_plan_says_so_in_words(tmp_path):
     directory = write("mixtral", build("mixtral"), tmp_path)
     planned = ex.plan(directory, devices={"cuda:0": "1 layer", "cuda:1": "rest", "cpu": "experts"}, context=64)

@@ -10,16 +10,19 @@ from dataclasses import replace
 import pytest
 import torch
 
+from exl2nb import ops
 from exl2nb.cache.pool import KVCache
 from exl2nb.cache.spec import CacheSpec
 from exl2nb.model.batch import Batch, Span
 from exl2nb.model.gpu import GpuForward
+from exl2nb.ops import kernel_code
 from exl2nb.ops._library import REFERENCES
-from exl2nb.ops.lora import LoraTable
+from exl2nb.ops.lora import LoraChange, LoraPart, LoraTable
 from tests.ops.cases import Net
 from tests.ops.test_lora import adapter
 
 pytestmark = pytest.mark.gpu
+PAGES = 16  # one of each sequence
 NETS = {
     "dense": {"dense": True},
     "dense, biases and head norms": {"dense": True, "bias": True, "head_norms": True},
@@ -43,18 +46,38 @@ def small(adapter, size):
     }
 
 
+def plain(program, seed, rank):
+    """Random parts of the layers' matrices, as persistent chains and stream-K GEMMs take them; q, k, v, gate and up have one each."""
+    g = torch.Generator().manual_seed(seed)
+    found = {}
+    for op, (name, arguments) in enumerate(program.steps):
+        if name not in ("norm_qkv_rope", "linear_residual", "norm_gate_up"):
+            continue
+        K, N = ops.shape(arguments["blob"])
+        firsts = [0, N // 2, N * 3 // 4] if name == "norm_qkv_rope" else [0, N // 2] if name == "norm_gate_up" else [0]
+        parts = []
+        for first, end in zip(firsts, [*firsts[1:], N]):
+            a, b = torch.randn(K, rank, generator=g) * 0.3, torch.randn(rank, end - first, generator=g) * 0.3
+            parts.append(LoraPart.of(a, b, 0.5 + torch.rand(rank, generator=g), first))
+        found[op] = LoraChange(parts=tuple(parts))
+    return found
+
+
 class Pair:
     """A net on the GPU and the same one on the CPU, with two adapters each."""
 
-    def __init__(self, options, *, deterministic=False, rank=8, **extra):
-        options = {"layers": 2, "scale": 0.1, "pages": 10, **options}
+    def __init__(self, options, *, deterministic=False, rank=8, inside=False, **extra):
+        options = {"layers": 2, "scale": 0.1, "pages": PAGES, **options}
         self.net, self.plain = Net(**options, device="cuda"), Net(**options, storages=("fp32", "fp32"))
         self.forward = GpuForward(self.net.program, torch.device("cuda"), deterministic=deterministic)
         program = self.plain.program
-        self.made = [small(adapter(program, 1, **extra), 0.05), small(adapter(program, 2, rank=rank, **extra), 0.15 * rank**-0.5)]
+        if inside:
+            self.made = [small(plain(program, 1, 5), 0.05), small(plain(program, 2, rank), 0.15 * rank**-0.5)]
+        else:
+            self.made = [small(adapter(program, 1, **extra), 0.05), small(adapter(program, 2, rank=rank, **extra), 0.15 * rank**-0.5)]
         self.table = LoraTable(program, tuple(self.made))
         self.on_gpu = self.moved(self.made)
-        self.spec = CacheSpec(self.net.layers, self.net.kv_heads, self.net.head_dim, 10)
+        self.spec = CacheSpec(self.net.layers, self.net.kv_heads, self.net.head_dim, PAGES)
 
     def moved(self, adapters):
         return LoraTable(self.net.program, tuple({op: change.to("cuda") for op, change in one.items()} for one in adapters))
@@ -88,6 +111,78 @@ def test_equals_merged_weights(name, extra, step):
         assert float((got - want).norm() / want.norm()) < 5e-3, rows
         without = pair.wanted(counts, [-1] * len(counts), rows)
         assert float((want - without).norm() / want.norm()) > 0.05, "the adapters change the logits"
+
+
+INSIDE = {
+    "three widths": {},
+    "three layers": {"bits": 3, "layers": 3, "bias": True},
+    "4 bits, wide": NETS["4 bits, wide"],
+    "several rounds": {"bits": 4, "hidden": 512, "inter": 8192, "heads": 8, "kv_heads": 2, "head_dim": 64},
+}
+INSIDE_STEPS = {  # new tokens of each sequence, its adapter, the kernel that adds it on Hopper
+    "one": ([1], [1], "persistent_lora<4"),
+    "two": ([1, 1], [1, 0], "persistent_lora<2"),
+    "three, one without": ([1, 1, 1], [0, -1, 1], "persistent_lora<1"),
+    "four": ([1, 3], [1, 0], "persistent_lora<1"),
+    "seven": ([4, 1, 2], [1, -1, 0], "persistent_lora<"),
+    "sixteen": ([1] * 16, [0, 1, -1, 1] * 4, "stream_k_lora<2>"),
+    "thirty": ([5] * 6, [0, 1, -1] * 2, "stream_k_wgmma_lora<4>"),
+    "sixty-four": ([8] * 8, [0, 1, -1, 1] * 2, "stream_k_wgmma_lora<8>"),
+}
+
+
+@pytest.mark.parametrize("step", INSIDE_STEPS)
+@pytest.mark.parametrize("rank", [16, 40])
+@pytest.mark.parametrize("name", INSIDE)
+def test_inside_the_products(name, rank, step, monkeypatch):
+    """Adapters of layers alone need no launches behind the products; steps one after the other leave nothing behind."""
+    monkeypatch.setenv("EXL2NB_LORA_INSIDE", "1")
+    pair, (counts, adapters, kernel) = Pair(INSIDE[name], inside=True, rank=rank), INSIDE_STEPS[step]
+    assert pair.on_gpu.fits_inside
+    for rows in ("all", "last"):
+        want, got = pair.wanted(counts, adapters, rows), [pair.found(counts, adapters, rows) for _ in range(3)]
+        assert float((got[0] - want).norm() / want.norm()) < 5e-3
+        assert torch.equal(got[0], got[1])
+        assert torch.equal(got[0], got[2])
+        without = pair.wanted(counts, [-1] * len(counts), rows)
+        assert float((want - without).norm() / want.norm()) > 0.03, "the adapters change the logits"
+    if torch.cuda.get_device_capability()[0] == 9:
+        made = [one.name for one in kernel_code.noted(lambda: pair.found(counts, adapters))]
+        assert any(one.startswith(kernel) for one in made), made
+        assert len(counts) < 9 or "lora_expand" not in made
+
+
+def test_few_rows_of_a_large_layer(monkeypatch):
+    """Six rows, which one chain does not take, run in the stream-K GEMM with their adapters: as near to launches behind the products."""
+    large = {"hidden": 4096, "inter": 5664, "heads": 32, "kv_heads": 8, "head_dim": 128, "bits": 4, "group": 128, "layers": 1}
+    counts, adapters, found = [4, 1, 1], [1, -1, 0], []
+    pair = Pair(large, inside=True, rank=16)
+    for inside in ("0", "1"):
+        monkeypatch.setenv("EXL2NB_LORA_INSIDE", inside)
+        found.append(pair.found(counts, adapters, table=pair.moved(pair.made)))
+    behind, within = found
+    assert float((within - behind).norm() / behind.norm()) < 5e-3
+    assert float((pair.found(counts, [-1, -1, -1]) - behind).norm() / behind.norm()) > 0.02, "the adapters change the logits"
+    if torch.cuda.get_device_capability()[0] == 9:
+        made = [one.name for one in kernel_code.noted(lambda: pair.found(counts, adapters))]
+        assert "stream_k_lora<2>" in made, made
+
+
+def test_tables_of_both_kinds_by_turns(monkeypatch):
+    """Launches behind the products and inside them share memory."""
+    monkeypatch.setenv("EXL2NB_LORA_INSIDE", "1")
+    options = INSIDE["4 bits, wide"]
+    inside, every = Pair(options, inside=True, rank=16), Pair(options, rank=16, gain=True, norms=True)
+    for counts in ([1, 1, 1], [1] * 16):
+        adapters = [i % 2 for i in range(len(counts))]
+        want = [pair.wanted(counts, adapters) for pair in (inside, every)]
+        for turn in (0, 1, 0, 1, 1, 0):
+            table = every.moved((inside, every)[turn].made)
+            got = every.found(counts, adapters, table=table)
+            assert float((got - want[turn]).norm() / want[turn].norm()) < 5e-3, turn
+        plain_steps = every.found(counts, [-1] * len(counts))
+        expected = every.wanted(counts, [-1] * len(counts))
+        assert float((plain_steps - expected).norm() / expected.norm()) < 5e-3
 
 
 @pytest.mark.parametrize("rank", [1, 16, 17, 70, 300])

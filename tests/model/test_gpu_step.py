@@ -115,17 +115,37 @@ def chained(options):
 
 @pytest.mark.parametrize("name", PERSISTENT)
 def test_one_launch_is_several(name):
-    """Near one launch per product, but not equal: the chain was taken. The same bits for one to eight tokens and sequences."""
-    net = chained(PERSISTENT[name])
-    chain, lengths = Steps(net), range(1, 9)
+    """Near one launch per product, but not equal: the chain was taken. The same bits for one to eight tokens and sequences; of large layers
+    for one to three, and for five to eight, which stream-K multiplies, as chains would read the weights twice.
+    """
+    net, large = chained(PERSISTENT[name]), PERSISTENT[name].get("hidden", 0) >= 2048
+    chain, lengths, far = Steps(net), range(1, 9), 3e-3 if large else 1e-3  # stream-K rounds the scaled weights
     got, want = chain.fed(lengths), Steps(net, deterministic=True).fed(lengths)
     assert got.isfinite().all()
-    assert float((got - want).norm() / want.norm()) < 1e-3
+    assert float((got - want).norm() / want.norm()) < far
     if torch.cuda.get_device_capability()[0] == 9:
         assert not torch.equal(got, want)
-    assert torch.equal(chain.fed([1] * 36), got)
-    for count in (2, 5, 8):
-        assert torch.equal(chain.beside([1] * count), got[:1].expand(count, -1))
+    few, many = chain.fed([1] * 36), chain.fed([8, 8, 8, 7, 5])
+    assert torch.equal(few, chain.fed([3] * 12))
+    assert torch.equal(many, chain.fed([6] * 6))
+    assert float((few - many).norm() / want.norm()) < far
+    assert torch.equal(few, got) or large
+    assert torch.equal(few, many) or large
+    for same, row in (((2, 3), few), ((5, 8), chain.beside([1] * 6))):
+        for count in same:
+            assert torch.equal(chain.beside([1] * count), row[:1].expand(count, -1))
+
+
+def test_few_rows_of_a_large_layer():
+    """Near a step of sixteen rows, whose kernels they share on Hopper; also where few rows of logits are wanted, by a skinny product."""
+    steps = Steps(chained({**MANY, "kv_heads": 8}))
+    want = steps.beside([2] * 8)[:8]
+    for got, rows in (
+        (steps.beside([2] * 4), want),
+        (steps.beside([2] * 4, "last"), want[1::2]),
+        (steps.beside([6, 2], "last"), want[-1:]),
+    ):
+        assert float((got[-len(rows) :] - rows).abs().max() / want.std()) < 1e-2
 
 
 def test_the_head_makes_the_rows_that_are_wanted():

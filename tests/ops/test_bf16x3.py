@@ -86,6 +86,13 @@ def test_large_linears_go_there_and_their_gradients(monkeypatch):
     upper = torch.randn_like(plain)
     torch.testing.assert_close(torch.autograd.grad(made, x, upper), torch.autograd.grad(plain, x, upper))
     assert len(seen) == 2
+    weight.requires_grad_(True)
+    with bf16x3._LargeLinears():
+        made = F.linear(x, weight, bias)
+    wanted = torch.autograd.grad(F.linear(x, weight, bias), [x, weight], upper)
+    for found, one in zip(torch.autograd.grad(made, [x, weight], upper), wanted):
+        torch.testing.assert_close(found, one)
+    assert len(seen) == 5, "a weight that learns gets its gradient, too"
 
 
 def test_nothing_happens_on_a_cpu():

@@ -151,3 +151,26 @@ def test_what_does_not_fit_is_refused():
     ):
         with pytest.raises(ValueError, match="LoraTable"):
             LoraTable(net.program, ({0: LoraChange(parts=(wrong,))},))
+
+
+def test_which_tables_products_take():
+    """Those that change matrices of layers alone, by parts in columns of eights."""
+    program = Net(layers=1, scale=0.1).program
+    qkv = next(op for op, (name, _) in enumerate(program.steps) if name == "norm_qkv_rope")
+    K, N = ops.shape(program.steps[qkv][1]["blob"])
+
+    def fits(rank=4, columns=N, first=0, parts=1, op=qkv, **more):
+        part = LoraPart.of(torch.ones(K, rank), torch.ones(rank, columns), torch.ones(rank), first)
+        return LoraTable(program, (None, {op: LoraChange(parts=(part,) * parts, **more)})).fits_inside
+
+    assert fits()
+    assert fits(columns=8, first=16, parts=6)
+    assert fits(rank=256)
+    assert not fits(rank=257)
+    assert not fits(parts=7)
+    assert not fits(columns=9)
+    assert not fits(columns=8, first=4)
+    assert not fits(gain=torch.ones(N))
+    assert not fits(norm=torch.ones(K))
+    part = LoraPart.of(torch.ones(101, 4), torch.ones(4, K), torch.ones(4))
+    assert not LoraTable(program, ({0: LoraChange(parts=(part,))},)).fits_inside

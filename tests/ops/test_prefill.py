@@ -125,7 +125,65 @@ def test_flash_attn_and_torch_give_the_same(installed, n, length):
     assert sys.modules["flash_attn"].CALLS == [(True, (-1, -1), 0.0), (True, (3, 0), 20.0)]
 
 
+def test_on_hopper_torch_computes_what_it_computes_sooner(installed, monkeypatch):
+    installed(PUBLISHED)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    for n, length, kv_heads, window, calls in (
+        (512, 512, 4, 0, 0),
+        (512, 512, 2, 0, 1),
+        (511, 511, 4, 0, 2),
+        (512, 512, 4, 100, 3),
+        (9, 512, 4, 0, 4),
+    ):
+        prefill_attention.attend(*heads(n, length, 4, kv_heads), scale=0.3, window=window)
+        assert len(sys.modules["flash_attn"].CALLS) == calls
+
+
 def test_a_flash_attn_that_is_too_old(installed):
     installed("def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False): ...")
     assert "window_size" in prefill_attention.flash_attention().why
     assert math.prod(prefill_attention.attend(*heads(2, 2, 1, 1), scale=1.0).shape) == 32
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize(("n", "length", "window", "softcap"), [
+    (1, 1, 0, 0.0), (77, 77, 0, 0.0), (512, 512, 0, 0.0), (3, 300, 0, 0.0), (270, 1000, 0, 0.0), (270, 1000, 64, 0.0), (270, 1000, 0, 30.0),
+    (300, 300, 100, 30.0),
+])  # fmt: skip
+def test_flash_attn_as_it_is_installed(n, length, window, softcap, D):
+    """Against the reference in fp32; heads one to one, and four queries to a KV head."""
+    if prefill_attention.flash_attention().call is None:
+        pytest.skip(f"flash-attn: {prefill_attention.flash_attention().why}")
+    for kv_heads in (4, 1):
+        q, k, v = heads(n, length, 4, kv_heads, D)
+        got = prefill_attention.attend(q.cuda(), k.cuda(), v.cuda(), scale=D**-0.5, window=window, softcap=softcap)
+        pages = -(-length // 256)
+        pools = [torch.zeros(pages, kv_heads, 256, D) for _ in range(2)]
+        for pool, rows in zip(pools, (k, v)):
+            for page in range(pages):
+                part = rows[page * 256 : (page + 1) * 256]
+                pool[page, :, : len(part)] = part.transpose(0, 1).float()
+        places = [torch.tensor(values, dtype=torch.int32) for values in ([list(range(pages))], [0, n], [length])]
+        want = REFERENCES["paged_attention"](q.float(), *pools, *places, D**-0.5, window, softcap)
+        assert float((got.cpu().float() - want.view(n, -1)).abs().max()) < 2e-3 * float(want.abs().max())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("length", [60, 300, 700])
+def test_prompts_through_flash_attn(length, monkeypatch):
+    """The demo model's logits behind a prompt are those without flash-attn, but for rounding."""
+    if prefill_attention.flash_attention().call is None:
+        pytest.skip(f"flash-attn: {prefill_attention.flash_attention().why}")
+    import exl2nb as ex
+
+    with ex.demo(progress=None, device="cuda") as llm:
+        ids = [3 + i * 7 % 1000 for i in range(length)]
+        llm.cache.reuse = False
+        flash = torch.from_numpy(llm.generate(ids, max_tokens=1, temperature=0, return_logits=True).logits)
+        monkeypatch.setattr(prefill_attention, "flash_attention", lambda: prefill_attention.FlashAttention(None, why="left out"))
+        plain = torch.from_numpy(llm.generate(ids, max_tokens=1, temperature=0, return_logits=True).logits)
+        again = torch.from_numpy(llm.generate(ids, max_tokens=1, temperature=0, return_logits=True).logits)
+    assert torch.equal(plain, again)
+    kl = (plain.log_softmax(-1).exp() * (plain.log_softmax(-1) - flash.log_softmax(-1))).sum()
+    assert abs(float(kl)) < 1e-4

@@ -25,7 +25,7 @@ const char* linear_launch(const uint8_t* head, const uint8_t* blob, const float*
   GemmArgs a{};
   set_weights(a, head, blob);
   a.tokens = T;
-  in.group = stream_k && stream_k_takes(a) ? stream_k_group(T) : 0;
+  in.group = stream_k && T > kSkinnyTokens && stream_k_takes(a) ? stream_k_group(T) : 0;
   RowsArgs rows{{}, nullptr, T, in};
   rows.from.x = x, rows.from.norm.width = h.K;
   if (const char* wrong = rows_launch(rows, T, stream, false)) return wrong;

@@ -2,23 +2,36 @@
 
 #include <algorithm>
 
+#include "cuda/runtime/device.h"
 #include "cuda/runtime/kernel.h"
 
 namespace exl2nb {
 namespace {
 
-constexpr int kShrinkSplit = 4;  // CTAs that share the columns of a chunk: q, k and v of rank 16, or gate and up of rank 32, one each
-const Kernel<LoraArgs> shrink{"gemm/lora.cu", "lora_shrink"}, expand{"gemm/lora.cu", "lora_expand"};
+constexpr int kShrinkSplit = 4;  // most CTAs that share the columns of a chunk: q, k and v of rank 16, or gate and up of rank 32, one each
+constexpr int kShrinkCtas = 6;   // resident on an SM (40 registers); more would take turns, most of them without columns
+const Kernel<LoraArgs> shrink{"gemm/lora.cu", "lora_shrink"}, shrink_all{"gemm/lora.cu", "lora_sums"},
+    expand{"gemm/lora.cu", "lora_expand"};
+
+Dim shrink_grid(const LoraArgs& a, int rows) {
+  const auto chunks = static_cast<int>(lora_chunks(a.K)), resident = kShrinkCtas * multiprocessors() / (chunks * rows);
+  const int split = std::clamp(resident, 1, std::clamp(a.width / 16, 1, kShrinkSplit));
+  return {static_cast<unsigned>(chunks), static_cast<unsigned>(split), static_cast<unsigned>(rows)};
+}
 
 }  // namespace
+
+const char* lora_shrink_launch(const LoraArgs& a, int rows, void* stream, bool pdl) {
+  return shrink_all({shrink_grid(a, rows), kLoraThreads, 0, stream, pdl}, a);
+}
 
 const char* lora_launch(LoraArgs a, int rows, void* stream, bool pdl) {
   const int columns = a.next.x && a.gated ? a.N / 2 : a.N;
   for (int left = rows; left > 0; left -= kLoraRows) {
-    const unsigned now = std::min(left, kLoraRows), split = std::clamp(a.width / 16, 1, kShrinkSplit);
-    const Dim chunks(static_cast<unsigned>(lora_chunks(a.K)), split, now), pieces((columns + kLoraThreads - 1) / kLoraThreads, now);
+    const unsigned now = std::min(left, kLoraRows);
+    const Dim pieces((columns + kLoraThreads - 1) / kLoraThreads, now);
     if (!a.ids)
-      if (const char* wrong = shrink({chunks, kLoraThreads, 0, stream, pdl}, a)) return wrong;
+      if (const char* wrong = shrink({shrink_grid(a, static_cast<int>(now)), kLoraThreads, 0, stream, pdl}, a)) return wrong;
     if (const char* wrong = expand({pieces, kLoraThreads, 0, stream, pdl}, a)) return wrong;
     (a.of.rows ? a.of.rows : a.of.adapters) += kLoraRows;
     if (a.ids) a.ids += kLoraRows;

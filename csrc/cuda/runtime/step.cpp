@@ -56,12 +56,28 @@ AttentionArgs attention_args(const GpuStep& s, const AttentionOp& op, const QkvO
   return a;
 }
 
+// In front of the sums of persistent chains: number of launches; low and arrived (LoraArgs).
+int64_t lora_head_floats(int64_t width) { return kLoraChainHead + kLoraRows * (width + width / 16); }
+int64_t lora_most_chunks(const Program& program) {
+  int64_t K = 0;
+  for (const Op* op = program.first(); op; op = program.next(op))
+    if (const uint8_t* blob = matrix_of(op)) K = std::max<int64_t>(K, Weight(blob).header().K);
+  return lora_chunks(K);
+}
+
 // One walk over a program.
 class Walker {
  public:
   Walker(const Program& program, const GpuStep& step, uint8_t* workspace, const Layout& layout, void* stream, bool pdl)
       : program_(program), H_(static_cast<int>(program.hidden())), s_(step), base_(workspace), at_(layout), stream_(stream), pdl_(pdl) {
-    stream_k_ = all_stream_k();
+    const bool inside = s_.lora.adapters && s_.lora_inside && !ranks() && s_.lora_width <= kLoraChainWidth;
+    if (inside) {
+      const int64_t chunks = lora_most_chunks(program_), apart = kLoraRows * chunks * s_.lora_width;
+      lora_head_ = s_.lora_sums + apart;
+      lora_chain_ = chains_lora(chunks);
+    }
+    stream_k_ = all_stream_k();  // asks how many rows a chain takes, with adapters where it has them
+    lora_chain_ = lora_chain_ && !stream_k_, lora_stream_k_ = inside && stream_k_ && s_.tokens <= kLoraRows;
   }
 
   // at: the op that failed. A persistent chain takes several ops, so a visit may move it on.
@@ -101,11 +117,12 @@ class Walker {
   }
   MatrixInput input(const Weight& w, size_t at) const { return input(w, at, s_.tokens); }
   // How products of so many tokens want their inputs (fragment.cuh): those of stream_k_gemm.cuh in groups. A step has all its products
-  // there, or none.
-  int group(int tokens) const { return stream_k_ && tokens >= s_.stream_k_from && tokens > kSkinnyTokens ? stream_k_group(tokens) : 0; }
+  // there, or none; only a head of fewer rows may be skinny.
+  int group(int tokens) const { return stream_k_ && (tokens > kSkinnyTokens || tokens == s_.tokens) ? stream_k_group(tokens) : 0; }
   bool stream_k(const GemmArgs& a) const { return group(a.tokens) != 0 && !a.rows; }
-  bool all_stream_k() const {
-    if (!s_.stream_k_from || s_.tokens < s_.stream_k_from) return false;
+  // Fewer tokens than stream_k_from: only where that is faster than persistent chains.
+  bool all_stream_k() {
+    if (!s_.stream_k_from || (s_.tokens < s_.stream_k_from && !exceeds_chain())) return false;
     for (const Op* op = program_.first(); op; op = next(op)) {
       if (as<RoutedOp>(op)) return false;
       const uint8_t* blob = matrix_of(op);
@@ -117,6 +134,24 @@ class Walker {
       if (!stream_k_takes(a)) return false;
     }
     return true;
+  }
+  // Whether stream-K GEMMs take these few rows, in layers so large that reading them once is worth four launches: where persistent chains
+  // would take several launches, from four rows on, and from three where rows are short (H100, 2026-11-26, chain over stream-K: TinyLlama's
+  // three rows 1.06, four 1.27; Llama-2-7B's three 0.97).
+  bool exceeds_chain() {
+    constexpr int64_t kLargeLayer = 16 << 20;  // bytes
+    const int chain_rows = H_ > 2048 ? 3 : 2;
+    int64_t bytes = 0;
+    int most = 0;
+    for (const Op* op = program_.first(); op; op = next(op)) {
+      if (const auto* qkv = as<QkvOp>(op)) {
+        if (most) break;
+        last_qkv_ = qkv;
+      }
+      if (const uint8_t* blob = matrix_of(op)) bytes += Weight(blob).header().bytes;
+      if (const auto* o = as<ResidualOp>(op); o && last_qkv_ && !most) most = chain_tokens(*o);
+    }
+    return most && s_.tokens > std::min(most, chain_rows) && bytes >= kLargeLayer;
   }
   NormArgs norm_of(const NormedOp& op) const {
     return {!op.norm ? kNoNorm : op.layer_norm ? kLayerNorm : kRmsNorm, H_, static_cast<float>(op.eps), op.norm, op.norm_bias};
@@ -165,7 +200,8 @@ class Walker {
   }
 
   // ---- adapters
-  bool lora() const { return s_.lora.adapters != nullptr; }
+  // In launches of their own.
+  bool lora() const { return s_.lora.adapters && !lora_chain_ && !lora_stream_k_; }
   LoraRows lora_of(int number) const {
     LoraRows of = s_.lora;
     of.changes += number, of.tokens = s_.tokens;
@@ -174,10 +210,39 @@ class Walker {
   // What the adapters change in the sums y of the current op's product of x.
   LoraArgs lora_args(const Weight& w, const MatrixInput& x, float* y) const {
     const int N = w.header().N;
-    return {lora_of(number_), x, w.header().K, nullptr, s_.lora_sums, s_.lora_width, y, N, N, {}, 0, false};
+    return {lora_of(number_), x, w.header().K, nullptr, s_.lora_sums, s_.lora_width, y, N, N, {}, 0, false, nullptr, nullptr};
   }
   const char* adapt(const Weight& w, const MatrixInput& x, float* y) {
-    return lora() ? lora_launch(lora_args(w, x, y), s_.tokens, stream_, pdl_) : nullptr;
+    return lora() || lora_chain_ ? lora_launch(lora_args(w, x, y), s_.tokens, stream_, pdl_) : nullptr;
+  }
+
+  // Whether they run in persistent chains: embed, QKV (whose adapters have launches of their own), then attention and chain by turns.
+  bool chains_lora(int64_t chunks) {
+    lora_args_.ops = s_.lora.ops, lora_args_.adapters = s_.lora.adapters, lora_args_.width = s_.lora_width;
+    lora_args_.chunks = static_cast<int>(chunks), lora_args_.set = static_cast<int>(lora_chain_set(chunks, s_.lora_width));
+    lora_args_.launches = reinterpret_cast<unsigned*>(lora_head_), lora_args_.sums = lora_head_ + lora_head_floats(s_.lora_width);
+    lora_chain_ = true;
+    const Op* op = next(program_.first());
+    while (const auto* qkv = as<QkvOp>(op)) {
+      const auto* const attention = as<AttentionOp>(next(op));
+      const auto* const o = attention ? as<ResidualOp>(next(attention)) : nullptr;
+      last_qkv_ = qkv;
+      if (!o || !chain_tokens(*o)) return false;
+      op = next(next(next(o)));
+    }
+    return as<HeadOp>(op) || as<ResidualOutOp>(op);
+  }
+  // In front of a stream-K GEMM: x a. The GEMM adds the rest.
+  const char* shrink_lora(const GemmArgs& a, int tokens, StreamKLora& lora) {
+    MatrixInput x;
+    const GpuHeader& h = header_of(a.head);
+    set_input(x, a.head, a.image - h.image, const_cast<half*>(a.x), stream_k_rows(s_.capacity));
+    x.group = group(tokens);
+    float* const low = lora_head_ + kLoraChainHead;
+    auto* const arrived = reinterpret_cast<unsigned*>(low + kLoraRows * s_.lora_width);
+    lora = {lora_of(number_), low, s_.lora_width};
+    const LoraArgs args{lora.of, x, h.K, nullptr, s_.lora_sums, s_.lora_width, nullptr, 0, 0, {}, 0, false, low, arrived};
+    return lora_shrink_launch(args, a.tokens, stream_, pdl_);
   }
 
   static Epilogue epilogue_of(const Op& op) { return as<GateUpOp>(&op) ? kActivation : kStore; }
@@ -192,7 +257,10 @@ class Walker {
     if (as<HeadOp>(&op)) a.tokens = s_.logit_count;
     return a;
   }
-  bool fuses_norm(const NormedOp& op) const { return !lora() && skinny_fuses_norm(product(op), epilogue_of(op), H_); }
+  bool fuses_norm(const NormedOp& op) const {
+    const GemmArgs a = product(op);
+    return !lora() && !stream_k(a) && skinny_fuses_norm(a, epilogue_of(op), H_);
+  }
   // The op's product with its normed input, which the kernel before has left, or a kernel makes now, or the
   // product itself.
   const char* normed_product(const NormedOp& op, GemmArgs& a) {
@@ -228,15 +296,18 @@ class Walker {
     }
     const char* const wrong = embed_launch(a, s_.tokens, stream_, pdl_);
     if (wrong || !lora()) return wrong;
-    return lora_launch({lora_of(number_), {}, a.vocab, s_.ids, nullptr, s_.lora_width, a.x, H_, H_, {}, 0, false}, s_.tokens, stream_,
-                       pdl_);
+    return lora_launch({lora_of(number_), {}, a.vocab, s_.ids, nullptr, s_.lora_width, a.x, H_, H_, {}, 0, false, nullptr, nullptr},
+                       s_.tokens, stream_, pdl_);
   }
 
   // A product that only writes its sums.
   const char* store(const GemmArgs& a) { return stream_k(a) ? run_stream_k(a, a.tokens) : skinny_launch(a, kStore, stream_, pdl_); }
   // tokens: of the whole product, on which the order of its input depends.
   const char* run_stream_k(const GemmArgs& a, int tokens) {
-    return stream_k_launch(a, group(tokens), ahead_, base_ + at_.stream_k, stream_, pdl_);
+    StreamKLora lora;
+    const bool adapted = lora_stream_k_ && !as<HeadOp>(op_);
+    if (const char* wrong = adapted ? shrink_lora(a, tokens, lora) : nullptr) return wrong;
+    return stream_k_launch(a, group(tokens), ahead_, base_ + at_.stream_k, stream_, pdl_, adapted ? &lora : nullptr);
   }
 
   const char* operator()(const QkvOp& op) {
@@ -250,7 +321,7 @@ class Walker {
     const Op* const then = next(&op);
     const auto* o = then ? as<ResidualOp>(next(then)) : nullptr;
     PersistentOp alone{a, weight.head, weight.blob, kStore};
-    if (stream_k(a) || !o || !chain_tokens(*o) || !persistent_tokens(&alone, 1)) {
+    if (stream_k(a) || !o || !chain_tokens(*o) || !persistent_tokens(&alone, 1) || lora_chain_) {
       if (const char* wrong = store(a)) return wrong;
       return adapt(weight, input(weight, at_.normed), a.out);
     }
@@ -291,7 +362,7 @@ class Walker {
   }
   // Tokens of a launch of the persistent chain that begins with attention's output at o; 0: there is none.
   int chain_tokens(const ResidualOp& o) {
-    if (s_.tokens > kSkinnyTokens || !s_.stream_k_from || lora()) return 0;
+    if (s_.tokens > kSkinnyTokens || !s_.stream_k_from || stream_k_ || lora()) return 0;
     PersistentOp link[4] = {};
     const Op* op[4];
     const Ready ready = ready_;
@@ -348,6 +419,7 @@ class Walker {
     };
     const Weight O(o.blob), U(up->blob), D(down->blob);
     link[0] = {adds(o, up), O.head, O.blob, kResidual, sms_of_attention(last_qkv_)};
+    if (lora_chain_) link[0].lora = &lora_args_;
     link[1] = {product(*up), U.head, U.blob, kActivation};
     link[2] = {adds(*down, then), D.head, D.blob, kResidual};
     scaled(link[1].a, *up, up->bias), link[1].a.activation = static_cast<int>(up->activation);
@@ -371,8 +443,9 @@ class Walker {
     lamport_qkv_ = nullptr;
     if (ranks()) link[2].peers = next_exchange();
     if (count == 4) last_qkv_ = as<QkvOp>(op[3]), flag_outputs(link[3], next(op[3]), *last_qkv_);
+    for (int i = 0; i < count; i++) lora_args_.changes[i] = s_.lora.changes + number_ + i;
     wrong = persistent_launch(link, count, base_ + at_.chain, at_.persistent_bytes, stream_, pdl_);
-    chained_ = true;
+    chained_ = true, number_ += count - 1;
     op_ = op[count - 1];
     if (count == 4) ready_ = kNothing;
     return true;
@@ -526,16 +599,18 @@ class Walker {
   const ResidualOp* o_ = nullptr;  // behind the last attention
   int exchanges_ = 0;
   const Op* op_ = nullptr;  // the last op that is done
-  int number_ = 0;          // of the current op; only followed where nothing is chained
+  int number_ = 0;          // of the current op
+  // Adapters inside the products: of persistent chains; of stream-K GEMMs. lora_head_: memory of both (step.h).
+  bool lora_chain_ = false, lora_stream_k_ = false;
+  float* lora_head_ = nullptr;
+  LoraChain lora_args_{};
 };
 
 }  // namespace
 
 int64_t lora_sums(const Program& program, int64_t width) {
-  int64_t K = 0;
-  for (const Op* op = program.first(); op; op = program.next(op))
-    if (const uint8_t* blob = matrix_of(op)) K = std::max<int64_t>(K, Weight(blob).header().K);
-  return kLoraRows * lora_chunks(K) * width;
+  const int64_t chunks = lora_most_chunks(program);
+  return kLoraRows * chunks * width + lora_head_floats(width) + 2 * lora_chain_set(chunks, width);
 }
 
 std::string step_workspace(const Program& program, int capacity, size_t& bytes, int64_t& width) {

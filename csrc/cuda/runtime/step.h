@@ -1,16 +1,17 @@
 // A whole step on the GPU: walks the program of exl2nb/ops/program.py (csrc/format/program.h) and launches its kernels.
 //
 // Kernels of a layer where the norms are RMS norms in front of attention and MLP:
-//   1 to 8 rows on Hopper, not deterministic: attention, and one persistent chain from its output to the next QKV (persistent_gemm.cuh). Up
-//     to 4 rows attention polls the sums of QKV while the chain still runs.
+//   1 to 8 rows on Hopper, not deterministic: attention, and one persistent chain from its output to the next QKV (persistent_gemm.cuh).
+//     Attention polls the sums of QKV while the chain still runs. Where layers are large only up to 3 rows: more run as 9 and more
+//     (exceeds_chain in step.cpp). Where they are small up to 4 in one chain, up to 8 in two.
 //   1 to 8 rows else: QKV, attention, O, gate/up, down, each GEMM a skinny one (skinny_gemm.cuh).
 //   9 rows or more, where stream_k_from > 0 and the GPU takes every matrix: the same five with stream-K GEMMs (stream_k_gemm.cuh); the last
 //     norm is a kernel of its own where not every row wants logits.
 // The GEMM that adds to the residual also writes the next GEMM's input, times the norm's weights; the next one divides its sums by the root
 // mean square. A LayerNorm, and a norm behind attention or MLP, need the whole row first: up to 4 rows every CTA of the next GEMM computes
 // it (norm.cuh), else a small kernel. Experts: moe.h. A step with adapters has a launch for every product, which only stores, and the
-// kernels of lora.h between them; it is captured as any other. A blob's word in the program is the address of a host copy of its head:
-// int64 address on the device, then header and parts (gpu_blob.h).
+// kernels of lora.h between them, or (lora_inside) the launches of a step without; it is captured as any other. A blob's word in the
+// program is the address of a host copy of its head: int64 address on the device, then header and parts (gpu_blob.h).
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -38,13 +39,16 @@ struct GpuStep {
   LoraRows lora;
   float* lora_sums;
   int lora_width;
+  // Persistent chains and stream-K GEMMs add the adapters themselves (lora_chain.cuh, lora_quads.cuh): those change only matrices inside
+  // layers, by parts in columns of eights.
+  bool lora_inside;
   // Of a rank: heads and channels are its own, attention's output matrix is whole; what it adds to the residual and its part of the logits,
   // columns vocab[rank] to vocab[rank + 1] - 1, are exchanged.
   Peers peers;
   int vocab[kMaxRanks + 1];
 };
 
-// Floats of lora_sums, for any number of tokens.
+// Floats of lora_sums, for any number of tokens: zeroed once.
 int64_t lora_sums(const Program& program, int64_t width);
 // Bytes of workspace for up to `capacity` tokens, or what is wrong with the program; width: numbers per row of what a step writes.
 std::string step_workspace(const Program& program, int capacity, size_t& bytes, int64_t& width);

@@ -49,7 +49,7 @@ void share(PersistentGemm& p, const uint8_t* head, Epilogue e, int grid) {
   p.outputs = e == kResidual ? 0 : p.strips * (e == kStore ? a.num_parts : 1) * 16;
   assign_strips(a);
 }
-PersistentSmem smem_layout(const PersistentArgs& c, const PersistentOp* ops) {
+PersistentSmem smem_layout(const PersistentArgs& c, const PersistentOp* ops, LoraChain* lora) {
   PersistentSmem r{};
   int partial = 0, at = 0;
   for (int q = 0; q < c.count; q++)
@@ -77,6 +77,11 @@ PersistentSmem smem_layout(const PersistentArgs& c, const PersistentOp* ops) {
   r.work_items = take(kConsumerWarps * work_items * static_cast<int>(sizeof(WorkItem))), r.blocks = take(tokens * blocks * 16);
   r.outputs = take(outputs * static_cast<int>(sizeof(PersistentOutput)));
   r.xs = take(tokens * blocks * 128);
+  if (lora) {
+    int adds = 0;
+    for (int q = 0; q < c.count; q++) adds = std::max(adds, c.gemm[q].rounds * c.gemm[q].a.num_parts * c.gemm[q].strips * 64 * tokens);
+    lora->parts = take(lora_parts_bytes(tokens)), lora->low = take(lora->width * 4), lora->adds = take(adds);
+  }
   r.stages = std::min(kMaxStages, (shared_per_block() - kOverreadBytes - at) / r.stage_bytes / 2 * 2);
   r.ring = take(r.stages * r.stage_bytes + kOverreadBytes), r.bytes = r.stages >= 2 ? at : shared_per_block() + 1;
   return r;
@@ -103,8 +108,12 @@ void connect(PersistentArgs& c, const PersistentOp* ops, uint8_t* workspace, siz
     if (from.a.next_norm) workspace += squares_bytes();
   }
 }
-// Kernel arguments for rows [first, first + tokens).
-PersistentArgs arguments(const PersistentOp* ops, int count, uint8_t* workspace, size_t bytes, int first, int tokens) {
+// Kernel arguments for rows [first, first + tokens). made: what ops->lora becomes.
+PersistentArgs arguments(const PersistentOp* ops, int count, uint8_t* workspace, size_t bytes, int first, int tokens,
+                         LoraChain* made = nullptr) {
+  LoraChain unused;
+  LoraChain* const lora = !ops->lora ? nullptr : made ? made : &unused;
+  if (lora) *lora = *ops->lora;
   PersistentArgs c{};
   c.count = count, c.grid = persistent_ctas(ops, count);
   c.clear = static_cast<uint4*>(ops->clear), c.clear_count = ops->clear_count, c.lamport = ops[count - 1].lamport;
@@ -128,7 +137,12 @@ PersistentArgs arguments(const PersistentOp* ops, int count, uint8_t* workspace,
     if (ops[q].epilogue != kStore && rest < c.grid / 2) c.heavy_ctas = std::max(c.heavy_ctas, rest);
   }
   connect(c, ops, workspace, bytes);
-  c.smem = smem_layout(c, ops);
+  for (int q = 0; lora && q < count; q++) {
+    const auto& h = header_of(ops[q].head);
+    lora->features[q] = h.perms ? reinterpret_cast<const int*>(ops[q].blob + h.perms) : nullptr;
+  }
+  if (lora) lora->adapters += first;
+  c.smem = smem_layout(c, ops, lora);
   c.ahead = std::min(c.ahead, c.smem.stages),
   c.extra = std::min(kExtraInFlight, c.smem.stages - c.ahead);  // the oldest stage must not be overwritten
   // Polling starts when half of the CTAs with the most strips have arrived; while weights are still loading and rows are wide (failed polls
@@ -152,6 +166,10 @@ const Kernel<PersistentArgs>
         {{kSource, "persistent_gemm<4, exl2nb::kAnyWeights, false>"}, {kSource, "persistent_gemm<4, exl2nb::kAnyWeights, true>"}},
         {{kSource, "persistent_gemm<4, exl2nb::kExl2, false>"}, {kSource, "persistent_gemm<4, exl2nb::kExl2, true>"}},
         {{kSource, "persistent_gemm<4, exl2nb::kNarrow, false>"}, {kSource, "persistent_gemm<4, exl2nb::kNarrow, true>"}}};
+const Kernel<PersistentArgs, LoraChain> lora_rows[] = {{kSource, "persistent_lora<4, exl2nb::kAnyWeights>"},
+                                                       {kSource, "persistent_lora<2, exl2nb::kAnyWeights>"},
+                                                       {kSource, "persistent_lora<1, exl2nb::kAnyWeights>"}},
+                                        lora_row{kSource, "persistent_lora<4, exl2nb::kExl2>"};
 
 // Specialisation for one row. Separate sums (kNarrow) pay where the weights of the largest GEMM are narrow and an item has more than four
 // units (70B 87.9 to 86.0 us per chain), not elsewhere (8B 36.5 to 37.3, TinyLlama at 3 bits 17.6 to 18.2).
@@ -203,22 +221,26 @@ int persistent_tokens(const PersistentOp* ops, int count) {
     if (h.num_perms != 1 || h.K % 32 || h.stored != h.K || a.from.x || a.router.out) return 0;
     if (ops[q].epilogue == kResidual && (a.strips + grid - 1) / grid > kMaxOwnedStrips) return 0;
   }
-  const auto fits = [&](int tokens) { return arguments(ops, count, nullptr, 0, 0, tokens).smem.bytes <= shared_per_block(); };
-  if (!fits(1)) return 0;
+  const auto layout = [&](int tokens) { return arguments(ops, count, nullptr, 0, 0, tokens).smem; };
+  if (layout(1).bytes > shared_per_block()) return 0;
   for (int tokens = kPersistentTokens; tokens > 1; tokens--)
-    if (fits(tokens)) return tokens;
+    if (const PersistentSmem s = layout(tokens); s.bytes <= shared_per_block() && s.stages >= kRowsStages) return tokens;
   return 1;
 }
 
 const char* persistent_launch(const PersistentOp* ops, int count, uint8_t* workspace, size_t bytes, void* stream, bool pdl) {
   const int all = ops[0].a.tokens, most = persistent_tokens(ops, count);
   for (int first = 0; first < all && most; first += most) {
-    const PersistentArgs c = arguments(ops, count, workspace, bytes, first, std::min(most, all - first));
+    LoraChain lora;
+    const PersistentArgs c = arguments(ops, count, workspace, bytes, first, std::min(most, all - first), &lora);
     const int tokens = c.gemm[0].a.tokens;
-    const auto* const kernels = tokens == 2 ? two_rows : tokens > 2 ? four_rows : one_row[weight_kind(ops, count)];
-    const auto& kernel = kernels[c.peers.size > 0];
-    const Launch how{unsigned(c.grid), kPersistentThreads, static_cast<size_t>(c.smem.bytes), stream, pdl};
-    if (const char* wrong = kernel(how, c)) return wrong;
+    if (ops->lora && c.peers.size) return "adapters inside a persistent chain are not for ranks";
+    const int kind = tokens == 1 ? weight_kind(ops, count) : kAnyWeights;
+    const unsigned threads = kPersistentThreads + (ops->lora ? 32 : 0);
+    const Launch how{unsigned(c.grid), threads, static_cast<size_t>(c.smem.bytes), stream, pdl};
+    const auto* const kernels = tokens == 2 ? two_rows : tokens > 2 ? four_rows : one_row[kind];
+    const auto& adapted = kind == kAnyWeights ? lora_rows[std::min(tokens, 3) - 1] : lora_row;
+    if (const char* wrong = ops->lora ? adapted(how, c, lora) : kernels[c.peers.size > 0](how, c)) return wrong;
   }
   return most ? nullptr : "these GEMMs cannot run as a persistent chain";
 }

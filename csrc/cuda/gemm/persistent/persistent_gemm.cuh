@@ -16,6 +16,7 @@
 #include <type_traits>
 
 #include "cuda/gemm/persistent/int8_mma.cuh"
+#include "cuda/gemm/persistent/lora_chain.cuh"
 #include "cuda/gemm/skinny/skinny_gemm.cuh"
 #include "cuda/runtime/lamport.cuh"
 #include "cuda/runtime/peers.cuh"
@@ -23,6 +24,7 @@
 namespace exl2nb {
 
 constexpr int kPersistentTokens = 4;  // most rows per launch
+static_assert(kPersistentTokens <= kLoraChainRows, "room for the sums of adapters");
 
 struct PersistentOp {
   GemmArgs
@@ -35,9 +37,11 @@ struct PersistentOp {
   void* clear = nullptr;
   int clear_count = 0;
   bool lamport = false;
-  Peers peers{};  // third op: its sums are exchanged with the other ranks before they are added
+  Peers peers{};                    // third op: its sums are exchanged with the other ranks before they are added
+  const LoraChain* lora = nullptr;  // first op: adapters of the rows; features and offsets are set by persistent_launch
 };
-// Most rows per launch; 0: these GEMMs cannot be chained. Three or four of a layer, or one that stores its sums.
+// Most rows per launch, of those that leave room for a ring of kRowsStages; 0: these GEMMs cannot be chained. Three or four of a layer, or
+// one that stores its sums.
 int persistent_tokens(const PersistentOp* ops, int count);
 // CTAs of a launch: one per SM, or fewer so that attention runs beside them (`attention_sms`), if no CTA gets much more work.
 int persistent_ctas(const PersistentOp* ops, int count);
@@ -47,11 +51,11 @@ size_t persistent_bytes(int width, int inner);
 // Any number of rows, in launches of persistent_tokens.
 const char* persistent_launch(const PersistentOp* ops, int count, uint8_t* workspace, size_t bytes, void* stream, bool pdl);
 
-constexpr int kMaxGemms = 4, kWarpsPerSet = 8, kConsumerWarps = 2 * kWarpsPerSet, kConsumerThreads = kConsumerWarps * 32,
+constexpr int kMaxGemms = kLoraChainGemms, kWarpsPerSet = 8, kConsumerWarps = 2 * kWarpsPerSet, kConsumerThreads = kConsumerWarps * 32,
               kPersistentThreads = kConsumerThreads + 64;
-constexpr int kMaxStages = 12;
-constexpr int kMaxWorkItems = 16;   // most passes of a strip, over all parts
-constexpr int kMaxOwnedStrips = 4;  // most strips of a residual GEMM per CTA
+constexpr int kMaxStages = 12, kRowsStages = 4;  // at most; at least, with several rows
+constexpr int kMaxWorkItems = 16;                // most passes of a strip, over all parts
+constexpr int kMaxOwnedStrips = 4;               // most strips of a residual GEMM per CTA
 enum PersistentBarrier { kImagesFull = 2 * kMaxStages, kInputsReady, kFactorsReady, kStored, kNumBarriers };
 
 struct PersistentGemm {
@@ -110,9 +114,9 @@ struct PersistentArgs {
   uint4* clear;  // as in PersistentOp
   int clear_count;
   bool lamport;
+  PersistentSmem smem;
   Peers peers;
   int first_row;  // of this launch among the rows that are exchanged
-  PersistentSmem smem;
 };
 
 // Work item of a warp: one item of a pass, for all strips of a part. All work items of a GEMM are prepared before its inputs arrive.
@@ -355,9 +359,9 @@ __device__ __forceinline__ void arrive_stored(const PersistentEpilogue& now, con
 }
 
 // Epilogue kResidual: warp m owns row m. The next GEMM's input is stored first.
-template <int CHUNKS, bool RANKS>
+template <int CHUNKS, bool RANKS, class Adds>
 __device__ __forceinline__ void add_residual(const PersistentArgs& C, const PersistentGemm& P, int q, const PersistentEpilogue& now,
-                                             ConsumerWarp& w) {
+                                             const Adds& adds, ConsumerWarp& w) {
   const int M = tokens_of<CHUNKS>(P), m = M == 1 ? 0 : w.warp;
   const bool last = q + 1 == C.count;
   if (w.warp >= M) {
@@ -366,8 +370,8 @@ __device__ __forceinline__ void add_residual(const PersistentArgs& C, const Pers
   }
   const PersistentOutput* const owned = state(w).owned[q / 2] + w.lane;
   float squares = 0.f;
-  const auto product = [&](const PersistentOutput& o) {
-    return sum_partials(partials(w) + o.sums + m * 16, M) * state(w).factors[m] + o.bias;
+  const auto product = [&](const PersistentOutput& o, int k) {
+    return adds.to(sum_partials(partials(w) + o.sums + m * 16, M), (w.lane + 32 * k) * M + m) * state(w).factors[m] + o.bias;
   };
   // All of the CTA's columns are on their way to the other ranks before it waits for theirs.
   const bool shared = RANKS && q == 2;
@@ -378,13 +382,13 @@ __device__ __forceinline__ void add_residual(const PersistentArgs& C, const Pers
 #pragma unroll 1
     for (int k = 0; k < kMaxOwnedStrips / 2; k++)
       if (const PersistentOutput o = owned[32 * k]; o.sums != PersistentOutput::kNone)
-        send(C.peers, state(w).exchange, place(k), product(o));
+        send(C.peers, state(w).exchange, place(k), product(o, k));
 #pragma unroll
   for (int k = 0; k < kMaxOwnedStrips / 2; k++) {
     const PersistentOutput o = owned[32 * k];
     if (!__any_sync(0xffffffffu, o.sums != PersistentOutput::kNone)) break;
     if (o.sums == PersistentOutput::kNone) continue;
-    float y = product(o);
+    float y = product(o, k);
     if (shared) y = take_sum(C.peers, state(w).exchange, place(k), y);
     const float v = w.residual[k] + o.other * y;
     w.residual[k] = v;
@@ -439,9 +443,9 @@ __device__ __forceinline__ void make_outputs(const PersistentArgs& C, const Pers
   outputs_of(C, w)[e] = o;
 }
 
-template <int CHUNKS>
+template <int CHUNKS, class Adds>
 __device__ __forceinline__ void write_outputs(const PersistentArgs& C, const PersistentGemm& P, const PersistentEpilogue& now,
-                                              const ConsumerWarp& w) {
+                                              const Adds& adds, const ConsumerWarp& w) {
   const int M = tokens_of<CHUNKS>(P);
   if (static_cast<int>(threadIdx.x) >= now.outputs) return;
   const PersistentOutput o = outputs_of(C, w)[threadIdx.x];
@@ -449,7 +453,7 @@ __device__ __forceinline__ void write_outputs(const PersistentArgs& C, const Per
 #pragma unroll 1
   for (int m = 0; m < M; m++) {
     const float factor = state(w).factors[m];
-    float v = sum_partials(partials(w) + o.sums + m * 16, M) * factor + o.bias;
+    float v = adds.to(sum_partials(partials(w) + o.sums + m * 16, M), threadIdx.x * M + m) * factor + o.bias;
     if (now.store) {
       float* const to = static_cast<float*>(o.to) + (m ? m * P.a.out_stride : 0);
       if (now.lamport)
@@ -458,7 +462,8 @@ __device__ __forceinline__ void write_outputs(const PersistentArgs& C, const Per
         *to = v;
     } else {
       v = activation(v, now.activation);
-      if (now.gated) v *= sum_partials(partials(w) + o.sums_up + m * 16, M) * factor + o.other;
+      if (now.gated)
+        v *= adds.to(sum_partials(partials(w) + o.sums_up + m * 16, M), (threadIdx.x + now.outputs) * M + m) * factor + o.other;
       st_relaxed(reinterpret_cast<half*>(static_cast<uint8_t*>(o.to) + w.set) + (m ? static_cast<size_t>(m) * P.a.next.stride : 0),
                  lamport_value(saturated(v)));
     }
@@ -629,8 +634,8 @@ __device__ __forceinline__ void run_work_item(const PersistentArgs& C, const Per
 }
 
 // GEMM q and its epilogue.
-template <int CHUNKS, WeightKind WEIGHTS, bool RANKS>
-__device__ __forceinline__ void run_gemm(const PersistentArgs& C, int q, const Int8Input<CHUNKS>& in, ConsumerWarp& w) {
+template <int CHUNKS, WeightKind WEIGHTS, bool RANKS, class Lora>
+__device__ __forceinline__ void run_gemm(const PersistentArgs& C, int q, const Int8Input<CHUNKS>& in, const Lora& lora, ConsumerWarp& w) {
   const PersistentGemm& P = C.gemm[q];
   const half2* const steps = image_of(C, w.shared, q).steps;
   const int work_items = P.work_items;
@@ -647,11 +652,12 @@ __device__ __forceinline__ void run_gemm(const PersistentArgs& C, int q, const I
     if (q == 0) w.set = state(w).set;
     const PersistentEpilogue now = state(w).now[q];
     consumer_sync();
+    const auto adds = lora.adds(w.shared, round ? round * P.a.num_parts * P.strips * 16 * tokens_of<CHUNKS>(P) : 0);
     round++;
     if (now.residual) {  // one round only
-      add_residual<CHUNKS, RANKS>(C, P, q, now, w);
+      add_residual<CHUNKS, RANKS>(C, P, q, now, adds, w);
     } else {
-      write_outputs<CHUNKS>(C, P, now, w);
+      write_outputs<CHUNKS>(C, P, now, adds, w);
       if (round == P.rounds && q + 1 < C.count) arrive_stored(now, w);
     }
     if (round == P.rounds) return;
@@ -661,13 +667,9 @@ __device__ __forceinline__ void run_gemm(const PersistentArgs& C, int q, const I
   }
 }
 
-#endif  // __CUDA_ARCH__ >= 900
-
-#ifdef __CUDACC__
-// RANKS: the sums of the third GEMM are exchanged with other ranks; a kernel of its own, as these registers are missing elsewhere.
-template <int CHUNKS, WeightKind WEIGHTS, bool RANKS>
-__global__ void __launch_bounds__(kPersistentThreads, 1) persistent_gemm(const __grid_constant__ PersistentArgs C) {
-#if __CUDA_ARCH__ >= 900
+// RANKS: the sums of the third GEMM are exchanged with other ranks. Kernels of their own, as these registers are missing elsewhere.
+template <int CHUNKS, WeightKind WEIGHTS, bool RANKS, class Lora>
+__device__ __forceinline__ void run_chain(const PersistentArgs& C, const Lora& lora) {
   extern __shared__ __align__(128) uint8_t dynamic[];
   unsigned here = shared_address(dynamic);
   asm volatile("" : "+r"(here));  // keep the address in one register
@@ -677,9 +679,10 @@ __global__ void __launch_bounds__(kPersistentThreads, 1) persistent_gemm(const _
   pdl_launch_dependents();
   if (threadIdx.x < kNumBarriers) {
     const int i = threadIdx.x;
-    barrier_init(bars + i, i == kStored                            ? kConsumerWarps * kWarpArrivals
-                           : i >= kMaxStages && i < 2 * kMaxStages ? kWarpsPerSet * kWarpArrivals
-                                                                   : 1);
+    barrier_init(bars + i, Lora::kArrivals > 1 && i == kFactorsReady ? Lora::kArrivals
+                           : i == kStored                            ? kConsumerWarps * kWarpArrivals
+                           : i >= kMaxStages && i < 2 * kMaxStages   ? kWarpsPerSet * kWarpArrivals
+                                                                     : 1);
     barrier_fence();
   }
   __syncthreads();
@@ -696,7 +699,10 @@ __global__ void __launch_bounds__(kPersistentThreads, 1) persistent_gemm(const _
     return;
   }
   if (warp > kConsumerWarps) {
-    poll_inputs(C, shared, bars, block, lane);
+    if (Lora::kArrivals == 1 || warp == kConsumerWarps + 1)
+      poll_inputs(C, shared, bars, block, lane);
+    else
+      lora.run(C, shared, bars + kInputsReady, bars + kStored, bars + kFactorsReady, block, lane);
     return;
   }
   ConsumerWarp w{shared, bars, block, warp, lane, warp / kWarpsPerSet, 0, 0, {}};
@@ -715,12 +721,28 @@ __global__ void __launch_bounds__(kPersistentThreads, 1) persistent_gemm(const _
     if (q == 0 && P.a.epilogue == kResidual) load_residual(C, w);
     quantize_inputs<CHUNKS>(C, x, q, w);
     consumer_sync();
-    run_gemm<CHUNKS, WEIGHTS, RANKS>(C, q, in, w);
+    run_gemm<CHUNKS, WEIGHTS, RANKS>(C, q, in, lora, w);
   }
   if (C.count == 1) return;
   // Counters of GEMMs that this launch does not have, and the number of launches. No CTA of this launch reads them any more.
   if (threadIdx.x >= C.count - 1 && threadIdx.x < kMaxGemms) grid_arrive(C.counters + threadIdx.x);
   if (block == 0 && threadIdx.x == kMaxGemms) grid_arrive(C.counters + kMaxGemms);
+  if (block == 0 && threadIdx.x == kMaxGemms + 1) lora.count();
+}
+#endif
+
+#ifdef __CUDACC__
+template <int CHUNKS, WeightKind WEIGHTS, bool RANKS>
+__global__ void __launch_bounds__(kPersistentThreads, 1) persistent_gemm(const __grid_constant__ PersistentArgs C) {
+#if __CUDA_ARCH__ >= 900
+  run_chain<CHUNKS, WEIGHTS, RANKS>(C, NoLora{});
+#endif
+}
+template <int CHUNKS, WeightKind WEIGHTS>
+__global__ void __launch_bounds__(kPersistentThreads + 32, 1)
+    persistent_lora(const __grid_constant__ PersistentArgs C, const __grid_constant__ LoraChain L) {
+#if __CUDA_ARCH__ >= 900
+  run_chain<CHUNKS, WEIGHTS, false>(C, WithLora{L});
 #endif
 }
 

@@ -63,6 +63,12 @@ const Kernel<StreamKArgs> mma_kernels[] = {{kSource, "stream_k_gemm<2>"}, {kSour
                           wgmma_kernels[] = {{kWgmmaSource, "stream_k_wgmma<2>"},
                                              {kWgmmaSource, "stream_k_wgmma<4>"},
                                              {kWgmmaSource, "stream_k_wgmma<8>"}};
+const Kernel<StreamKArgs, StreamKLora> lora_kernels[] = {{kSource, "stream_k_lora<2>"},
+                                                         {kSource, "stream_k_lora<4>"},
+                                                         {kSource, "stream_k_lora<8>"}},
+                                       wgmma_lora_kernels[] = {{kWgmmaSource, "stream_k_wgmma_lora<2>"},
+                                                               {kWgmmaSource, "stream_k_wgmma_lora<4>"},
+                                                               {kWgmmaSource, "stream_k_wgmma_lora<8>"}};
 
 // CTAs: one per SM, at least a few units each, at most kStreamKMaxSharers per tile.
 int grid_of(const StreamKArgs& m, int work) {
@@ -77,7 +83,7 @@ int grid_of(const StreamKArgs& m, int work) {
 }  // namespace
 
 size_t stream_k_workspace(int tokens) {
-  if (tokens <= kSkinnyTokens || copy_path() != kBulk || stream_k_pool(kStreamKTokens / 8) > shared_per_block()) return 0;
+  if (tokens == 1 || copy_path() != kBulk || stream_k_pool(kStreamKTokens / 8) > shared_per_block()) return 0;
   return static_cast<size_t>(stream_k_bytes(tokens, multiprocessors()));
 }
 
@@ -85,8 +91,7 @@ bool stream_k_takes(const GemmArgs& a) {
   constexpr int kLine = 1 << 20;  // units of all tiles, for divide_small
   StreamKArgs m{};
   m.items = a.items, m.units = a.units, m.num_parts = a.num_parts;
-  return a.tokens > kSkinnyTokens && copy_path() == kBulk && !a.rows && !a.from.x &&
-         stream_k_shared(m, kStreamKTokens / 8) <= shared_per_block() &&
+  return a.tokens > 1 && copy_path() == kBulk && !a.rows && !a.from.x && stream_k_shared(m, kStreamKTokens / 8) <= shared_per_block() &&
          static_cast<int64_t>(a.strips / kStreamKStrips + a.num_parts) * a.units < kLine;
 }
 
@@ -94,7 +99,8 @@ bool stream_k_fuses_gate(const GemmArgs& a) {
   return a.gated && a.num_parts == 2 && a.part[0].outputs == a.part[1].outputs && a.part[0].outputs % 4 == 0;
 }
 
-const char* stream_k_launch(const GemmArgs& a, int group, const StreamKNext& next, void* workspace, void* stream, bool pdl) {
+const char* stream_k_launch(const GemmArgs& a, int group, const StreamKNext& next, void* workspace, void* stream, bool pdl,
+                            const StreamKLora* lora) {
   if (a.squares && a.squares_count % 4) return "squares_count must be a multiple of 4 for stream-K";
   StreamKArgs m{};
   m.image = a.image, m.num_parts = a.num_parts, m.items = a.items, m.units = a.units;
@@ -124,7 +130,9 @@ const char* stream_k_launch(const GemmArgs& a, int group, const StreamKNext& nex
     m.next_squares = a.next_squares + from * kStreamKStrips * m.tiles;
     const int size = group == 16 ? 0 : group == 32 ? 1 : 2;
     const Launch how{unsigned(grid), kStreamKThreads, static_cast<size_t>(stream_k_shared(m, group / 8)), stream, pdl};
-    if (const char* wrong = (wide ? wgmma_kernels : mma_kernels)[size](how, m)) return wrong;
+    const char* const wrong =
+        lora ? (wide ? wgmma_lora_kernels : lora_kernels)[size](how, m, *lora) : (wide ? wgmma_kernels : mma_kernels)[size](how, m);
+    if (wrong) return wrong;
   }
   return nullptr;
 }

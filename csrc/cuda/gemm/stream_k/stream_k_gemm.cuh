@@ -1,4 +1,4 @@
-// Stream-K GEMM (Osama et al., 2023) for 9 to 64 rows: every weight is decoded once for all rows.
+// Stream-K GEMM (Osama et al., 2023) for 2 to 64 rows: every weight is decoded once for all rows.
 //
 // Tile: 16 strips (256 columns) x all K, one strip per consumer warp. The units of all tiles form a line; every CTA gets a contiguous share
 // of equal cost (split_units in stream_k_gemm.cpp). CTAs that share a tile exchange partial sums through global memory with Lamport flags;
@@ -13,6 +13,7 @@
 #include "cuda/blob/dequant.cuh"
 #include "cuda/gemm/norm.cuh"
 #include "cuda/gemm/skinny/skinny_gemm.cuh"
+#include "cuda/gemm/stream_k/lora_quads.cuh"
 #include "cuda/runtime/lamport.cuh"
 #include "cuda/runtime/mma.cuh"
 #include "cuda/runtime/pdl.cuh"
@@ -23,7 +24,7 @@ namespace exl2nb {
 
 // Rows to allocate for the inputs.
 inline int stream_k_rows(int tokens) {
-  return tokens <= kSkinnyTokens ? tokens : (tokens + stream_k_group(tokens) - 1) / stream_k_group(tokens) * stream_k_group(tokens);
+  return tokens == 1 ? 1 : (tokens + stream_k_group(tokens) - 1) / stream_k_group(tokens) * stream_k_group(tokens);
 }
 // Whether stream_k_launch supports the GEMM on this GPU.
 bool stream_k_takes(const GemmArgs& a);
@@ -50,8 +51,9 @@ struct StreamKNext {
 // Workspace bytes for up to so many rows: zeroed once; one for all GEMMs of a stream.
 size_t stream_k_workspace(int tokens);
 // out = x W + bias; without out: residual += that, as in GemmArgs. x is in groups of `group`. CTAs wait for one another: launches in
-// different streams of a device must not overlap.
-const char* stream_k_launch(const GemmArgs& a, int group, const StreamKNext& next, void* workspace, void* stream, bool pdl);
+// different streams of a device must not overlap. lora: adapters of the rows, of which there are then at most kStreamKTokens.
+const char* stream_k_launch(const GemmArgs& a, int group, const StreamKNext& next, void* workspace, void* stream, bool pdl,
+                            const StreamKLora* lora = nullptr);
 
 constexpr int kStreamKWarps = kStreamKStrips;
 constexpr int kStreamKConsumerThreads = kStreamKWarps * 32, kStreamKThreads = kStreamKConsumerThreads + 128,
@@ -511,9 +513,10 @@ static_assert(sizeof(TileSharers) == kTileSharersBytes, "shared memory layout");
 // Epilogue of all consumer warps. CTAs whose share ends in a tile write a slice of it each as the partial sums arrive, so a CTA waits for
 // one tile only, at its end. TileSharers of that tile is computed at the start by a producer warp: code at the end stalls on instruction
 // fetch.
-template <int NB>
+template <int NB, class Lora>
 struct StreamKEpilogue {
   const StreamKArgs& A;
+  const Lora& lora;
   const float* factors;
   const TileSharers* last;  // this CTA's last tile
   uint64_t* ready;          // arrives when factors and last are ready
@@ -524,7 +527,7 @@ struct StreamKEpilogue {
   __device__ __forceinline__ float* place(int cta, bool began, int p) const {
     return A.partial + static_cast<size_t>((cta * 2 + began) * (A.paired ? 2 : 1) + p) * stream_k_sums(NB);
   }
-  __device__ __forceinline__ bool direct(bool exclusive) const { return exclusive && A.out && !A.paired; }
+  __device__ __forceinline__ bool direct(bool exclusive) const { return !Lora::kAny && exclusive && A.out && !A.paired; }
 
   // Stores this CTA's sums of part p of a tile; `to`: end of its units in the line.
   __device__ __forceinline__ void store_sums(const StreamKTile& tile, int p, int to, bool exclusive, const float (&y)[NB][4]) const {
@@ -573,7 +576,15 @@ struct StreamKEpilogue {
         to.load(A, column);
         if (!A.paired) old_residual(A, token, column, old);
       }
+      float4 more[2] = {};  // of adapters; while the sums are on their way
+      if constexpr (Lora::kAny)
+#pragma unroll 1
+        for (int p = 0; p <= (A.paired ? 1 : 0); p++) {
+          more[0] = more[1];
+          more[1] = lora.of(n * 8, A.tokens, A.part[s.part + p].first_column + column - (lane >> 2), lane);
+        }
       sum(s, ((strip * NB + n) * 32 + lane) * 4, k, q, first);
+      if constexpr (Lora::kAny) first.add(more[0]), q.add(more[1]);
       if (A.paired) {
         gates(token, column, q, first);
         put_quad(A, token, column, q, to);
@@ -750,8 +761,8 @@ struct StreamKConsumer {
 };
 
 // The kernel. Product: MmaProduct (per warp) or WgmmaProduct (per warpgroup).
-template <int NB, class Product>
-__device__ __forceinline__ void run_stream_k(const StreamKArgs& A, uint8_t* shared) {
+template <int NB, class Product, class Lora>
+__device__ __forceinline__ void run_stream_k(const StreamKArgs& A, const Lora& lora, uint8_t* shared) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   pdl_launch_dependents();
   const StreamKSmem<NB> s(A, shared);
@@ -772,7 +783,7 @@ __device__ __forceinline__ void run_stream_k(const StreamKArgs& A, uint8_t* shar
   __syncwarp();
   warp_arrive(s.ready, lane);
   const Product product(s.tokens);
-  const StreamKEpilogue<NB> epilogue{A, s.factors, s.last, s.ready, {s.weights + warp * kMaxItemBytes}, warp, lane};
+  const StreamKEpilogue<NB, Lora> epilogue{A, lora, s.factors, s.last, s.ready, {s.weights + warp * kMaxItemBytes}, warp, lane};
   StreamKCursor<NB> at;
   each_tile(A, [&](const StreamKTile& tile, int from, int to) {
     const bool exclusive = to - from == tile.units;
@@ -798,7 +809,15 @@ template <int NB>
 __global__ void __launch_bounds__(kStreamKThreads, 1) stream_k_gemm(const __grid_constant__ StreamKArgs A) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) uint8_t shared[];
-  run_stream_k<NB, MmaProduct<NB>>(A, shared);
+  run_stream_k<NB, MmaProduct<NB>>(A, NoQuads{}, shared);
+#endif
+}
+template <int NB>
+__global__ void __launch_bounds__(kStreamKThreads, 1)
+    stream_k_lora(const __grid_constant__ StreamKArgs A, const __grid_constant__ StreamKLora L) {
+#if __CUDA_ARCH__ >= 900
+  extern __shared__ __align__(128) uint8_t shared[];
+  run_stream_k<NB, MmaProduct<NB>>(A, LoraQuads{L}, shared);
 #endif
 }
 

@@ -1,0 +1,436 @@
+"""Prompts through layers that live on the host: their weights are copied to a GPU, one layer ahead of what is computed there.
+
+Two buffers hold two layers: while one is computed, the next is copied, on a stream of its own. Keys and values of earlier tokens are
+copied along, those of the step go back to the host's pools. `ops.host_prefill` computes a layer. Knows no programs but those it is given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from exl2nb import ops
+from exl2nb.cache.pool import CachePart
+from exl2nb.core.log import logger
+from exl2nb.model.batch import Batch
+from exl2nb.model.layers import Layer, RoutedMLP, tensors_of
+from exl2nb.ops import gpu_prefill, kv_codes
+from exl2nb.ops.host_prefill import LayerRun, layers_of, moved
+from exl2nb.ops.memory import large_pages
+from exl2nb.ops.program import Program
+
+ALIGN = 256  # bytes; where a tensor of a layer begins
+SHORT = 8  # tokens of a sequence that does not count as a prompt: it decodes, perhaps with draft tokens
+LINK = 12e9  # bytes a second from host to GPU: PCIe 3 with 16 lanes, or 4 with 8
+ARITHMETIC = 1e12  # multiplications and additions a second of a processor, by the CPU engine
+BUFFERS = 2
+MOST_EXPERTS = 2 << 30  # bytes of a GPU for copies of two layers' experts; those of larger layers stay on the CPU
+
+
+class Streaming(NamedTuple):
+    """Where prompts through layers of the host are computed: on `device`, from so many tokens of a step on; None: by `worth`."""
+
+    device: str
+    rows: int | None = None
+
+
+def worth(nbytes: int, weights: int) -> int:
+    """Rows from which on copying a layer of so many bytes and weights takes less time than computing them on the CPU.
+
+    The same number on every machine, so that a prompt has the same bits. More than `gpu_prefill.FEW`: below that a processor is bound by
+    memory too.
+    """
+    return max(gpu_prefill.FEW + 1, -(-nbytes * round(ARITHMETIC) // (2 * weights * round(LINK))) if weights else 0)
+
+
+# ---- a layer's memory
+
+
+def together(layer: Layer | RoutedMLP) -> Any:
+    """The same layer with all tensors side by side in memory of its own, which one copy takes to a GPU."""
+    known = {tensor.data_ptr(): tensor for tensor in tensors_of(layer)}
+    size = sum(_aligned(tensor.nbytes) for tensor in known.values())
+    memory = large_pages(size)
+    memory = torch.empty(size, dtype=torch.uint8) if memory is None else memory
+    places, at = dict[int, Tensor](), 0
+    for address, tensor in known.items():
+        places[address] = memory[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        places[address].copy_(tensor)
+        at += _aligned(tensor.nbytes)
+
+    def of(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return places[value.data_ptr()]
+        if isinstance(value, tuple):
+            return tuple(of(one) for one in value)
+        if is_dataclass(value) and not isinstance(value, type):
+            return replace(value, **{field.name: of(getattr(value, field.name)) for field in fields(value)})
+        return value
+
+    return of(layer)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGN) * ALIGN
+
+
+class Image:
+    """The memory of a layer on the host, locked there so that copies need no processor."""
+
+    def __init__(self, layer: Layer | RoutedMLP, device: torch.device) -> None:
+        tensors = [*tensors_of(layer)]
+        first = min(tensor.data_ptr() for tensor in tensors)
+        self.begin, self.size = first, max(tensor.data_ptr() + tensor.nbytes for tensor in tensors) - first
+        start = next(tensor for tensor in tensors if tensor.data_ptr() == first)
+        whole = torch.empty(0, dtype=torch.uint8).set_(start.untyped_storage())
+        offset = first - whole.data_ptr()
+        assert offset + self.size <= len(whole), "a layer's tensors are side by side"
+        self.memory = whole[offset : offset + self.size]
+        if device.type == "cuda":
+            with ops.on_device(str(device)):
+                error = _runtime().cudaHostRegister(first, self.size, 0)
+            if int(error):
+                with contextlib.suppress(RuntimeError):  # takes the error, which the next launch would raise
+                    torch.zeros(1, device=device)
+                logger.warning("%d bytes of a layer cannot be locked in memory (CUDA error %d): copies take longer", self.size, int(error))
+            else:
+                weakref.finalize(self, _unlock, first)
+
+    def place(self, tensor: Tensor, buffer: Tensor) -> Tensor | None:
+        """A tensor of the layer in a copy of it; None: it is none of its."""
+        at = tensor.data_ptr() - self.begin
+        if not 0 <= at < self.size:
+            return None
+        return buffer[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
+
+def _unlock(address: int) -> None:
+    with contextlib.suppress(RuntimeError):  # the driver is gone at the end of a process
+        _runtime().cudaHostUnregister(address)
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()
+
+
+# ---- the order of copies and computations
+
+
+class Lanes:
+    """Copies in one order, computations in another, and marks by which they wait for each other.
+
+    On a GPU two streams: the current one computes. On the CPU everything happens at once, when it is called.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def copy(self, work: Callable[[], None], after: Any) -> Any:
+        """Do `work` in the lane of copies, not before `after` is reached; a mark behind it."""
+        if self._copies is None:
+            work()
+            return None
+        with torch.cuda.stream(self._copies):
+            if after is not None:
+                self._copies.wait_event(after)
+            work()
+            return self._copies.record_event()
+
+    def wait(self, mark: Any) -> None:
+        """Compute nothing more before a mark is reached."""
+        if self._copies is not None:
+            torch.cuda.current_stream(self._copies.device).wait_event(mark)
+
+    def mark(self) -> Any:
+        """Behind all that is to be computed so far."""
+        return None if self._copies is None else torch.cuda.current_stream(self._copies.device).record_event()
+
+    def copied(self) -> Any:
+        """Behind all that is to be copied so far."""
+        return None if self._copies is None else self._copies.record_event()
+
+    def sync(self, mark: Any) -> None:
+        """Wait here for a mark."""
+        if mark is not None:
+            mark.synchronize()
+
+
+class Buffers:
+    """Copies of images on a device, one ahead of what is used.
+
+    Args:
+        images: in the order in which a step uses them. device: where. lanes: of the device; others in tests.
+    """
+
+    def __init__(self, images: Sequence[Image], device: torch.device, lanes: Lanes | None = None) -> None:
+        self.images, self.lanes = [*images], Lanes(device) if lanes is None else lanes
+        size = max(image.size for image in images)
+        with torch.inference_mode(False):  # written to in steps of requests and of callers alike
+            self.memory = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
+        self._ready, self._free = dict[int, Any](), list[Any]()
+
+    def begin(self, extra: Callable[[int], None] | None = None) -> None:
+        """A step begins: copy the first image. extra: what else is copied with an image, by its number."""
+        self._extra, self._ready = extra, {}
+        self._free = [self.lanes.mark()] * BUFFERS
+        self._fetch(0)
+
+    def _fetch(self, number: int) -> None:
+        image, buffer = self.images[number], self.memory[number % BUFFERS]
+
+        def work() -> None:
+            buffer[: image.size].copy_(image.memory, non_blocking=True)
+            if self._extra is not None:
+                self._extra(number)
+
+        self._ready[number] = self.lanes.copy(work, self._free[number % BUFFERS])
+
+    def use(self, number: int) -> int:
+        """Begin to copy the next image, and have computations wait for this one; the number of its buffer."""
+        if number + 1 < len(self.images):
+            self._fetch(number + 1)
+        self.lanes.wait(self._ready.pop(number))
+        return number % BUFFERS
+
+    def done(self, number: int) -> None:
+        """Everything that reads an image has been launched."""
+        self._free[number % BUFFERS] = self.lanes.mark()
+
+
+# ---- pages
+
+
+class Pages:
+    """The pages of a step's sequences, numbered anew, beside the device: those with earlier tokens go there, those written come back.
+
+    Args:
+        batch: on the host. pools: of the layers, on the host.
+    """
+
+    def __init__(self, batch: Batch, pools: CachePart, device: torch.device, lanes: Lanes) -> None:
+        page = kv_codes.page_size(pools.k[0])
+        bounds, lens, table = batch.cu_seqlens.tolist(), batch.context_lens.tolist(), batch.block_table
+        self._pools, self._device, self._lanes = pools, device, lanes
+        held, known, written, tables = list[int](), list[int](), list[int](), list[list[int]]()
+        slots = torch.empty_like(batch.slot_mapping)
+        for row, length in enumerate(lens):
+            first, last = bounds[row], bounds[row + 1]
+            start, count = length - (last - first), -(-length // page)
+            numbers = range(len(held), len(held) + count)
+            held += table[row, :count].tolist()
+            known += numbers[: -(-start // page)]
+            written += numbers[start // page :]
+            tables.append([*numbers])
+            place = torch.arange(start, length)
+            slots[first:last] = (numbers[0] * page + place).int()
+        width = max(len(numbers) for numbers in tables)
+        self.slots = slots
+        self.block_table = torch.tensor([[*numbers, *[0] * (width - len(numbers))] for numbers in tables], dtype=torch.int32)
+        of = torch.tensor(held)
+        self._count, self._known, self._written = len(held), torch.tensor(known, dtype=torch.int64), torch.tensor(written)
+        self._from, self._to = of[self._known], of[self._written]
+        self._known_there, self._written_there = self._known.to(device), self._written.to(device)
+        pinned = device.type == "cuda"
+        self.k, self.v = ([self._new(pool, self._count) for _ in range(BUFFERS)] for pool in (pools.k[0], pools.v[0]))
+        up, down = len(known), len(written)
+        self._up, self._down = (
+            [[torch.empty(count, _bytes(pool).shape[1], dtype=torch.uint8, pin_memory=pinned) for pool in (pools.k[0], pools.v[0])]
+             for _ in range(BUFFERS)] for count in (up, down)
+        )  # fmt: skip
+        self._sent: list[Any] = [None] * BUFFERS
+        self._back: dict[int, Any] = {}
+
+    def _new(self, pool: Tensor, count: int) -> Tensor:
+        row = _bytes(pool).shape[1]
+        return torch.zeros(count, row, dtype=torch.uint8, device=self._device).view(pool.dtype).view(count, *pool.shape[1:])
+
+    def send(self, layer: int) -> None:
+        """Copy what is known of a layer, in the lane of copies."""
+        if not len(self._from):
+            return
+        here = layer % BUFFERS
+        self._lanes.sync(self._sent[here])  # the copy before the last one has left this memory
+        for host, pool, there in zip(self._up[here], (self._pools.k[layer], self._pools.v[layer]), (self.k[here], self.v[here])):
+            torch.index_select(_bytes(pool), 0, self._from, out=host)
+            _bytes(there)[self._known_there] = host.to(self._device, non_blocking=True)
+        self._sent[here] = self._lanes.copied()
+
+    def fetch(self, layer: int) -> None:
+        """Begin to copy back what a layer has written."""
+        here = layer % BUFFERS
+        for host, there in zip(self._down[here], (self.k[here], self.v[here])):
+            host.copy_(_bytes(there)[self._written_there], non_blocking=True)
+        self._back[layer] = self._lanes.mark()
+
+    def store(self, layer: int) -> None:
+        """Put it into the pools."""
+        self._lanes.sync(self._back.pop(layer))
+        for host, pool in zip(self._down[layer % BUFFERS], (self._pools.k[layer], self._pools.v[layer])):
+            _bytes(pool)[self._to] = host
+
+
+def _bytes(pool: Tensor) -> Tensor:
+    """A pool as bytes, pages first."""
+    return pool.flatten(1).view(torch.uint8)
+
+
+# ---- layers
+
+
+@dataclass
+class _Ready:
+    """A part's steps of every layer in the buffer where it will be."""
+
+    program: Program
+    layers: list[list[tuple[str, dict[str, Any]]]]
+
+
+class LayerStream:
+    """Runs the layers of a part on the host for prompts.
+
+    Args:
+        layers: of the part, each by `together`. device: where it is computed. lanes: see `Buffers`.
+
+    Attributes:
+        rows: tokens of a step from which on this is worth it.
+    """
+
+    def __init__(self, layers: Sequence[Layer], streaming: Streaming, lanes: Lanes | None = None) -> None:
+        self.device = torch.device(streaming.device)
+        images = [Image(layer, self.device) for layer in layers]
+        self._buffers = Buffers(images, self.device, lanes)
+        self._ready: _Ready | None = None
+        self._tables: dict[int, tuple[Tensor, Tensor]] = {}
+        with torch.inference_mode(False):
+            self._room = _room(layers, self.device)
+        largest = max(range(len(layers)), key=lambda number: images[number].size)
+        weights = sum(_weights(tensor) for tensor in tensors_of(layers[largest]))
+        self.rows = worth(images[largest].size, weights) if streaming.rows is None else streaming.rows
+
+    def run(self, program: Program, x: Tensor, batch: Batch, pools: CachePart) -> Tensor:
+        """The residual stream f32 `(T, H)` on the device behind the layers.
+
+        Args:
+            program: of the part. x: f32 `(T, H)`, before them. batch: on the host, positions as rows of the RoPE tables. pools: of the
+                part.
+        """
+        if self._ready is None or self._ready.program is not program:
+            self._tables, self._ready = {}, _Ready(program, [self._moved(*one) for one in enumerate(layers_of(program))])
+        lanes, buffers = self._buffers.lanes, self._buffers
+        with ops.on_device(str(self.device)):
+            pages = Pages(batch, pools, self.device, lanes)
+            x = x.to(self.device, copy=True)
+            sequences = gpu_prefill.Sequences(batch.cu_seqlens.tolist(), batch.context_lens.tolist())
+            nothing = torch.empty(0, dtype=torch.int32)
+            parts = (nothing, batch.positions, pages.slots, pages.block_table, batch.cu_seqlens, batch.context_lens, nothing)
+            inputs = gpu_prefill.Inputs(*(part.to(self.device) for part in parts))
+            buffers.begin(pages.send)
+            for number, steps in enumerate(self._ready.layers):
+                here = buffers.use(number)
+                walk = LayerRun(program, inputs, sequences, {number: pages.k[here]}, {number: pages.v[here]}, self._room)
+                walk.walk(x, steps)
+                pages.fetch(number)
+                buffers.done(number)
+                if number:
+                    pages.store(number - 1)
+            pages.store(len(self._ready.layers) - 1)
+        return x
+
+    def _moved(self, number: int, steps: list[tuple[str, dict[str, Any]]]) -> list[tuple[str, dict[str, Any]]]:
+        image, buffer = self._buffers.images[number], self._buffers.memory[number % BUFFERS]
+
+        def move(tensor: Tensor) -> Tensor:
+            place = image.place(tensor, buffer)
+            if place is not None:
+                return place
+            key = tensor.data_ptr()  # a table of RoPE, the same for many layers
+            if key not in self._tables:
+                self._tables[key] = tensor, tensor.to(self.device)
+            return self._tables[key][1]
+
+        return moved(steps, move)
+
+
+def experts_fit(largest: int) -> bool:
+    """Whether a GPU keeps room for the experts of layers, of which the largest have so many bytes."""
+    return BUFFERS * largest <= MOST_EXPERTS
+
+
+class ExpertStream:
+    """Computes experts that are on the CPU apart from their layers for prompts, on the device of the rest of their layers.
+
+    Args:
+        experts: of each sparse layer there, by its number, each by `together`. The others as in `LayerStream`.
+
+    Attributes:
+        rows: tokens of a step from which on this is worth it.
+    """
+
+    def __init__(self, experts: Mapping[int, RoutedMLP], streaming: Streaming, lanes: Lanes | None = None) -> None:
+        self.device = torch.device(streaming.device)
+        images = [Image(mlp, self.device) for mlp in experts.values()]
+        self._buffers = Buffers(images, self.device, lanes)
+        self._steps: dict[int, list[tuple[str, dict[str, Any]]]] = {}
+        for number, (layer, mlp) in enumerate(experts.items()):
+            image, buffer = images[number], self._buffers.memory[number % BUFFERS]
+            self._steps[layer] = moved([("routed_mlp", {"experts": mlp.experts})], partial(_there, image, buffer))
+        first = next(iter(experts.values()))
+        with torch.inference_mode(False):
+            self._room = _room(experts.values(), self.device)
+        visited = sum(_weights(tensor) for tensor in (*first.up, *first.down)) * first.top_k // len(first.up)
+        self.rows = worth(images[0].size, visited) if streaming.rows is None else streaming.rows
+
+    def run(self, layer: int, program: Program, x: Tensor) -> Tensor:
+        """Add a layer's experts to x f32 `(T, H)` on the device, in place; all layers of a step in turn. program: of the part before."""
+        number, buffers = [*self._steps].index(layer), self._buffers
+        with ops.on_device(str(self.device)):
+            if number == 0:
+                buffers.begin()
+            buffers.use(number)
+            nothing = torch.empty(0, dtype=torch.int32, device=self.device)
+            walk = LayerRun(program, gpu_prefill.Inputs(*[nothing] * 7), gpu_prefill.Sequences([], []), {}, {}, self._room)
+            walk.walk(x, self._steps[layer])
+            buffers.done(number)
+        return x
+
+
+def _there(image: Image, buffer: Tensor, tensor: Tensor) -> Tensor:
+    place = image.place(tensor, buffer)
+    assert place is not None, "all of it is in the image"
+    return place
+
+
+def _room(layers: Iterable[Layer | RoutedMLP], device: torch.device) -> Tensor:
+    """For the largest of all matrices, f16."""
+    return torch.empty(max(_weights(tensor) for layer in layers for tensor in tensors_of(layer)), dtype=torch.float16, device=device)
+
+
+def _weights(tensor: Tensor) -> int:
+    """Of a blob."""
+    return math.prod(ops.shape(tensor)) if tensor.dtype == torch.uint8 else 0
+
+
+def prompts_of(batch: Batch) -> tuple[list[int], int]:
+    """The sequences of a step with more tokens than decoding gives, and how many these are together."""
+    bounds = batch.cu_seqlens.tolist()
+    counts = [b - a for a, b in pairwise(bounds)]
+    long = [row for row, count in enumerate(counts) if count > SHORT]
+    return long, sum(counts[row] for row in long)
+
+
+def select(batch: Batch, rows: Sequence[int]) -> Iterator[tuple[bool, Batch, Tensor]]:
+    """A step as its prompts and the rest: whether it is the prompts, the batch, and which tokens these are."""
+    others = [row for row in range(len(batch.context_lens)) if row not in set(rows)]
+    for prompts, some in ((True, rows), (False, others)):
+        if some:
+            piece, tokens, _ = batch.select(some)
+            yield prompts, piece, tokens

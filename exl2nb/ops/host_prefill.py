@@ -1,0 +1,252 @@
+"""Prompts through layers whose weights are the CPU's: a layer's tensors are copied to a device as they are, and torch unpacks them there.
+
+The walk over a layer is that of `gpu_prefill`, with the same numbers: an EXL2 matrix becomes fp16 as the format says. Runs on any device,
+on the CPU as a reference. Knows nothing about when what is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from exl2nb.ops import blob as layout
+from exl2nb.ops import gpu_prefill
+from exl2nb.ops.moe import Experts
+from exl2nb.ops.program import Program
+
+CHUNK = 1 << 24  # weights that are unpacked at a time: what is between words and fp16 numbers stays in a GPU's cache
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Consecutive groups of one width. offset: bytes from the start of a tile. units: of 32 rows. unit_groups: int64 `(units,)`.
+
+    shifts: int32 `(codes in a half, 1)`, where they begin.
+    """
+
+    bits: int
+    offset: int
+    first_row: int
+    units: int
+    unit_groups: Tensor
+    shifts: Tensor
+
+
+@dataclass(frozen=True)
+class Part:
+    """A matrix of a blob. data, tables: where they begin, in bytes. rows: int64 `(S,)` on the device, original row of each stored one."""
+
+    kind: int
+    outputs: int
+    first_output: int
+    tiles: int
+    tile_bytes: int
+    data: int
+    tables: int
+    groups: int
+    flags: int
+    rows: Tensor | None
+    runs: tuple[Stretch, ...]
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A blob of the CPU's layout on a device. memory: uint8 1-D, its bytes, there when it is used."""
+
+    memory: Tensor
+    K: int
+    N: int
+    parts: tuple[Part, ...]
+
+    @classmethod
+    def of(cls, blob: Tensor, memory: Tensor) -> Packed:
+        """blob: on the CPU, whose header and groups are read. memory: where its bytes will be."""
+        K, parts = layout.read(blob)
+        _, N = layout.shape(blob)
+        raw = np.frombuffer(blob.numpy(), layout.PART, len(parts), layout.HEADER.itemsize)
+        return cls(memory, K, N, tuple(_part(part, row, memory.device) for part, row in zip(parts, raw)))
+
+    def unpack_into(self, out: Tensor) -> None:
+        """The matrix f16 `(K, N)`, rows in original order."""
+        for part in self.parts:
+            columns = out[:, part.first_output : part.first_output + part.outputs]
+            whole = part.outputs == part.tiles * layout.TILE
+            target = columns if whole else out.new_empty(self.K, part.tiles * layout.TILE)
+            self._fill(part, target.unflatten(1, (part.tiles, layout.TILE)))
+            if not whole:
+                columns.copy_(target[:, : part.outputs])
+
+    def _fill(self, part: Part, out: Tensor) -> None:
+        """out: f16 `(K, tiles, 16)`."""
+        tiles = self.memory[part.data : part.data + part.tiles * part.tile_bytes].view(part.tiles, part.tile_bytes)
+        if part.kind not in (layout.EXL2, layout.GPTQ):
+            out.copy_(tiles.view(layout.DENSE[part.kind]).view(part.tiles, self.K, layout.TILE).transpose(0, 1))
+            return
+        count = max(1, CHUNK // (self.K * layout.TILE))
+        every_zero, every_step = _scales(part, tiles, self.memory)
+        for first in range(0, part.tiles, count):
+            chosen = slice(first, first + count)
+            some, place, steps = tiles[chosen], out[:, chosen], every_step[chosen]
+            zeros = None if every_zero is None else every_zero[chosen]
+            for run in part.runs:
+                values, here = _codes(run, some).half(), run.unit_groups
+                values.sub_(1 << run.bits - 1) if zeros is None else values.sub_(zeros[:, here, None, :, None])
+                if steps.dtype == torch.float32:
+                    values = values.float()
+                values.mul_(steps[:, here, None, :, None])  # exact before: rounded once
+                rows = values.permute(1, 2, 4, 0, 3).half().reshape(-1, len(some), layout.TILE)  # a copy, so that rows are contiguous
+                _put(place, rows, part.rows, run, self.K)
+
+
+def _part(part: layout.Part, row: Any, device: torch.device) -> Part:
+    runs: list[tuple[int, int, int, list[int]]] = []
+    for number, group in enumerate(part.groups):
+        bits, offset, first, count = (int(group[name]) for name in ("bits", "offset", "first_row", "rows"))
+        units = [number] * (count // layout.UNIT)
+        if runs and runs[-1][0] == bits:
+            runs[-1][3].extend(units)
+        else:
+            runs.append((bits, offset, first, units))
+    rows = None if part.perm is None else torch.from_numpy(part.perm.astype(np.int64)).to(device)
+    found = tuple(
+        Stretch(bits, offset, first, len(units), torch.tensor(units).to(device), _shifts(0, bits, 16 // bits, device))
+        for bits, offset, first, units in runs
+    )
+    places = {name: int(row[name]) for name in ("first_output", "tile_bytes", "data", "tables")}
+    return Part(part.kind, part.outputs, tiles=len(part.data), groups=len(part.groups), flags=part.flags, rows=rows, runs=found, **places)
+
+
+def _scales(part: Part, tiles: Tensor, memory: Tensor) -> tuple[Tensor | None, Tensor]:
+    """Zeros, None where they are the middle of the codes, and steps of every group: `(tiles, G, 16)`."""
+    count, groups = len(tiles), part.groups
+    if part.kind == layout.EXL2:
+        table = memory[part.tables : part.tables + groups * 64].view(torch.float32).view(groups, 16).half()  # they are fp16 numbers
+        nibbles = tiles[:, : groups * layout.SCALE_BYTES].reshape(count, groups, layout.SCALE_BYTES)
+        index = torch.stack([nibbles & 15, nibbles >> 4], -1).flatten(2).long()
+        return None, table.expand(count, -1, -1).gather(2, index)
+    wide = torch.float32 if part.flags & layout.WIDE_SCALES else torch.float16
+    at = groups * layout.TILE * wide.itemsize
+    steps = tiles[:, :at].contiguous().view(wide).view(count, groups, layout.TILE)
+    if not part.flags & layout.ZEROS:
+        return None, steps
+    zeros = tiles[:, at : at + groups * layout.TILE * 2].contiguous().view(torch.int16).view(count, groups, layout.TILE)
+    return zeros, steps
+
+
+def _codes(run: Stretch, tiles: Tensor) -> Tensor:
+    """Codes int16 `(tiles, units, 16 pairs, 16 columns, 2 rows)`; csrc/format/blob.h has the drawing. Both rows of a pair at once."""
+    bits, count, device = run.bits, len(tiles), tiles.device
+    data = tiles[:, run.offset : run.offset + run.units * bits * 64]
+    words = data.view(torch.int32).unflatten(1, (run.units, bits, layout.TILE))
+    pairs = torch.empty(count, run.units, 16, layout.TILE, dtype=torch.int32, device=device)
+    each = 16 // bits
+    main = pairs[:, :, : bits * each].unflatten(2, (bits, each))
+    torch.bitwise_right_shift(words.unsqueeze(3), run.shifts, out=main)
+    main.bitwise_and_(_both((1 << bits) - 1))
+    if bits in (3, 5):  # a bit of the last pair in every word
+        pairs[:, :, 15] = ((words >> 15) & _both(1)).bitwise_left_shift_(_shifts(0, 1, bits, device)).sum(2, dtype=torch.int32)
+    if bits == 6:
+        high = ((words[:, :, 4:].unsqueeze(3) >> _shifts(12, 2, 2, device)) & _both(3)).flatten(2, 3)
+        pairs[:, :, 12:] = ((words[:, :, :4] >> 12) & _both(15)) | (high << 4)
+    return pairs.view(torch.int16).unflatten(3, (layout.TILE, 2))
+
+
+def _shifts(first: int, step: int, number: int, device: torch.device) -> Tensor:
+    return torch.arange(first, first + step * number, step, dtype=torch.int32, device=device).unsqueeze(1)
+
+
+def _both(mask: int) -> int:
+    """For both halves of a word."""
+    return mask << 16 | mask
+
+
+def _put(out: Tensor, values: Tensor, rows: Tensor | None, run: Stretch, K: int) -> None:
+    """values: `(rows, tiles, 16)` of stored rows."""
+    last = run.first_row + run.units * layout.UNIT
+    if rows is None:
+        out[run.first_row : min(last, K)] = values[: K - run.first_row]
+        return
+    places = rows[run.first_row : last]
+    if len(rows) > K:  # padding rows of GPTQ
+        values, places = values[places < K], places[places < K]
+    out.index_copy_(0, places, values)
+
+
+# ---- a layer
+
+
+def layers_of(program: Program) -> list[list[tuple[str, dict[str, Any]]]]:
+    """The steps of every layer of a program, without what is before and behind them."""
+    found: list[list[tuple[str, dict[str, Any]]]] = []
+    for name, arguments in program.steps:
+        if name == "norm_qkv_rope":
+            found.append([])
+        if name not in ("embed", "norm_head", "residual_out"):
+            found[-1].append((name, arguments))
+    return found
+
+
+def moved(steps: Sequence[tuple[str, dict[str, Any]]], move: Callable[[Tensor], Tensor]) -> list[tuple[str, dict[str, Any]]]:
+    """A layer's steps with tensors elsewhere, blobs as `Packed`. move: gives the place of a tensor of the CPU."""
+
+    def of(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return Packed.of(value, move(value)) if value.dtype == torch.uint8 else move(value)
+        if isinstance(value, (tuple, list)):
+            return tuple(of(one) for one in value)
+        if isinstance(value, Experts):
+            return replace(value, **{field.name: of(getattr(value, field.name)) for field in fields(value)})
+        return value
+
+    return [(name, {key: of(value) for key, value in arguments.items()}) for name, arguments in steps]
+
+
+class LayerRun(gpu_prefill.Run):
+    """A walk over a layer's steps, as `moved` gives them. room: for the largest matrix f16, used by one walk after the other."""
+
+    def __init__(
+        self,
+        program: Program,
+        inputs: gpu_prefill.Inputs,
+        sequences: gpu_prefill.Sequences,
+        k_pools: Mapping[int, Tensor],
+        v_pools: Mapping[int, Tensor],
+        room: Tensor,
+    ) -> None:
+        super().__init__(program, inputs, sequences, k_pools, v_pools)  # pyright: ignore[reportArgumentType] - only looked up
+        self._unpacked_half = room
+
+    def walk(self, x: Tensor, steps: Sequence[tuple[str, dict[str, Any]]]) -> None:
+        """Add the layer to x f32 `(T, H)`, in place."""
+        self.x = x
+        for name, arguments in steps:
+            getattr(self, name)(arguments)
+
+    def linear_residual(self, a: dict[str, Any]) -> None:
+        """As in `gpu_prefill`, with the CPU too."""
+        if self.x.device.type != "cpu":
+            super().linear_residual(a)
+            return
+        y = self.product(self.done.pop(a["aside"]).half(), a["blob"], a["bias"])
+        self.x.add_(y if a["norm"] is None else torch.nn.functional.rms_norm(y, (y.shape[1],), a["norm"], a["eps"]), alpha=a["scale"])
+
+    def product(self, x: Tensor, blob: Any, bias: Tensor | None, *, half: bool = False) -> Tensor:
+        """As in `gpu_prefill`, for any number of rows."""
+        weight = self.weight(blob, x.device)
+        if x.device.type == "cpu":
+            y = x.float() @ weight.float()
+            y = y.half() if half else y
+        else:
+            y = torch.mm(x, weight) if half else torch.mm(x, weight, out_dtype=torch.float32)
+        return y if bias is None else y.add_(bias)
+
+    def weight(self, blob: Any, device: torch.device) -> Tensor:
+        """The matrix of a `Packed`."""
+        weight = self.room(blob.K, blob.N, device)
+        blob.unpack_into(weight)
+        return weight

@@ -1,0 +1,378 @@
+"""Prompts through layers of the host that are copied to a device: near the CPU's logits, the same bits every time, in the right order.
+
+The CPU stands for the GPU here, with the numbers of a GPU's prompts (fp16 inputs of products).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import exl2nb as ex
+from exl2nb.cli.models import add_load_options, load_options
+from exl2nb.core.errors import OptionError
+from exl2nb.llm.load import _streaming
+from exl2nb.model import streaming
+from exl2nb.model.batch import Batch
+from exl2nb.model.batch import Span as Tokens
+from exl2nb.model.layers import RoutedMLP, tensors_of
+from exl2nb.model.loader import load_model
+from exl2nb.model.model import Model, Span
+from exl2nb.model.split import SplitModel
+from exl2nb.model.streaming import Buffers, ExpertStream, Image, Lanes, LayerStream, Streaming, together, worth
+
+from .zoo import build, build_wide, config_of, write, write_exl2
+
+DEMO = Path(ex.__file__).parent / "demo_model"
+ROWS = 65
+
+
+def halves(directory: Path, rows: int = ROWS, *, device: str = "cpu") -> SplitModel:
+    """The first half of the layers on the host. device: of the second, and of long prompts."""
+    layers = config_of(directory).num_layers
+    spans = [Span("cpu", 0, (layers + 1) // 2), Span(device, (layers + 1) // 2, layers)]
+    model = load_model(directory, spans=spans, streaming=Streaming(device, rows))
+    assert isinstance(model, SplitModel)
+    return model
+
+
+def steps(vocab: int) -> list[Batch]:
+    """A prompt; its continuation beside a sequence that decodes and a second prompt; one token."""
+    ids = [5 + 7 * i % (vocab - 5) for i in range(400)]
+    three = [
+        Tokens(ids=ids[300:], start=300, pages=[3, 1], logit_rows="all"),
+        Tokens(ids=[7], start=2, pages=[5]),
+        Tokens(ids=ids[:100], start=0, pages=[6], logit_rows="all"),
+    ]
+    return [
+        Batch.single(ids[8:10], start=0, pages=[5]),
+        Batch.single(ids[:300], start=0, pages=[3, 1], logit_rows="all"),
+        Batch.build(three),
+        Batch.single([9], start=400, pages=[3, 1]),
+        Batch.single([9], start=100, pages=[6]),
+    ]
+
+
+def logits(model: Model, mode: str = "fp16") -> torch.Tensor:
+    cache = model.new_cache(model.cache_spec(2048, mode=mode))
+    return torch.cat([model.forward(batch, cache) for batch in steps(model.config.vocab_size)])
+
+
+def near(found: torch.Tensor, expected: torch.Tensor, part: float = 0.03) -> bool:
+    return bool((found - expected).abs().max() < part * expected.std())
+
+
+@pytest.mark.parametrize("mode", ["fp16", "fp32", "q8", "fp8"])
+def test_near_the_cpu_and_repeatable(mode: str) -> None:
+    whole, model = load_model(DEMO), halves(DEMO)
+    expected, found = logits(whole, mode), logits(model, mode)
+    assert not torch.equal(found, expected), "prompts had the numbers of a GPU"
+    coded = mode in ("q8", "fp8")  # a number at the border of two codes takes another one
+    assert near(found, expected, 0.25 if coded else 0.03)
+    assert (found - expected).abs().mean() < (0.01 if coded else 0.003) * expected.std()
+    assert torch.equal(logits(model, mode), found)
+    assert [stream.rows for stream in model._streams.values()] == [ROWS]
+    model.close()
+    assert not model._streams
+
+
+def test_few_tokens_stay_on_the_cpu() -> None:
+    """The step's bits are then those of the CPU; and a sequence that decodes has them beside a prompt, too."""
+    assert torch.equal(logits(halves(DEMO, rows=1000)), logits(load_model(DEMO)))
+    model = halves(DEMO)
+    cache = model.new_cache(model.cache_spec(1024))
+    one = Batch.single([7, 8, 9], start=0, pages=[0])
+    alone = model.forward(one, cache)
+    ids = [5 + i for i in range(100)]
+    both = Batch.build([Tokens(ids=ids, start=0, pages=[1]), Tokens(ids=[7, 8, 9], start=0, pages=[2])])
+    assert torch.equal(model.forward(both, cache)[1:], alone)
+
+
+def test_what_fails_beside_a_prompt_is_raised_when_both_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = halves(DEMO)
+    cache = model.new_cache(model.cache_spec(1024))
+    prompt, one = Tokens(ids=[5 + i for i in range(100)], start=0, pages=[1]), Tokens(ids=[7], start=0, pages=[2])
+    model.forward(Batch.build([prompt]), cache)
+    ended = []
+    run = LayerStream.run
+
+    def refuse(*_: object) -> torch.Tensor:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(LayerStream, "run", lambda *args: ended.append(run(*args)) or ended[0])
+    monkeypatch.setattr(model._parts[0].program, "run", refuse)
+    with pytest.raises(RuntimeError, match="no memory"):
+        model.forward(Batch.build([prompt, one]), cache)
+    assert len(ended) == 1
+    model.close()
+
+
+@pytest.mark.parametrize("name", ["gemma2", "cohere", "gpt2", "qwen2_moe", "exl2"])
+def test_layers_of_every_kind(name: str, tmp_path: Path) -> None:
+    if name == "exl2":
+        dense = write("llama", build_wide("llama"), tmp_path / "dense")
+        directory = write_exl2(dense, tmp_path / "exl2")
+    else:
+        directory = write(name, build(name), tmp_path)
+    config = config_of(directory)
+    ids = [5 + i % 60 for i in range(min(90, config.max_position_embeddings))]
+    batch = Batch.single(ids, start=0, pages=[0], logit_rows="all")
+    found = []
+    for model in (load_model(directory), halves(directory, rows=20)):
+        found.append(model.forward(batch, model.new_cache(model.cache_spec(256))))
+    apart = (found[1] - found[0]).abs().amax(1) / found[0].std()
+    assert apart.max() > 0
+    # where two experts are chosen with nearly the same weight, rounding decides, and a tiny random model has such tokens
+    assert (apart < 0.03).float().mean() > (0.9 if "moe" in name else 0.999)
+
+
+def test_a_layer_lies_together() -> None:
+    model = load_model(DEMO)
+    layer = model.network_and_program[0].layers[3]
+    moved = together(layer)
+    assert all(torch.equal(a, b) and a.data_ptr() != b.data_ptr() for a, b in zip(tensors_of(layer), tensors_of(moved)))
+    image = Image(moved, torch.device("cpu"))
+    assert sum(tensor.nbytes for tensor in tensors_of(moved)) <= image.size
+    buffer = image.memory.clone()
+    for tensor in tensors_of(moved):
+        place = image.place(tensor, buffer)
+        assert place is not None and torch.equal(place, tensor)
+    assert image.place(torch.zeros(1), buffer) is None
+
+
+@pytest.mark.parametrize("name", ["qwen2_moe", "exl2"])
+def test_experts_apart(name: str, tmp_path: Path) -> None:
+    """Near the CPU's for a prompt, the CPU's bits for few tokens; the same every time."""
+    if name == "exl2":
+        directory = write_exl2(write("mixtral", build_wide("mixtral"), tmp_path / "dense"), tmp_path / "exl2")
+    else:
+        directory = write(name, build(name), tmp_path)
+    spans = [Span("cpu", 0, config_of(directory).num_layers)]
+    model = load_model(directory, spans=spans, experts=True, streaming=Streaming("cpu", 20))
+    whole, lanes = load_model(directory), Late()
+    ids = [5 + i % 60 for i in range(90)]
+    batches = [Batch.single(ids[a:b], start=a, pages=[0], logit_rows="all") for a, b in ((0, 80), (80, 85))]
+
+    def of(some: Model) -> list[torch.Tensor]:
+        cache = some.new_cache(some.cache_spec(256))
+        return [some.forward(batch, cache) for batch in batches]
+
+    expected, found, again = of(whole), of(model), of(model)
+    apart = (found[0] - expected[0]).abs().amax(1) / expected[0].std()
+    assert apart.max() > 0 and (apart < 0.03).float().mean() > 0.9
+    assert all(torch.equal(a, b) for a, b in zip(found, again))
+    late = load_model(directory, spans=spans, experts=True, streaming=Streaming("cpu", 20))
+    assert isinstance(late, SplitModel)
+    layers = enumerate(late._network.layers)
+    mlps = {number: layer.mlp for number, layer in layers if isinstance(layer.mlp, RoutedMLP)}
+    late._expert_streams["cpu"] = ExpertStream(mlps, Streaming("cpu", 20), lanes)
+    assert all(torch.equal(a, b) for a, b in zip(of(late), found))
+    assert lanes.log and not lanes.waiting
+
+
+def test_experts_that_are_too_large_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = write("mixtral", build("mixtral"), tmp_path)
+    monkeypatch.setattr(streaming, "MOST_EXPERTS", 1000)
+    spans = [Span("cpu", 0, config_of(directory).num_layers)]
+    model, whole = load_model(directory, spans=spans, experts=True, streaming=Streaming("cpu", 20)), load_model(directory)
+    batch = Batch.single([5 + i % 60 for i in range(90)], start=0, pages=[0], logit_rows="all")
+    assert torch.equal(*(one.forward(batch, one.new_cache(one.cache_spec(256))) for one in (model, whole)))
+
+
+# ---- the order of copies and computations
+
+
+class Late(Lanes):
+    """Copies happen when something waits for them, no sooner; a mark is a place in the log."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.waiting: list[Callable[[], None]] = []
+        self.log: list[tuple[str, Any]] = []
+
+    def copy(self, work: Callable[[], None], after: Any) -> int:
+        self.log.append(("copy", after))
+        self.waiting.append(work)
+        return len(self.log)
+
+    def wait(self, mark: Any) -> None:
+        count = [position for position, (kind, _) in enumerate(self.log, 1) if kind == "copy"].index(mark) + 1
+        done = sum(1 for kind, _ in self.log if kind == "copy") - len(self.waiting)
+        for _ in range(count - done):
+            self.waiting.pop(0)()
+        self.log.append(("wait", mark))
+
+    def sync(self, mark: Any) -> None:
+        assert mark is None or mark <= len(self.log)
+
+    def mark(self) -> int:
+        self.log.append(("mark", None))
+        return len(self.log)
+
+
+def stream_logits(lanes: Lanes | None, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
+    made = LayerStream.__init__
+    with monkeypatch.context() as patch:
+        patch.setattr(LayerStream, "__init__", lambda self, layers, how: made(self, layers, how, lanes))
+        return logits(halves(DEMO))
+
+
+def test_bits_do_not_depend_on_when_copies_happen(monkeypatch: pytest.MonkeyPatch) -> None:
+    late = Late()
+    assert torch.equal(stream_logits(late, monkeypatch), stream_logits(None, monkeypatch))
+    assert not late.waiting, "what was begun was used"
+
+
+def test_a_buffer_is_copied_into_when_its_last_layer_has_been_computed() -> None:
+    """Image i + 1 is copied while image i is computed, after everything that read image i - 1."""
+    layers = [together(layer) for layer in load_model(DEMO).network_and_program[0].layers[:5]]
+    images, lanes, free, copies = [Image(layer, torch.device("cpu")) for layer in layers], Late(), {}, []
+    buffers = Buffers(images, torch.device("cpu"), lanes)
+    buffers.begin()
+    for number, image in enumerate(images):
+        here = buffers.use(number)
+        assert here == number % 2
+        assert torch.equal(buffers.memory[here][: image.size], image.memory)
+        buffers.done(number)
+        free[number] = len(lanes.log)
+    copies = [after for kind, after in lanes.log if kind == "copy"]
+    begun = copies[0]
+    assert copies == [begun, begun, *(free[number] for number in range(3))]
+    order = [kind for kind, _ in lanes.log]
+    assert order[:4] == ["mark", "copy", "copy", "wait"], "the second copy begins before the first layer is computed"
+
+
+# ---- what is worth it, and options
+
+
+def test_worth_is_arithmetic() -> None:
+    assert worth(110 << 20, 218 << 20) == 65  # 4 bits: 21 rows by arithmetic; the kernels of few rows end at 64
+    assert worth(2 * 218 << 20, 218 << 20) == 84  # fp16
+    assert worth(0, 0) == 65
+    stream = LayerStream([together(load_model(DEMO).network_and_program[0].layers[0])], Streaming("cpu"))
+    assert stream.rows == worth(stream._buffers.images[0].size, sum(a * b for a, b in map(streaming.ops.shape, _blobs(stream))))
+
+
+def _blobs(stream: LayerStream) -> list[torch.Tensor]:
+    layer = load_model(DEMO).network_and_program[0].layers[0]
+    return [tensor for tensor in tensors_of(layer) if tensor.dtype == torch.uint8]
+
+
+def test_who_streams() -> None:
+    both, gpu, cpu = [Span("cpu", 0, 3), Span("cuda:1", 3, 6), Span("cuda:0", 6, 9)], [Span("cuda", 0, 9)], [Span("cpu", 0, 9)]
+    assert _streaming(both, None, apart=False, exact=False) == Streaming("cuda:1", None)
+    assert _streaming(both, 200, apart=False, exact=False) == Streaming("cuda:1", 200)
+    for spans, rows, exact in ((both, 0, False), (both, None, True), (gpu, None, False), (cpu, None, False), ([], 5, False)):
+        assert _streaming(spans, rows, apart=False, exact=exact) is None
+    assert _streaming(gpu, None, apart=True, exact=False) == Streaming("cuda", None), "experts are on the CPU"
+    with pytest.raises(OptionError, match="stream_from"):
+        ex.load(DEMO, devices=["cpu", "cpu"], stream_from=-1, progress=None)
+    with ex.load(DEMO, devices=["cpu", "cpu"], stream_from=100, progress=None) as llm:
+        assert llm.model.prompt_device == "cpu" and llm.model.streaming is None
+
+
+def test_command_line() -> None:
+    parser = argparse.ArgumentParser()
+    add_load_options(parser)
+    options = load_options(parser.parse_args(["--gpu-layers", "3", "--stream-from", "0"]))
+    assert options == {"gpu_layers": 3, "stream_from": 0}
+
+
+def test_a_plan_counts_the_buffers() -> None:
+    from exl2nb.llm.plan import plan_split
+
+    for cache in ("fp16", "q4"):
+        with_, without = (
+            plan_split(DEMO, devices={"cuda": "6 layers", "cpu": "rest"}, context=512, cache=cache, streaming=streams)
+            for streams in (True, False)
+        )
+        layers = load_model(DEMO).network_and_program[0].layers
+        largest = max(Image(together(layer), torch.device("cpu")).size for layer in layers)
+        more = with_.shares[1].work - without.shares[1].work
+        assert more >= 2 * largest and with_.shares[0].work == without.shares[0].work
+    apart = [Span("cpu", a, b) for a, b in pairwise((0, 6, 12))]
+    assert load_model(DEMO, spans=apart).prompt_device == "cpu"
+
+
+# ---- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["fp16", "q8"])
+def test_prompts_on_a_gpu(mode: str) -> None:
+    """Near the CPU, as near as the GPU alone is; the same bits every time, also while copies are under way."""
+    whole, gpu, model = load_model(DEMO), load_model(DEMO, device="cuda"), halves(DEMO, device="cuda")
+    expected, alone, found = (logits(one, mode).cpu() for one in (whole, gpu, model))
+    bound = max(0.03, 2 * float((alone - expected).abs().max() / expected.std()))
+    assert near(found, expected, bound)
+    for _ in range(5):
+        assert torch.equal(logits(model, mode), found)
+    model.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["qwen2_moe", "exl2"])
+def test_experts_apart_of_a_gpu(name: str, tmp_path: Path) -> None:
+    """Prompts and single tokens near the CPU's, with experts on the CPU and copied to the GPU; the same bits every time."""
+    if name == "exl2":
+        directory = write_exl2(write("mixtral", build_wide("mixtral"), tmp_path / "dense"), tmp_path / "exl2")
+    else:
+        directory = write(name, build(name, num_attention_heads=4, head_dim=32, hidden_size=128), tmp_path)
+    whole, spans = load_model(directory), [Span("cuda", 0, config_of(directory).num_layers)]
+    ids = [5 + i % 60 for i in range(90)]
+    batches = [Batch.single(ids[a:b], start=a, pages=[0], logit_rows="all") for a, b in ((0, 80), (80, 81), (81, 82))]
+
+    def of(some: Model) -> torch.Tensor:
+        cache = some.new_cache(some.cache_spec(256))
+        return torch.cat([some.forward(batch, cache).cpu() for batch in batches])
+
+    expected = of(whole)
+    for how in (Streaming("cuda", 20), None):
+        model = load_model(directory, spans=spans, experts=True, streaming=how)
+        found = of(model)
+        apart = (found - expected).abs().amax(1) / expected.std()
+        assert (apart < 0.05).float().mean() > 0.85, "near ties choose other experts"
+        assert torch.equal(of(model), found)
+        model.close()
+
+
+@pytest.mark.gpu
+def test_unpacking_on_a_gpu() -> None:
+    model = load_model(DEMO, device="cpu")
+    layer = together(model.network_and_program[0].layers[2])
+    image = Image(layer, torch.device("cuda"))
+    buffer = image.memory.cuda()
+    for blob in tensors_of(layer):
+        if blob.dtype == torch.uint8:
+            outs = []
+            for place in (image.place(blob, buffer), image.place(blob, image.memory)):
+                assert place is not None
+                packed = streaming_packed(blob, place)
+                out = torch.empty(packed.K, packed.N, dtype=torch.float16, device=place.device)
+                packed.unpack_into(out)
+                outs.append(out.cpu())
+            assert torch.equal(*outs)
+
+
+def streaming_packed(blob: torch.Tensor, place: torch.Tensor) -> Any:
+    from exl2nb.ops.host_prefill import Packed
+
+    return Packed.of(blob, place)
+
+
+@pytest.mark.gpu
+def test_text_with_half_the_layers_on_the_host() -> None:
+    text = "The old man went to the sea, and the sea was calm. " * 12
+    with ex.load(DEMO, device="cpu", progress=None) as whole, ex.load(DEMO, gpu_layers=6, progress=None) as llm:
+        assert llm.model.prompt_device.startswith("cuda")
+        assert abs(llm.score(text).total - whole.score(text).total) < 0.02 * len(llm.score(text).tokens)
+        answers = {llm.generate(text, max_tokens=8, temperature=0).text for _ in range(3)}
+        assert len(answers) == 1
+    with ex.load(DEMO, gpu_layers=6, stream_from=0, progress=None) as llm:
+        assert llm.model.prompt_device == "cpu"
