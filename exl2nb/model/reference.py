@@ -173,9 +173,7 @@ def steps(
     """`block` in steps: stops before the linears of each of `stages` and yields their input; they read their weights afterwards.
 
     Experts run after the last stop. What a stop keeps alive is the residual stream and what was yielded.
-
-    Args:
-        residual: called before the stops for o and down with the stream `(B, S, H)` that their outputs are added to.
+    residual is called before the stops for o and down with the stream `(B, S, H)` that their outputs are added to.
     """
     names, linear = config.names, layer_linears(config, layer)
 

@@ -25,7 +25,7 @@ from .test_tuning import TEXT
 
 NOTHING = {"descent": 0, "codes": False, "scales": False, "vectors": False, "embedding": False}
 OPTIONS = {"bpw": 3.0, "calibration": TEXT, "rows": 48, "length": 32}
-LEARNED = {**OPTIONS, "tuning": Tuning(**NOTHING, blocks=6), "report_rows": 24}
+LEARNED = {**OPTIONS, "tuning": Tuning(**NOTHING, blocks=6)}
 EIGHT_B = {
     **CONFIG,
     "vocab_size": 128256,
@@ -69,7 +69,6 @@ def test_layers_are_closer_on_rows_that_nobody_learned_from(learned, source, tmp
     plain = convert(source, tmp_path / "plain", **{**LEARNED, "tuning": Tuning(**NOTHING)})
     assert plain.blocks is None
     assert plain.nbytes == learned.nbytes, "learning costs no byte"
-    assert learned.quality.kl < 0.97 * plain.quality.kl
     with TensorStore(plain.path) as before, TensorStore(learned.path) as after:
         for name in (
             "model.layers.0.post_attention_layernorm.weight",
