@@ -484,8 +484,9 @@ def _part_step(part: Part, pools: CachePart, inputs: DecodeInputs, before: Tenso
     """A part of a captured step. before: what the part in front of it leaves, `(rows, H)`. x: `(rows, outputs)`, what this one leaves."""
     gpu, place, rows = part.gpu, torch.device(numbered(part.span.device)), len(inputs.ids)
     assert gpu is not None
-    moved = inputs.ids, inputs.positions, inputs.lens, inputs.table  # one token each: no bounds
-    away = [torch.empty_like(tensor, device=place) for tensor in moved] if inputs.ids.device != place else None
+    assert inputs.bounds is None, "sequences of one token each"
+    there = inputs.ids, inputs.positions, inputs.lens, inputs.table
+    away = [torch.empty_like(tensor, device=place) for tensor in there] if inputs.ids.device != place else None
     here = inputs if away is None else DecodeInputs(*away)
     ids, bounds = (torch.arange(count, dtype=torch.int32, device=place) for count in (rows, rows + 1))
     kernels, formats, heads = gpu.step_kernels(rows), formats_of(pools), (pools.spec.num_kv_heads, pools.spec.head_dim)
@@ -493,7 +494,7 @@ def _part_step(part: Part, pools: CachePart, inputs: DecodeInputs, before: Tenso
     def step() -> None:
         with torch.cuda.device(place):
             if away is not None:
-                for to, tensor in zip(away, moved):
+                for to, tensor in zip(away, there):
                     to.copy_(tensor, non_blocking=True)
             if before is not None:
                 assert part.stream is not None
