@@ -23,7 +23,8 @@ from exl2nb.core.helper import Helper, HelperError, Limits
 
 MAX_TOKEN = 8192  # characters of one token, or of one text that a step inserts
 MAX_GROWTH = 64  # characters that one becomes, in normalizers and decoders
-_TRIAL = 1  # number of the checks below: a change tries every file again
+MAX_ID = 1 << 22  # of a token: writing a tokenizer out takes memory for every number up to the largest
+_TRIAL = 2  # number of the checks below: a change tries every file again
 _tried: set[str] = set()
 
 
@@ -105,8 +106,11 @@ def handle(request: dict[str, Any]) -> dict[str, Any]:
     backend.no_truncation()
     backend.no_padding()
     size = backend.get_vocab_size(with_added_tokens=True)
-    if max(map(len, backend.get_vocab(with_added_tokens=True)), default=0) > MAX_TOKEN:
+    vocab = backend.get_vocab(with_added_tokens=True)
+    if max(map(len, vocab), default=0) > MAX_TOKEN:
         raise ValueError(f"it has a token of more than {MAX_TOKEN} characters")
+    if (largest := max(vocab.values(), default=0)) > MAX_ID:
+        raise ValueError(f"it has a token of number {largest}, expected at most {MAX_ID}")
     ids = [
         *([i] for i in (*range(min(size, 512)), *range(max(0, size - 512), size))),
         *(range(i, min(i + 64, size)) for i in range(0, size, 64)),

@@ -47,6 +47,7 @@ HOSTILE = {
     "normalizer doubles": changed(normalizer={"type": "Sequence", "normalizers": [DOUBLING] * 40}),
     "normalizer replaces by pattern": changed(normalizer=replace({"Regex": "."}, "x" * 8000)),
     "large token": changed(model={"type": "WordLevel", "vocab": {"a": 0, "x" * 100_000: 1}, "unk_token": "a"}),
+    "a token of a large number": changed(model={"type": "WordLevel", "vocab": {"a": 0, "b": 999_999_916}, "unk_token": "a"}),
     "many tokens at the start": changed(
         post_processor={
             "type": "TemplateProcessing",
