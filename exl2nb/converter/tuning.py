@@ -39,6 +39,7 @@ from exl2nb.core.show import size_text
 from exl2nb.model import reference
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.layout import Linear, end_vectors, head_linear, layer_linears, linears
+from exl2nb.ops.gpu import capturing
 
 Weights = dict[str, Tensor]
 # rows of the whole way, if not told: 1280 of 512 tokens are 60 TFLOP for the demo model, 12 minutes of two cores
@@ -321,7 +322,8 @@ class _Trainer:
     def _recorded(self, ids: Tensor) -> Tensor:
         """The first step on a GPU: as it is, and then recorded, so that all others are launched at once."""
         first, held, graph = self._learn(ids), ids.clone(), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        stream = torch.cuda.Stream(ids.device)  # a model that generates in this process may allocate and wait meanwhile
+        with capturing, torch.cuda.device(ids.device), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             found = self._learn(held)
 
         def replay(ids: Tensor) -> Tensor:

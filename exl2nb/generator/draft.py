@@ -87,7 +87,8 @@ class DraftModel:
         self._model, self._run, self._on_close = model, run, on_close
         self._times = StepTimes()
         self._size, self._context, self._vocab_size = spec.page_size, context, vocab_size
-        self._cache, self._table = KVCache(spec, device), PageTable(spec.num_pages)
+        made = getattr(model, "new_cache", None)  # where its layers are
+        self._cache, self._table = KVCache(spec, device) if made is None else made(spec), PageTable(spec.num_pages)
         self._executor, self._ahead, self._drawn = (executor or HostExecutor)(model, self._cache), executor is not None, drawn
         self._known: dict[int, _DraftCache] = {}
         self._gone = False

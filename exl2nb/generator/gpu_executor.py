@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -20,7 +19,7 @@ from exl2nb.model.gpu import SHORT, mixes_adapters
 from exl2nb.model.model import DecodeInputs
 from exl2nb.ops import kernel_code, out_of_memory
 from exl2nb.ops.cuda_sample import TOP, Row, pack_rows, sample_rows
-from exl2nb.ops.gpu import LoraBuffers, launch_lock
+from exl2nb.ops.gpu import LoraBuffers, capturing, launch_lock
 from exl2nb.sampling.draw import Sampled
 from exl2nb.sampling.state import SamplerState
 
@@ -108,7 +107,6 @@ def write_counts(counts: Tensor, draws: Sequence[Draw], fresh: tuple[Sequence[in
 
 RING = 8  # results of as many steps are kept: more than may be unread, the steps of a draft model included
 MOST = 64  # sequences of the largest graph
-_capturing = threading.Lock()  # torch captures one graph at a time
 PROMPT_KERNELS = [
     kernel_code.KernelId(source, name)
     for source, name in (
@@ -330,7 +328,7 @@ class _Graph:
         if self._model.ranks is not None:
             self._model.ranks.record(self._cache, self.rows, self.width)
         self.step()  # with no sequence at all: nothing is written to the cache; loads the kernels, which a capture forbids
-        with _capturing:
+        with capturing:
             torch.cuda.synchronize(device)
             self._graph = torch.cuda.CUDAGraph()
             # another model's thread may allocate and wait meanwhile: so a stream of its own, and errors of this thread only

@@ -311,6 +311,7 @@ class NgramProposer:
 
     def __init__(self, min_match: int, earlier: EarlierTexts | None = None) -> None:
         self.length = 0  # tokens that agreed, of the last proposal
+        self.reading = False  # whether the last text is not known to its end
         self._least, self._earlier, self._own = min_match, earlier, SuffixAutomaton()
         self._known = 0  # ids that it has learned
         self._theirs: SuffixAutomaton | None = None  # the automaton of earlier texts, and where this text stands in it
@@ -318,7 +319,8 @@ class NgramProposer:
 
     def propose(self, ids: Seq[int], count: int) -> list[int]:
         """At most `count` tokens; a copy that reaches the end goes on with itself."""
-        if not self._learn(ids):
+        self.reading = not self._learn(ids)
+        if self.reading:
             return []
         source, (self.length, at) = self._own, self._own.repeated()
         state, length = self._place
@@ -405,15 +407,18 @@ class Proposer:
             self.pace.observe(ids[self._unproposed[0]] == self._unproposed[1])
         self._unproposed = None
         count = self.pace.length(room, beside)
-        found = self._ngram.propose(ids, max(1, count)) if room > 0 else []
+        found = self._ngram.propose(ids, min(room, self.pace.settings.max_tokens)) if room > 0 else []
         if found and not count and self._ngram.length >= LONG:
             self.pace.observe(True)
             count = self.pace.length(room, beside)
-            found = self._ngram.propose(ids, max(1, count))
         if found and not count:
             self._unproposed = len(ids), found[0]
-            return []
-        return found
+        return found[:count]
+
+    @property
+    def reading(self) -> bool:
+        """Whether it has not yet read the whole text, and so proposes nothing."""
+        return self._ngram is not None and self._ngram.reading
 
     def verified(self, drafted: Seq[int], accepted: int, *, at: int, kept: int) -> None:
         """These draft tokens, from place `at` of the new tokens on, were verified, `accepted` of them accepted; `kept` ids stay."""
@@ -492,7 +497,8 @@ class Speculator:
         self._asleep = self._slept = 0
         self._propose(proposing, len(running))
         self._rows = sum(one.rows for one in running) if running and len(decoding) == len(running) else 0
-        self._barren = self._barren + 1 if self._rows == len(running) and proposing else 0
+        reading = any(one.proposer is not None and one.proposer.reading for one in proposing)  # a long prompt, piece by piece
+        self._barren = self._barren + 1 if self._rows == len(running) and proposing and not reading else 0
         if self._barren and all(
             one.proposer.pace.settings.adaptive and one.sampler.constraint is None for one in proposing if one.proposer
         ):

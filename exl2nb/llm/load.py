@@ -311,6 +311,8 @@ def make_drafter(target: LLM, draft: LLM | str | os.PathLike[str], *, cache: str
 
 
 def _drafter(target: LLM, model: Model, tokenizer: Tokenizer, cache: str, **options: Any) -> DraftModel:
+    if model.ranks is not None:
+        raise OptionError("load: the draft model runs as ranks (parallel='tensor'), which share no cache with it; load it on one device")
     size = target.model.config.vocab_size
     check_same_tokenizer(target.tokenizer, tokenizer, target_size=size, draft_size=model.config.vocab_size)
     from exl2nb.llm.model import executor_of

@@ -8,7 +8,6 @@ GPU draws tokens; with a part on the CPU each part is captured for itself and th
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
@@ -31,7 +30,7 @@ from exl2nb.model.layers import Embedding, RoutedMLP, Step, tensors_of
 from exl2nb.model.model import DecodeInputs, Model, Network, Span, forward_gpu_observed
 from exl2nb.model.streaming import ExpertStream, LayerStream, Streaming, experts_fit, prompts_of, select
 from exl2nb.ops import gpu_prefill
-from exl2nb.ops.gpu import LoraBuffers, launch_lock
+from exl2nb.ops.gpu import LoraBuffers, capturing, launch_lock
 from exl2nb.ops.kernel_code import KernelId
 
 if TYPE_CHECKING:
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
 
 STREAM_ROWS = {"cpu": 64, "cuda": 2560}  # of a part's table at first: on a GPU a chunk of a prompt and the requests that decode beside it
 MOST = 64  # sequences of a captured step
-_capturing = threading.Lock()  # torch captures one graph at a time
 
 Observe = Callable[[str, Tensor], None]
 
@@ -126,7 +124,7 @@ class SplitModel(Model):
     @property
     def prompt_device(self) -> str:
         """A GPU also where that computes the prompts of layers on the CPU."""
-        return self.draw_device if self.streaming is None else self.streaming.device
+        return self.draw_device if self.streaming is None or not (self._streams or self._expert_streams) else self.streaming.device
 
     def _cut(self, span: Span) -> Iterator[Piece]:
         """The pieces of a span whose experts are elsewhere."""
@@ -539,7 +537,7 @@ class Captured:
             )  # fmt: skip
 
         step()  # without any sequence: nothing is written to the cache; loads the kernels, which a capture forbids
-        with _capturing:
+        with capturing:
             torch.cuda.synchronize(device)
             self._graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self._graph, stream=torch.cuda.Stream(device), capture_error_mode="thread_local"):

@@ -37,6 +37,9 @@ for _schema in (
 _ops: Any = torch.ops.exl2nb
 
 
+capturing = threading.Lock()  # torch captures one graph at a time
+
+
 class LaunchLock:
     """Held while a step or a stream-K product is launched: in another stream than the last launch, it first waits for that launch.
 
