@@ -213,8 +213,6 @@ def quantize_layer(
             stored = factor.stored(weight, cross, rounding.strength, lacking)
             packed[linear.key] = quantize_stored(stored, factor, groups[linear.key], bias=bias, coupling=coupling, sweeps=sweeps)
             current[f"{linear.key}.weight"] = dense(packed[linear.key][0], linear.out_features, weight.device)
-            if bias is not None:
-                current[f"{linear.key}.bias"] = bias.float()  # as it is filed: a resumed run goes on with that
 
     seen = current if rounding.refresh else dict(weights)
     walk, routed = _LayerRun(config, layer, weights, seen, streams), []

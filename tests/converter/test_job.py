@@ -17,6 +17,7 @@ from exl2nb.core.errors import ConversionError, DeviceError, Interrupted, ModelN
 from exl2nb.core.show import bits_cell
 from exl2nb.io import safetensors
 from exl2nb.io.shards import TensorStore
+from exl2nb.io.shards import TensorStore
 from exl2nb.model.archs import parse_config
 from exl2nb.model.inspect import inspect
 from exl2nb.model.layout import linears, vectors
@@ -202,6 +203,27 @@ def test_resumes_to_the_same_bytes(done, source, tmp_path, stage):
     assert output(result.path) == output(done.path)
     assert (result.resumed_layers > 0) == (stage != "measure")
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_biases_that_f16_does_not_hold_resume_to_the_same_bytes(tmp_path):
+    """Later layers see the biases that are filed, in a run that was never broken too."""
+    source = write_model(tmp_path / "dense", attention_bias=True)
+    with TensorStore(source) as store:
+        tensors = {name: store.read(name).float() for name in store.names()}
+    generator = torch.Generator().manual_seed(3)
+    tensors |= {name: tensor + 100 * torch.rand(tensor.shape, generator=generator) for name, tensor in tensors.items() if ".bias" in name}
+    safetensors.save(source / "model.safetensors", tensors)
+    whole = convert(source, tmp_path / "whole", bpw=5.0)
+
+    def bomb(event):
+        if event.stage == "quantize" and event.done >= event.total * 0.7:
+            raise Stop
+
+    with pytest.raises(Stop):
+        convert(source, tmp_path / "out", bomb, bpw=5.0)
+    again = convert(source, tmp_path / "out", bpw=5.0)
+    assert again.resumed_layers > 0
+    assert output(again.path) == output(whole.path)
 
 
 def test_a_damaged_layer_file_is_made_again(done, source, tmp_path):

@@ -121,6 +121,27 @@ def test_ngram_on_a_text_that_is_cut_back(data):
         assert set(guess) <= {0, 1, 2, 3}
 
 
+def test_a_long_match_ends_a_rest_at_once():
+    """The proposer looks once a step: a second look at the same text would find nothing."""
+    proposer, phrase = Proposer.ngram(Speculation(kind="ngram")), list(range(100, 140))
+    proposer.pace.rest = 5
+    found = proposer.propose([*phrase, *phrase[:20]], 3)
+    assert found
+    assert found == phrase[20 : 20 + len(found)]
+    assert proposer.pace.rest == 0
+
+
+def test_a_long_prompt_is_read_piece_by_piece():
+    ids, proposer = list(range(3000)), NgramProposer(2)
+    ids += ids[:40]
+    read = 0
+    while (found := proposer.propose(ids, 3)) == [] and proposer.reading:
+        read += 1
+        assert read < 10
+    assert read > 1
+    assert found == [40, 41, 42]
+
+
 def test_pace_follows_the_outcomes():
     times = StepTimes()
     good, bad = AdaptiveLength(Speculation(), times=times), AdaptiveLength(Speculation())
