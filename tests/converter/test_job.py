@@ -17,7 +17,6 @@ from exl2nb.core.errors import ConversionError, DeviceError, Interrupted, ModelN
 from exl2nb.core.show import bits_cell
 from exl2nb.io import safetensors
 from exl2nb.io.shards import TensorStore
-from exl2nb.io.shards import TensorStore
 from exl2nb.model.archs import parse_config
 from exl2nb.model.inspect import inspect
 from exl2nb.model.layout import linears, vectors
