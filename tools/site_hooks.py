@@ -121,6 +121,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Links that leave docs/, drawings, and places where something made is put: `<!-- chart: quality -->`, `<!-- widget: plan -->`."""
     source = next((path for path, site in OUTSIDE.items() if site == page.file.src_uri), f"docs/{page.file.src_uri}")
+    if source.startswith("benchmarks/log/"):
+        page.meta["search"] = {"exclude": True}  # every page of the site loads the index
     text = outside_code(markdown, lambda part: LINK.sub(lambda found: relinked(found, source, page.file.src_uri), part))
     text = re.sub(r"^```mermaid\n(.*?)^```$", lambda found: drawing(found[1]), text, flags=re.M | re.S)
     text = text.replace("<!-- loop -->", LOOP)
