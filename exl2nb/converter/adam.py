@@ -45,8 +45,3 @@ def shares(steps: int) -> list[float]:
     """How much of the way each step goes: a short warm-up, then a cosine to zero; they add up to 1."""
     raw = [min(1.0, (at + 1) / (1 + WARM_UP * steps)) * (1 + math.cos(math.pi * at / steps)) for at in range(steps)]
     return [value / sum(raw) for value in raw]
-
-
-def through_f16(tensor: Tensor) -> Tensor:
-    """Rounded to f16, with the gradient of what it was."""
-    return tensor + (tensor.detach().half().float() - tensor.detach())

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from exl2nb.converter.adam import Adam, shares, through_f16
+from exl2nb.converter.adam import Adam, shares
 from exl2nb.converter.calibration import Rows
-from exl2nb.converter.grid import Grid
+from exl2nb.converter.grid import Grid, loaded
 from exl2nb.converter.hessian import ROWS_PER_BATCH, batches, gpu_rows
 from exl2nb.converter.sensitivity import repeatable
 from exl2nb.converter.streams import Stream
@@ -175,12 +175,7 @@ class _Layer:
 
     def weights(self) -> Weights:
         """All tensors of the layer as it is loaded; differentiable."""
-        made = {name: through_f16(tensor) for name, tensor in self.vectors.items()}
-        for key, grid in self.grids.items():
-            made[f"{key}.weight"] = grid.weight()
-            if grid.bias is not None:
-                made[f"{key}.bias"] = through_f16(grid.bias)
-        return made
+        return loaded(self.grids, self.vectors)
 
     def keep(self) -> tuple[Weights, dict[str, Weights]]:
         """What the files will hold: vectors by name, and what `Grid.packed` takes, by key."""

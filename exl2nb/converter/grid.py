@@ -101,3 +101,18 @@ class Grid:
         perm = torch.argsort(self._invperm)
         codes = (kept["codes"].float() - self.low.cpu()).to(torch.uint8).T[perm].contiguous()
         return encode(codes, self._index, kept["scale_max"], self._groups, perm, bias=kept.get("bias"))
+
+
+def through_f16(tensor: Tensor) -> Tensor:
+    """Rounded to f16, with the gradient of what it was."""
+    return tensor + (tensor.detach().half().float() - tensor.detach())
+
+
+def loaded(grids: Mapping[str, Grid], vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """All tensors as the file will hold them, by name, f32; differentiable. grids: by the key of their linear."""
+    made = {name: through_f16(tensor) for name, tensor in vectors.items()}
+    for key, grid in grids.items():
+        made[f"{key}.weight"] = grid.weight()
+        if grid.bias is not None:
+            made[f"{key}.bias"] = through_f16(grid.bias)
+    return made

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from exl2nb.converter.adam import Adam, shares, through_f16
+from exl2nb.converter.adam import Adam, shares
 from exl2nb.converter.calibration import Rows
-from exl2nb.converter.grid import Grid
+from exl2nb.converter.grid import Grid, loaded
 from exl2nb.converter.hessian import ROWS_PER_BATCH, batches, gpu_rows
 from exl2nb.converter.quantization import Made
 from exl2nb.converter.result import Quality, judge
@@ -240,12 +240,7 @@ class _Student:
 
     def weights(self) -> Weights:
         """All tensors of the network as it is loaded; differentiable."""
-        made = {name: through_f16(tensor) for name, tensor in self.vectors.items()}
-        for key, grid in self.grids.items():
-            made[f"{key}.weight"] = grid.weight()
-            if grid.bias is not None:
-                made[f"{key}.bias"] = through_f16(grid.bias)
-        return made
+        return loaded(self.grids, self.vectors)
 
     def keep(self) -> Weights:
         """What the files will hold, by key and part."""

@@ -459,7 +459,7 @@ def proposer_for(
 class Speculator:
     """Appends draft tokens to the ids of decoding sequences before each step, and measures step times.
 
-    It sleeps for some steps after one without draft tokens, for longer each time; these steps run as if nobody speculated.
+    It sleeps for some steps after one without draft tokens, for longer each time; these steps run as without speculation.
 
     times: of the steps. earlier: texts that ended.
     """

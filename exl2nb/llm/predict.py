@@ -8,7 +8,7 @@ the fourth powers smooth the change from one to the other:
 memory: bytes over READ_SHARE of the card's bandwidth. unpacking: weights over multiprocessors * clock * WEIGHTS_PER_CLOCK. The constants
 give the nine rows of `MEASURED`, from two cards with the same multiprocessors and different memory, within 8 % (a test holds that).
 Prefill is fitted to prompts of 100 to 2048 tokens of Llama-2-7B on an H200. Below compute capability 9.0 other kernels run, which
-nobody has timed: take those lines as upper bounds.
+have not been timed: take those lines as upper bounds.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def copy_of(folder: Path, *, device: str, progress: Sink | None) -> Path:
         job = ConversionJob(folder, copy, bpw=BPW, effort="quick", device=device)
         job.run(progress)
     except ConversionError as error:
-        if (copy / "config.json").is_file():  # somebody else was quicker
+        if (copy / "config.json").is_file():  # another process has made it meanwhile
             return copy
         if "found an EXL2 model" in str(error):
             todo = f"convert the model it was made from to {BPW} bits per weight (`exl2nb convert`), and give that directory as draft"

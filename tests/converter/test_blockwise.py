@@ -15,13 +15,11 @@ from exl2nb.converter.tuning import Tuning, fitting
 from exl2nb.core.errors import ConversionError, Interrupted, OptionError
 from exl2nb.io.shards import TensorStore
 from exl2nb.model.archs import parse_config
-from exl2nb.model.layout import linears, vectors
 from exl2nb.model.loader import read_model_config
 from exl2nb.model.reference import logits
-from exl2nb.quant.exl2 import Exl2Tensors
 
 from .test_job import CONFIG, convert, output
-from .test_tuning import TEXT
+from .test_tuning import TEXT, read_back
 
 NOTHING = {"descent": 0, "codes": False, "scales": False, "vectors": False, "embedding": False}
 OPTIONS = {"bpw": 3.0, "calibration": TEXT, "rows": 48, "length": 32}
@@ -84,13 +82,7 @@ def test_layers_are_closer_on_rows_that_nobody_learned_from(learned, source, tmp
 
 def test_the_report_is_about_what_is_on_disk(learned, source):
     config, ids = read_model_config(source), torch.randint(3, 90, (8, 32), generator=torch.Generator().manual_seed(9))
-    with TensorStore(learned.path) as store:
-        made = {name: store.read(name).float() for name in vectors(config)}
-        for linear in linears(config):
-            matrix = Exl2Tensors.read(store, linear.key, in_features=linear.in_features, out_features=linear.out_features)
-            made[f"{linear.key}.weight"] = matrix.reconstruct()[:, : linear.out_features].T.float()
-            if linear.bias:
-                made[f"{linear.key}.bias"] = matrix.bias.float()
+    made = read_back(learned.path, config)
     with TensorStore(source) as store:
         dense = {name: store.read(name).float() for name in store.names()}
     wanted, found = (logits(config, weights, ids).log_softmax(-1) for weights in (dense, made))

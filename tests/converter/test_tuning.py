@@ -94,17 +94,23 @@ def test_tuned_is_closer_on_rows_that_nobody_learned_from(tuned, source, tmp_pat
     assert tuned.nbytes == plain.nbytes, "tuning costs no byte"
 
 
-def test_the_report_is_about_what_is_on_disk(tuned, source):
-    config, ids = read_model_config(source), torch.randint(3, 90, (4, 32), generator=torch.Generator().manual_seed(9))
-    with TensorStore(source) as store:
-        dense = {name: store.read(name).float() for name in store.names()}
-    with TensorStore(tuned.path) as store:
+def read_back(path, config):
+    """All tensors of a converted model, f32, as the loader computes them."""
+    with TensorStore(path) as store:
         made = {name: store.read(name).float() for name in vectors(config)}
         for linear in linears(config):
             matrix = Exl2Tensors.read(store, linear.key, in_features=linear.in_features, out_features=linear.out_features)
             made[f"{linear.key}.weight"] = matrix.reconstruct()[:, : linear.out_features].T.float()
             if linear.bias:
                 made[f"{linear.key}.bias"] = matrix.bias.float()
+    return made
+
+
+def test_the_report_is_about_what_is_on_disk(tuned, source):
+    config, ids = read_model_config(source), torch.randint(3, 90, (4, 32), generator=torch.Generator().manual_seed(9))
+    with TensorStore(source) as store:
+        dense = {name: store.read(name).float() for name in store.names()}
+    made = read_back(tuned.path, config)
     tokenizer = Tokenizer.load(source)
     _, learned, choosing, report = tuning_rows(tokenizer, "\n".join(TEXT), rows=12, tuning=128, choosing=stage.CHOOSING, extra=8, length=32)
     assert kl_of(config, dense, made, report) == pytest.approx(tuned.quality.kl, rel=1e-3)
