@@ -178,7 +178,9 @@ def main() -> None:
             if not turn and not args.brief:
                 products(layers, args.threads)
             torch.set_num_threads(args.threads[-1])
-            shares = ex.plan(args.model, devices=options.get("devices") or {"cuda": f"{number - on_host} layers", "cpu": "rest"}, context=4096).shares
+            shares = ex.plan(
+                args.model, devices=options.get("devices") or {"cuda": f"{number - on_host} layers", "cpu": "rest"}, context=4096
+            ).shares
             nbytes = next(one.read for one in shares if one.device == "cpu")
             gpu_ms = graph(llm)
             pools = llm.engine.cache.part(part.span.first, part.span.last)

@@ -17,7 +17,7 @@ import torch
 from exl2nb.converter.allocation import Frozen, Override
 from exl2nb.converter.calibration import Source
 from exl2nb.converter.measurement import Measurement
-from exl2nb.converter.memory import Planned, planned, planned_on_gpu
+from exl2nb.converter.memory import Asked, Planned, planned, planned_on_gpu
 from exl2nb.converter.pipeline import Pipeline
 from exl2nb.converter.quantization import Rounding
 from exl2nb.converter.result import Conversion
@@ -212,8 +212,7 @@ class ConversionJob:
         tuning = (
             None if asked.tuning is None else fitting(asked.tuning, config, device, min(asked.length, config.max_position_embeddings))[0]
         )
-        return plan(
-            config,
+        work = Asked(
             rows=asked.rows,
             length=asked.length,
             report_rows=asked.report_rows,
@@ -222,6 +221,7 @@ class ConversionJob:
             descent=asked.sweeps > 0,
             blocks=tuning is not None and bool(tuning.blocks),
         )
+        return plan(config, work)
 
     def measure(self, sink: Sink | None = None) -> Measurement:
         """Only measure: what `run` would do first. Writes nothing under `dst`.

@@ -107,6 +107,9 @@ def write_counts(counts: Tensor, draws: Sequence[Draw], fresh: tuple[Sequence[in
 
 RING = 8  # results of as many steps are kept: more than may be unread, the steps of a draft model included
 MOST = 64  # sequences of the largest graph
+VERIFYING = (
+    16  # graphs with draft tokens that are kept, of all numbers of rows, sequences and pages; llm.memory counts those of one sequence
+)
 PROMPT_KERNELS = [
     kernel_code.KernelId(source, name)
     for source, name in (
@@ -227,6 +230,11 @@ class GpuExecutor:
             if lora is not None:  # those that know buffers which are no longer used
                 self._graphs = {known: graph for known, graph in self._graphs.items() if known[-1] in (None, lora)}
             self._graphs[key] = self._capture(*key[:5], lora) if self._graphed else None
+            verifying = [known for known in self._graphs if known[1]]  # the one that was used longest ago first
+            for known in verifying[:-VERIFYING]:
+                del self._graphs[known]  # the GPU has waited for it: a capture begins with that
+        elif sizes[1]:
+            self._graphs[key] = self._graphs.pop(key)
         graph = self._graphs[key]
         if graph is not None:
             graph.set(step, draws, self._drawn)

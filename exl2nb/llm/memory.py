@@ -19,6 +19,7 @@ from exl2nb.cache.spec import PAGE_SIZE, CacheSpec
 from exl2nb.core.errors import DeviceError, OptionError
 from exl2nb.core.show import size_text
 from exl2nb.model.config import ModelConfig
+from exl2nb.model.gpu import SHORT
 from exl2nb.model.gpu_memory import kept_bytes
 from exl2nb.model.inspect import Inspection
 from exl2nb.ops.memory import partial_sums_bytes
@@ -27,6 +28,7 @@ CHUNKS = {"cpu": 512, "cuda": 2048}
 """Prompt tokens that a step takes at most."""
 PRODUCTS_BYTES = 32 * 2**20  # what the library of matrix products keeps on the GPU
 CODE_BYTES = 146 * 2**20  # kernels that CUDA loads when they are first used; H200, torch 2.11, 2026-11-21
+DRAFT_ROWS = sum(range(2, SHORT + 1))  # of one sequence's captured steps with draft tokens: of 2 to SHORT rows
 GRAPH_BYTES = 8 * 2**20  # of the first captured step, whatever its model
 MULTIPROCESSORS = 132  # of the GPU that is assumed where there is none: an H100 or H200
 MIB = 2**20
@@ -170,7 +172,7 @@ def formula_of(
         weights=kept_bytes(config, found),
         segments=1,
         stages=_gpu_stages(config),
-        graph_fixed=CODE_BYTES + GRAPH_BYTES,
+        graph_fixed=CODE_BYTES + GRAPH_BYTES + DRAFT_ROWS * _graph_row(config, multiprocessors) // 2,
         graph_row=_graph_row(config, multiprocessors),
         logits_row=logits,
         **common,

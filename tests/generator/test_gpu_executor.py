@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import exl2nb as ex
 from exl2nb.core.errors import OutOfMemory
 from exl2nb.generator import gpu_executor
 from exl2nb.generator.executor import Draw
-from exl2nb.generator.gpu_executor import IN_PROMPT, biased, penalised, writable, write_bias, write_counts
+from exl2nb.generator.gpu_executor import IN_PROMPT, VERIFYING, GpuExecutor, biased, penalised, writable, write_bias, write_counts
 from exl2nb.generator.speculation import Speculation
 from exl2nb.sampling.filters import ALL_TOKENS
 from exl2nb.sampling.params import SamplingParams
@@ -269,3 +270,38 @@ def test_a_draft_model_draws_what_the_target_would():
         made = vars(vars(drafter)["_executor"])["_graphs"]
         assert made
         assert None not in made.values()
+
+
+class Step(SimpleNamespace):
+    """Of so many tokens in so many sequences."""
+
+    @classmethod
+    def of(cls, tokens: int, sequences: int, pages: int = 1):
+        return cls(
+            same=False, batch=SimpleNamespace(context_lens=[9] * sequences, block_table=torch.zeros(sequences, pages), adapters=None)
+        )
+
+
+def test_steps_with_draft_tokens_are_kept_up_to_a_number(monkeypatch):
+    """The one that was used longest ago goes; plain decode steps stay."""
+    monkeypatch.setattr(GpuExecutor, "_capture", lambda self, *key: SimpleNamespace(key=key, set=lambda *_: None))
+    executor = GpuExecutor(SimpleNamespace(draw_device="cpu", ranks=None, placement="cpu"), None)
+    draw = Draw(SamplerState(SamplingParams(temperature=0), [1]), 0, 0)
+
+    def run(tokens, sequences, pages=1):
+        return executor._graph(Step.of(tokens, sequences, pages), [draw] * tokens)
+
+    plain = [run(count, count) for count in (1, 2, 4, 8, 16)]
+    first = run(2, 1)
+    others = [run(tokens, 1, pages) for pages in (1, 2, 4, 8) for tokens in range(2, 9)][1:]
+    kept = [key for key in executor._graphs if key[1]]
+    assert len(kept) == VERIFYING
+    assert run(8, 1, 8) is others[-1], "known"
+    assert run(2, 1) is not first, "captured again"
+    assert [run(count, count) for count in (1, 2, 4, 8, 16)] == plain
+    oldest = next(key for key in executor._graphs if key[1])
+    used = executor._graphs[oldest]
+    assert run(oldest[0], 1, oldest[2]) is used
+    run(3, 1, 16)
+    assert oldest in executor._graphs, "it was used just now"
+    assert len([key for key in executor._graphs if key[1]]) == VERIFYING
