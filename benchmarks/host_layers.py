@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -131,10 +132,12 @@ def decode(llm: ex.LLM, tokens: int, bound_ms: float) -> None:
             llm.generate(PROMPT, max_tokens=tokens, temperature=0, ignore_eos=True)
     finally:
         del model._on_host, model.forward
-    steps = [b - a for a, b in zip(ends[1:], ends[2:])]
+    steps = [b - a for a, b in pairwise(ends[1:])]
     step, host_ms, whole_ms = (statistics.median(some) * 1e3 for some in (steps, host[2:], whole[2:]))
-    say(decode=llm.model.where, tok_s=1e3 / step, step_ms=step, host_ms=host_ms, gpu_and_hand_over_ms=whole_ms - host_ms, loop_ms=step - whole_ms,
-        bound_ms=bound_ms, share=bound_ms / step)  # fmt: skip
+    say(
+        decode=llm.model.where, tok_s=1e3 / step, step_ms=step, host_ms=host_ms, gpu_and_hand_over_ms=whole_ms - host_ms,
+        loop_ms=step - whole_ms, bound_ms=bound_ms, share=bound_ms / step,
+    )  # fmt: skip
 
 
 def graph(llm: ex.LLM) -> float:

@@ -463,7 +463,7 @@ def _streams_of(
 
 
 def _fetched(x: Tensor) -> Tensor:
-    """x on the host; a few rows through locked memory, which a GPU writes to by itself."""
+    """Rows on the host; a few through locked memory, which a GPU writes to by itself."""
     if x.device.type != "cuda" or len(x) > MOST:
         return x.to("cpu")
     held = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
