@@ -97,6 +97,10 @@ class BatchBuilder:
         batch = self._batches.get(key) or self._new_batch(*key)
         if seeing:
             batch = self._with_pictures(batch, spans)
+        late = [sequence.late for sequence in sequences if sequence.late is not None]
+        if late:
+            self._write_late(spans, tokens)
+            return Step(batch, self._feed[:tokens], draws, False, late[0].round.ids)
         return Step(batch, self._feed[:tokens] if feed else None, draws, same)
 
     def _with_pictures(self, batch: Batch, spans: Sequence[Span]) -> Batch:
@@ -162,6 +166,16 @@ class BatchBuilder:
             if span.feed:
                 self._feed[at], self._ids[at] = self._row_of[id(span.sequence)], 0
             at += span.length
+
+    def _write_late(self, spans: Sequence[Span], tokens: int) -> None:
+        """Where tokens are draft tokens that are on the device: which of the round's."""
+        self._feed[:tokens] = -1
+        end = 0
+        for sequence, _, length, _, _ in spans:
+            end += length
+            if sequence.late is not None:
+                rows, row = sequence.late.round.rows, sequence.late.row
+                self._feed[end - sequence.drafted : end] = range(row, row + rows * sequence.drafted, rows)
 
     def _write(self, spans: Sequence[Span]) -> tuple[int, int]:
         at = rows = 0
