@@ -24,6 +24,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
 from train_demo_model import Llama, Recipe, Shape, clean, encode_all, save_model, train, train_tokenizer
 
 SHAPES = {
@@ -86,6 +88,15 @@ def parameters_of(shape: Shape) -> int:
     return 2 * shape.vocab_size * shape.hidden_size + shape.num_layers * (attention + 3 * shape.hidden_size * shape.intermediate_size)
 
 
+def load_bed(folder: Path, shape: Shape, device: torch.device) -> Llama:
+    """A model that was written before."""
+    model = Llama(shape)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    for file in sorted(set(index["weight_map"].values())):
+        model.load_state_dict(load_file(folder / file), strict=False)
+    return model.to(device)
+
+
 def weight_of(name: str, trained: Collection[str], missing: Collection[str]) -> float:
     """Its share of the time, beside others': by size, or what a draft of one that is trained in the same run needs."""
     target = TARGETS.get(name)
@@ -124,14 +135,19 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{args.out}: every model is there")
         return 0
     text = read_text(args.text)
-    size = TOY_VOCABULARY if args.toy else SHAPES[missing[0]].vocab_size
-    tokenizer = train_tokenizer([text[at : at + (1 << 20)] for at in range(0, len(text), max(1 << 20, len(text) // 6))], size)
+    there = [name for name in SHAPES if (args.out / name / FACTS).exists()]
+    if there:  # all models of a folder have one tokenizer
+        tokenizer = Tokenizer.from_file(str(args.out / there[0] / "tokenizer.json"))
+    else:
+        size = TOY_VOCABULARY if args.toy else SHAPES[missing[0]].vocab_size
+        tokenizer = train_tokenizer([text[at : at + (1 << 20)] for at in range(0, len(text), max(1 << 20, len(text) // 6))], size)
     stream = encode_all(tokenizer, [text])
     seen = f"{len(text):,} characters, {len(stream):,} tokens, vocabulary {tokenizer.get_vocab_size()}, {time.monotonic() - begin:.0f} s"
     print(seen, file=sys.stderr, flush=True)
-    models: dict[str, Llama] = {}
+    toy = {"vocab_size": tokenizer.get_vocab_size(), **(TOY if args.toy else {})}
+    models = {name: load_bed(args.out / name, replace(SHAPES[name], **toy), device) for name in there if name in TARGETS.values()}
     for at, name in enumerate(missing):
-        shape = replace(SHAPES[name], vocab_size=tokenizer.get_vocab_size(), **(TOY if args.toy else {}))
+        shape = replace(SHAPES[name], **toy)
         teacher, rows, left = models.get(TARGETS.get(name, "")), stream, args.seconds - (time.monotonic() - begin)
         if teacher is not None:
             written = written_by(teacher, stream, min(len(stream), args.written), device=device, seed=args.seed)
