@@ -168,14 +168,14 @@ class BatchBuilder:
             at += span.length
 
     def _write_late(self, spans: Sequence[Span], tokens: int) -> None:
-        """Where tokens are draft tokens that are on the device: which of the round's."""
+        """Where tokens are draft tokens that are on the device, with the one before them: which of the round's."""
         self._feed[:tokens] = -1
         end = 0
         for sequence, _, length, _, _ in spans:
             end += length
             if sequence.late is not None:
                 rows, row = sequence.late.round.rows, sequence.late.row
-                self._feed[end - sequence.drafted : end] = range(row, row + rows * sequence.drafted, rows)
+                self._feed[end - sequence.rows : end] = range(row, row + rows * sequence.rows, rows)
 
     def _write(self, spans: Sequence[Span]) -> tuple[int, int]:
         at = rows = 0

@@ -78,12 +78,11 @@ class _Graph:
     def __init__(self, model: Model, cache: KVCache, rows: int, width: int, steps: int, moved: bool) -> None:
         self.rows, self.width, self.steps = rows, width, steps
         self._device = torch.device(model.draw_device)
-        self._sizes = [rows * WORDS, FIRST * rows, FIRST * rows, rows, rows, rows, rows * width]
+        self._sizes = [rows * WORDS, FIRST * rows, FIRST * rows, rows, rows, rows, rows * width, (1 + steps) * rows]
         self._state = torch.zeros(sum(self._sizes), dtype=torch.int32, device=self._device)
-        self._drafts = torch.zeros(steps, rows, dtype=torch.int32, device=self._device)
         self._results = torch.zeros(steps, rows, 4, dtype=torch.int32).pin_memory()
         self._bias = torch.zeros(rows, model.outputs, device=self._device) if moved else None
-        self._run = _recorded(model, cache, self._state.split(self._sizes), self._drafts, self._results, self._bias)
+        self._run = _recorded(model, cache, self._state.split(self._sizes), self._results, self._bias)
         self._run()  # with no sequence at all: nothing is written to the cache; loads the kernels, which a capture forbids
         with capturing:
             torch.cuda.synchronize(self._device)
@@ -94,13 +93,13 @@ class _Graph:
     def replay(self, places: Sequence[Place], began: float) -> DraftRound:
         """Write what the round reads, and enqueue it."""
         host = torch.zeros(len(self._state), dtype=torch.int32, pin_memory=True)
-        params, ids, positions, last, lens, _, table = np.split(host.numpy(), np.cumsum(self._sizes)[:-1])
+        params, ids, positions, last, lens, _, table, tokens = np.split(host.numpy(), np.cumsum(self._sizes)[:-1])
         packed = packed_params([place.draw for place in places])
         params[: len(packed)] = packed
         table = table.reshape(self.rows, self.width)
-        for row, (tokens, start, pages, _) in enumerate(places):
+        for row, (latest, start, pages, _) in enumerate(places):
             at = FIRST * row
-            ids[at : at + FIRST], positions[at : at + FIRST] = tokens, range(start, start + FIRST)
+            ids[at : at + FIRST], positions[at : at + FIRST], tokens[row] = latest, range(start, start + FIRST), latest[-1]
             last[row], lens[row] = start + FIRST - 1, start + FIRST
             table[row, : len(pages)] = pages
         first, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -112,15 +111,14 @@ class _Graph:
         with launch_lock(self._device):
             self._graph.replay()
         end.record()
-        return _Round(self._drafts.view(-1), self.rows, began, self._results[:, : len(places)], (first, end), waited)
+        return _Round(self._state[-len(tokens) :], self.rows, began, self._results[:, : len(places)], (first, end), waited)
 
 
-def _recorded(
-    model: Model, cache: KVCache, state: Sequence[Tensor], drafts: Tensor, results: Tensor, bias: Tensor | None
-) -> Callable[[], None]:
+def _recorded(model: Model, cache: KVCache, state: Sequence[Tensor], results: Tensor, bias: Tensor | None) -> Callable[[], None]:
     """What launches the steps and draws. It does not know the graph: a cycle would keep a closed model's weights until it is collected."""
-    params, ids, positions, last, lens, number, table = state
-    steps, rows = drafts.shape
+    params, ids, positions, last, lens, number, table, tokens = state
+    rows, steps = len(lens), len(results)
+    drafts = tokens.view(1 + steps, rows)[1:]  # behind the last token of each sequence
     device, settings = drafts.device, params.view(torch.uint8).view(rows, ROW_BYTES)
     logits = torch.zeros(rows, model.outputs, device=device)
     pages = table.view(rows, -1)

@@ -297,7 +297,7 @@ class _Graph:
         self._model, self._cache = model, cache
         several, self._places = sequences > 0, _places(rows, sequences, width)
         state = torch.zeros(self._places[-1][1], dtype=torch.int32, device=device)
-        ids, positions, lens, steps, adapters, table, bounds, words = (state[at:end] for at, end in self._places)
+        ids, positions, lens, steps, adapters, table, bounds, self._feeds, words = (state[at:end] for at, end in self._places)
         adapters.fill_(-1)
         adapted = None if lora is None else (lora, adapters)
         drawn = torch.zeros_like(ids) if several else ids
@@ -341,7 +341,7 @@ class _Graph:
         """Write everything that the step reads; drawn: what its `feed` is of."""
         batch, n, b, rows = step.batch, len(draws), len(step.batch.context_lens), self.rows
         host = torch.zeros(len(self._state), dtype=torch.int32, pin_memory=True)
-        ids, positions, lens, steps, adapters, table, bounds, params = (host.numpy()[at:end] for at, end in self._places)
+        ids, positions, lens, steps, adapters, table, bounds, feeds, params = (host.numpy()[at:end] for at, end in self._places)
         ids[:n], positions[:n], lens[:b] = batch.input_ids.numpy(), batch.positions.numpy(), batch.context_lens.numpy()
         steps[:] = self._count
         adapters[:] = -1
@@ -352,11 +352,15 @@ class _Graph:
             bounds[: b + 1], bounds[b + 1 :], bounds[-1] = batch.cu_seqlens.numpy(), n, rows
         packed = packed_params(draws)
         params[: len(packed)] = packed
-        fed = None
-        if step.feed is not None and drawn is not None:
+        fed, every = None, step.drafts is not None and step.feed is not None and int(step.feed.min()) >= 0
+        if every:
+            feeds[:n] = step.feed
+        elif step.feed is not None and drawn is not None:
             fed = _fed(batch.input_ids, step.feed, drawn, self.ids.device)
         self._state.copy_(host, non_blocking=True)
-        if fed is not None:
+        if every and step.drafts is not None:
+            torch.index_select(step.drafts, 0, self._feeds[:n], out=self.ids[:n])
+        elif fed is not None:
             self.ids[:n] = fed
         if self._model.ranks is not None:
             self._model.ranks.set_rows(self._cache, rows, self.width, torch.from_numpy(table))
@@ -464,9 +468,9 @@ def _fed(ids: Tensor, feed: np.ndarray, drawn: Tensor, device: torch.device) -> 
 
 
 def _places(rows: int, sequences: int, width: int) -> list[tuple[int, int]]:
-    """Where ids, positions, lens, steps, adapters, block table, bounds and settings of a captured step are in its state."""
+    """Where ids, positions, lens, steps, adapters, block table, bounds, feed and settings of a captured step are in its state."""
     lines, places, at = sequences or rows, list[tuple[int, int]](), 0
-    for size in (rows, rows, lines, rows, rows, lines * width, sequences + 1 if sequences else 0):
+    for size in (rows, rows, lines, rows, rows, lines * width, sequences + 1 if sequences else 0, rows if sequences else 0):
         places.append((at, at + size))
         at += size
     at += at % 2  # the settings have numbers of eight bytes

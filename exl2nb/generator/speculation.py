@@ -360,7 +360,8 @@ STEP_ROWS = 64  # of logits in one step, which many sequences share
 class DraftRound(Protocol):
     """Draft tokens that were launched on a GPU and may not be there yet.
 
-    ids: int32 on the GPU; the token of step s for row r is at s * rows + r. rows: of a step. began: `time.perf_counter()` then.
+    ids: int32 on the GPU; draft token i of row r is at (1 + i) * rows + r, the token before the first one at r. rows: of a step.
+    began: `time.perf_counter()` then.
     """
 
     ids: torch.Tensor

@@ -297,7 +297,7 @@ class FakeRounds:
                 logits = self.model.forward(Batch.build(spans, page_size=size), self.cache).to(torch.float32).numpy()
             for row, place, mine in zip(logits, places, found):
                 mine.append(drawn(row, place.draw._replace(number=place.draw.number + step)).id)
-        self.rounds.append(FakeRound(found, began))
+        self.rounds.append(FakeRound([place.ids[-1] for place in places], found, began))
         return self.rounds[-1]
 
     def close(self):
@@ -305,8 +305,9 @@ class FakeRounds:
 
 
 class FakeRound:
-    def __init__(self, found, began):
-        self.ids, self.rows, self.began = torch.tensor(found, dtype=torch.int32).T.flatten(), len(found), began
+    def __init__(self, latest, found, began):
+        tokens = [[one, *mine] for one, mine in zip(latest, found)]
+        self.ids, self.rows, self.began = torch.tensor(tokens, dtype=torch.int32).T.flatten(), len(found), began
         self._found, self.reads = found, 0
 
     def tokens(self, row):
