@@ -53,17 +53,18 @@ def prompts_of(task: str, llm: ex.LLM, args: argparse.Namespace) -> list[list[in
     return [ids[at : at + PROMPT] for at in range(0, stride * count, stride)]
 
 
-def measure(llm: ex.LLM, task: str, prompts: list[list[int]], tokens: int, kind: str) -> tuple[float, list[Any]]:
+def measure(llm: ex.LLM, task: str, prompts: list[list[int]], args: argparse.Namespace, kind: str) -> tuple[float, list[Any]]:
     """Tokens a second over all requests, and the answers."""
-    options = {"max_tokens": tokens, "ignore_eos": True, "speculation": KINDS[kind], **TASKS[task]}
+    clock = time.process_time if args.processor_time else time.perf_counter
+    options = {"max_tokens": args.tokens, "ignore_eos": True, "speculation": KINDS[kind], **TASKS[task]}
     llm.cache.clear()
-    start = time.perf_counter()
+    start = clock()
     if task == "batch":
         found = llm.batch(prompts, **options).run()
         answers = [found[i] for i in range(len(prompts))]
     else:
         answers = [llm.generate(prompt, **options) for prompt in prompts]
-    return sum(len(answer.tokens) for answer in answers) / (time.perf_counter() - start), answers
+    return sum(len(answer.tokens) for answer in answers) / (clock() - start), answers
 
 
 def run_task(llm: ex.LLM, task: str, kinds: list[str], args: argparse.Namespace) -> dict[str, Any]:
@@ -74,7 +75,7 @@ def run_task(llm: ex.LLM, task: str, kinds: list[str], args: argparse.Namespace)
     stats: dict[str, list[Any]] = {}
     for number in range(args.rounds + 1):
         for kind in kinds:
-            speed, answers = measure(llm, task, prompts, args.tokens, kind)
+            speed, answers = measure(llm, task, prompts, args, kind)
             if number:
                 speeds[kind].append(speed)
             texts[kind] = [[token.id for token in answer.tokens] for answer in answers]
@@ -125,6 +126,9 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=6)
     parser.add_argument("--copies", type=int, default=4, help="times the passage stands in the prompt")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--processor-time", action="store_true", help="of the process instead of wall time: for one thread, on a shared machine"
+    )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

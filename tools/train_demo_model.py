@@ -307,7 +307,9 @@ def train(
             goal = teacher(window[:, :-1]).flatten(0, 1).float().log_softmax(-1)
         return F.kl_div(logits.log_softmax(-1), goal, reduction="batchmean", log_target=True)
 
-    optimizer, loss_fn = make_optimizer(model, recipe, device), torch.compile(loss_of) if compiled else loss_of
+    optimizer = make_optimizer(model, recipe, device)
+    for block in (*model.model["layers"], *(() if teacher is None else teacher.model["layers"])) if compiled else ():
+        block.compile()  # once for all layers: seconds; the whole network would take a minute
     amp = torch.autocast("cuda", dtype=torch.bfloat16) if device.type == "cuda" else nullcontext()
     start, losses, source, warm, step = time.monotonic(), [], batches(stream, shape, recipe, device), 0.0, 0
     while step < recipe.steps:
@@ -315,7 +317,7 @@ def train(
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, recipe)
         with amp:
-            loss = loss_fn(window)
+            loss = loss_of(window)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), recipe.grad_clip)
