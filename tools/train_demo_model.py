@@ -31,7 +31,7 @@ from torch import Tensor, nn
 SPECIAL = ["<unk>", "<s>", "</s>"]
 BOS, EOS = 1, 2
 PIECE = 1 << 16  # characters that are encoded at once
-PROBED = 5  # steps before the time of one is measured; it is measured on twice as many
+PROBED = 5  # steps before the time of one is measured
 ASCII = str.maketrans(
     {"\u2018": "'", "\u2019": "'", "\u201c": '"', "\u201d": '"', "\u2013": "-", "\u2014": "--", "\u2026": "...", "\u00a0": " "}
 )
@@ -284,7 +284,7 @@ def train(
     """Train on `stream` int32 `(tokens,)`.
 
     Args:
-        seconds: take fewer steps than the recipe's where they would need longer; how long one takes is measured on the first ones.
+        seconds: take fewer steps than the recipe's where they would need longer; how long one takes is measured all along.
         teacher: learn its distribution at every place instead of the token there (distillation). On `device`, of the same vocabulary.
         name: for the lines of progress.
 
@@ -311,7 +311,8 @@ def train(
     for block in (*model.model["layers"], *(() if teacher is None else teacher.model["layers"])) if compiled else ():
         block.compile()  # once for all layers: seconds; the whole network would take a minute
     amp = torch.autocast("cuda", dtype=torch.bfloat16) if device.type == "cuda" else nullcontext()
-    start, losses, source, warm, step = time.monotonic(), [], batches(stream, shape, recipe, device), 0.0, 0
+    start, losses, source, warm = time.monotonic(), [], batches(stream, shape, recipe, device), 0.0
+    step, most = 0, recipe.steps
     while step < recipe.steps:
         window = next(source)
         for group in optimizer.param_groups:
@@ -324,14 +325,14 @@ def train(
         optimizer.step()
         losses.append(loss.detach())
         step += 1
-        if step in (PROBED, 3 * PROBED) and seconds is not None:  # the first ones compile, and fill the allocator
+        if seconds is not None and step % PROBED == 0:
             loss.item()
             now = time.monotonic()
-            if step > PROBED:
-                recipe = replace(
-                    recipe, steps=max(step, min(recipe.steps, step + int((seconds - (now - start)) * 2 * PROBED / (now - warm))))
-                )
-            warm = now
+            if step == PROBED:  # the first ones compile, and fill the allocator
+                warm = now
+            elif step % (3 * PROBED) == 0:
+                left = (seconds - (now - start)) * (step - PROBED) / (now - warm)
+                recipe = replace(recipe, steps=max(step, min(most, step + int(left))))
         if step % max(1, recipe.steps // 40) == 0 or step == recipe.steps:
             said, elapsed = loss.item(), time.monotonic() - start
             rate = step * recipe.batch * shape.context / max(elapsed, 1e-9)
