@@ -15,8 +15,8 @@ from exl2nb.model import reference
 from exl2nb.model.config import ModelConfig
 
 BEGINNING = 8  # tokens of a text that a row begins with
-BYTES = {"cpu": 1 << 29, "cuda": 24 << 30}  # of keys, values and predictions: rows that are written together are as many as fit
-MOST = 8192  # rows at once
+BYTES = {"cpu": 1 << 29, "cuda": 8 << 30}  # of keys, values and predictions: rows that are written together are as many as fit
+MOST = 4096  # rows at once
 
 
 def rows_at_once(config: ModelConfig, length: int, device: torch.device) -> int:

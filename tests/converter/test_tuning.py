@@ -202,9 +202,14 @@ def test_a_gpu_rounds_on_more_rows(source, tmp_path, monkeypatch):
 
 def test_tensor_cores_are_left_as_they_were():
     before = torch.backends.cuda.matmul.allow_tf32
-    with pytest.raises(KeyError), stage._tensor_cores(torch.device("cuda")):
-        assert torch.backends.cuda.matmul.allow_tf32
-        raise KeyError
+
+    def fail():
+        with stage._tensor_cores(torch.device("cuda")):
+            assert torch.backends.cuda.matmul.allow_tf32
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
     assert torch.backends.cuda.matmul.allow_tf32 == before
     with stage._tensor_cores(torch.device("cpu")):
         assert torch.backends.cuda.matmul.allow_tf32 == before
