@@ -115,6 +115,7 @@ PROMPT_KERNELS = [
         ("gemm/prefill.cu", "rotate_rows"),
         ("gemm/prefill.cu", "norm_rows<4>"),
         ("gemm/prefill.cu", "gate_rows<8>"),
+        ("gemm/prefill.cu", "merge_parts"),
     )
 ]
 DRAWN = frozenset(("temperature", "top_k", "top_p", "min_p", "seed")) | PENALTIES | BIASES  # what the sampling kernel does

@@ -24,7 +24,7 @@ from exl2nb.core.show import size_text
 from exl2nb.io.hub import display_name
 from exl2nb.io.metadata import metadata_folder
 from exl2nb.llm.keywords import PARALLEL
-from exl2nb.llm.memory import CONTEXT, LIMITS, MemoryPlan, Stage, formula_of, free_bytes, multiprocessors
+from exl2nb.llm.memory import CONTEXT, LIMITS, MemoryPlan, Stage, formula_of, free_bytes, multiprocessors, reads_groups
 from exl2nb.llm.split_plan import Holder, KindFormula, Share, Sizes, SplitFormula, SplitPlan
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.gpu_memory import kept_by_layer
@@ -509,7 +509,7 @@ def plan(
                 adapters += adapter_bytes(place, config)
         tower = plan_encoder(folder, config, device=device)
         name = display_name(folder) if Path(path).expanduser().exists() else f"{path}@{revision}" if revision else str(path)
-    formula = formula_of(config, found, device, modes=(mode,), multiprocessors=multiprocessors())
+    formula = formula_of(config, found, device, modes=(mode,), multiprocessors=multiprocessors(), groups=reads_groups())
     made = MemoryPlan.of(
         replace(formula, weights=formula.weights + tower.nbytes, adapters=adapters),
         name=name,
