@@ -16,6 +16,7 @@ import torch
 
 from exl2nb.converter.allocation import Frozen, Override
 from exl2nb.converter.calibration import Source
+from exl2nb.converter.keywords import EFFORTS
 from exl2nb.converter.measurement import Measurement
 from exl2nb.converter.memory import Asked, Planned, planned, planned_on_gpu
 from exl2nb.converter.pipeline import Pipeline
@@ -139,6 +140,8 @@ class ConversionJob:
         self.device = pick_device(device)
         if self.settings.tuning is not None:
             self.settings = dataclasses.replace(self.settings, tuning=self.settings.tuning.on(self.device))
+        if rows is None and self.device.type == "cuda" and (more := EFFORTS[effort].gpu_rows):
+            self.settings = dataclasses.replace(self.settings, rows=more, least_rows=self.settings.rows)
         self._cancelled, self._go = False, threading.Event()
         self._go.set()
         self.result: Conversion | None = None
