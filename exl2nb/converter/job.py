@@ -140,7 +140,10 @@ class ConversionJob:
         self.device = pick_device(device)
         if self.settings.tuning is not None:
             self.settings = dataclasses.replace(self.settings, tuning=self.settings.tuning.on(self.device))
-        if rows is None and self.device.type == "cuda" and (more := EFFORTS[effort].gpu_rows):
+        more = EFFORTS[effort].gpu_rows if rows is None and self.device.type == "cuda" else 0
+        if more and self.settings.tuning is not None and self.settings.tuning.rows is not None:
+            more = min(more, self.settings.tuning.rows)  # of all that is seen
+        if more > self.settings.rows:
             self.settings = dataclasses.replace(self.settings, rows=more, least_rows=self.settings.rows)
         self._cancelled, self._go = False, threading.Event()
         self._go.set()

@@ -16,6 +16,7 @@ import itertools
 import math
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -47,6 +48,7 @@ Weights = dict[str, Tensor]
 SEEN = {"cpu": 1280, "cuda": 6144}
 SWEEPS = {"cpu": 2, "cuda": 0}
 STEP_TOKENS = 8192  # of one step
+LEARNING = 2  # of what is filed after each part: one more where that, or the rule of a step, changes
 PARTS = 8  # of the way: after each one the model is judged and filed
 CHOOSING = 32  # rows
 # how far a number may go if every gradient points the same way, over the square root of the steps that different rows make: codes in steps
@@ -268,16 +270,27 @@ def _relative_error(grids: Mapping[str, Grid], dense: Weights) -> float:
     return math.sqrt(apart / whole) if whole else 0.0
 
 
+_SETTING = threading.Lock()  # of the process: two conversions at once would take each other's value for that of before
+
+
 @contextmanager
 def _tensor_cores(device: torch.device) -> Iterator[None]:
     """Products of f32 matrices run on a GPU's tensor cores meanwhile: TF32, whose error is far below that of an 8-bit code."""
-    settings = torch.backends.cuda.matmul
-    before = settings.allow_tf32
-    settings.allow_tf32 = before or device.type == "cuda"
-    try:
+    if device.type != "cuda":
         yield
-    finally:
-        settings.allow_tf32 = before
+        return
+    settings = torch.backends.cuda.matmul
+    with _SETTING:
+        try:
+            before = settings.allow_tf32
+        except RuntimeError:  # chosen through torch's other switch of the same thing: it stays as it is
+            yield
+            return
+        settings.allow_tf32 = True
+        try:
+            yield
+        finally:
+            settings.allow_tf32 = before
 
 
 def _learned(text: Tensor, written: Tensor, passes: int) -> Tensor:
@@ -420,7 +433,7 @@ def tune(context: Context, rows: Rows, made: Made, tuning: Tuning, seed: int) ->
     """
     weights, work, config = context.weights, context.work, context.weights.config
     texts = [found.numpy().tobytes() for found in (rows.tuning, rows.choosing)]
-    key = hash_of("tuned", made.key, tuning, seed, weights.device.type, *texts)
+    key = hash_of("tuned", LEARNING, made.key, tuning, seed, weights.device.type, *texts)
     packed = _packed(context, made.key)
     teacher = _dense(weights)
     written = _written(context, teacher, rows.tuning, tuning.to_write(len(rows.tuning), weights.device), seed)

@@ -285,7 +285,7 @@ class Scheduler:
         return bool(held)
 
     def _budget(self, beside: bool) -> int:
-        return max(self.share, min(self.chunk, self._fitting(BESIDE_S))) if beside and self._speed else self.chunk
+        return min(self.chunk, max(self.share, self._fitting(BESIDE_S))) if beside and self._speed else self.chunk
 
     def _fitting(self, seconds: float) -> int:
         return int(self._speed * seconds) // self.share * self.share

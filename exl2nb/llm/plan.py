@@ -147,7 +147,7 @@ def kind_formula(
         weights[0] = 0 if found.embedding is None else found.embedding.nbytes
         head = found.head or found.embedding
         weights[-1] = 0 if head is None else head.nbytes
-    formula = formula_of(config, found, kind, modes=modes)
+    formula = formula_of(config, found, kind, modes=modes, groups=reads_groups())
     if kind == "cuda" and not experts:  # a part for each sparse layer, with a captured step and its workspace; the last has the logits
         parts, logits = 1 + sum(config.experts(layer) is not None for layer in range(config.num_layers)), 2 * 4 * config.vocab_size
         fixed, row = formula.graph_fixed + (parts - 1) * PART_BYTES, parts * (formula.graph_row - logits) + logits

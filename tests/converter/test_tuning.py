@@ -197,6 +197,8 @@ def test_a_gpu_rounds_on_more_rows(source, tmp_path, monkeypatch):
     assert asked("cuda", effort="tuned") == (256, 128)
     assert asked("cpu", effort="tuned") == (128, None)
     assert asked("cuda", effort="tuned", rows=40) == (40, None)
+    assert asked("cuda", effort="tuned", tuning=Tuning(rows=200)) == (200, 128)
+    assert asked("cuda", effort="tuned", tuning=Tuning(rows=100)) == (128, None)
     assert asked("cuda", effort="full") == (80, None)
 
 
@@ -213,6 +215,19 @@ def test_tensor_cores_are_left_as_they_were():
     assert torch.backends.cuda.matmul.allow_tf32 == before
     with stage._tensor_cores(torch.device("cpu")):
         assert torch.backends.cuda.matmul.allow_tf32 == before
+
+
+def test_another_switch_of_tensor_cores_stays(monkeypatch):
+    """torch refuses to tell what was chosen through its newer one."""
+
+    class Mixed:
+        @property
+        def allow_tf32(self):
+            raise RuntimeError("mix of the legacy and new APIs")
+
+    monkeypatch.setattr(torch.backends.cuda, "matmul", Mixed())
+    with stage._tensor_cores(torch.device("cuda")):
+        pass
 
 
 @pytest.mark.parametrize(

@@ -283,7 +283,8 @@ class Step(SimpleNamespace):
 
 
 def test_steps_with_draft_tokens_are_kept_up_to_a_number(monkeypatch):
-    """The one that was used longest ago goes; plain decode steps stay."""
+    """One that was not used for long makes room; what finds none is launched kernel by kernel; plain decode steps stay."""
+    monkeypatch.setattr(gpu_executor, "IDLE", 21)
     monkeypatch.setattr(GpuExecutor, "_capture", lambda self, *key: SimpleNamespace(key=key, set=lambda *_: None))
     executor = GpuExecutor(SimpleNamespace(draw_device="cpu", ranks=None, placement="cpu"), None)
     draw = Draw(SamplerState(SamplingParams(temperature=0), [1]), 0, 0)
@@ -293,15 +294,15 @@ def test_steps_with_draft_tokens_are_kept_up_to_a_number(monkeypatch):
 
     plain = [run(count, count) for count in (1, 2, 4, 8, 16)]
     first = run(2, 1)
-    others = [run(tokens, 1, pages) for pages in (1, 2, 4, 8) for tokens in range(2, 9)][1:]
-    kept = [key for key in executor._graphs if key[1]]
-    assert len(kept) == VERIFYING
-    assert run(8, 1, 8) is others[-1], "known"
-    assert run(2, 1) is not first, "captured again"
+    shapes = [(tokens, pages) for pages in (1, 2, 4) for tokens in range(2, 9)]  # 21
+    made = [first, *(run(tokens, 1, pages) for tokens, pages in shapes[1:])]
+    assert None not in made[:VERIFYING]
+    assert made[VERIFYING:] == [None] * 5
+    assert executor.prepared == len(plain) + VERIFYING
+    assert run(3, 1) is made[1], "known"
+    replaced = run(2, 1, 8)
+    assert replaced is not None, "for the first one, which was not used for as long as that"
+    assert run(2, 1) not in (None, first), "captured again, for the one that is the oldest now"
+    assert run(3, 1) is made[1]
     assert [run(count, count) for count in (1, 2, 4, 8, 16)] == plain
-    oldest = next(key for key in executor._graphs if key[1])
-    used = executor._graphs[oldest]
-    assert run(oldest[0], 1, oldest[2]) is used
-    run(3, 1, 16)
-    assert oldest in executor._graphs, "it was used just now"
     assert len([key for key in executor._graphs if key[1]]) == VERIFYING

@@ -124,6 +124,8 @@ def test_a_gpu_takes_whole_pieces_however_slow():
     for speed, want in ((10_000, 1024), (30_000, 1024), (50_000, 2048), (10**6, 2048)):  # beside decodes, with one of few lengths
         scheduler.measured(speed, 1.0)
         assert scheduler._budget(True) == want
+    scheduler.chunk = MIN_CHUNK  # also beside decodes
+    assert scheduler._budget(True) == MIN_CHUNK
 
 
 def test_prompts_of_one_step():
