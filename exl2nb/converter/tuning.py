@@ -16,9 +16,7 @@ import itertools
 import math
 import os
 import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -41,7 +39,7 @@ from exl2nb.core.show import size_text
 from exl2nb.model import reference
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.layout import Linear, end_vectors, head_linear, layer_linears, linears
-from exl2nb.ops.gpu import capturing
+from exl2nb.ops.gpu import capturing, tensor_cores
 
 Weights = dict[str, Tensor]
 # rows of the whole way, if not told: 1280 of 512 tokens are 60 TFLOP for the demo model, 12 minutes of two cores
@@ -270,29 +268,6 @@ def _relative_error(grids: Mapping[str, Grid], dense: Weights) -> float:
     return math.sqrt(apart / whole) if whole else 0.0
 
 
-_SETTING = threading.Lock()  # of the process: two conversions at once would take each other's value for that of before
-
-
-@contextmanager
-def _tensor_cores(device: torch.device) -> Iterator[None]:
-    """Products of f32 matrices run on a GPU's tensor cores meanwhile: TF32, whose error is far below that of an 8-bit code."""
-    if device.type != "cuda":
-        yield
-        return
-    settings = torch.backends.cuda.matmul
-    with _SETTING:
-        try:
-            before = settings.allow_tf32
-        except RuntimeError:  # chosen through torch's other switch of the same thing: it stays as it is
-            yield
-            return
-        settings.allow_tf32 = True
-        try:
-            yield
-        finally:
-            settings.allow_tf32 = before
-
-
 def _learned(text: Tensor, written: Tensor, passes: int) -> Tensor:
     """Rows of the whole way: those of the text once for each pass, cut at other places, and those written."""
     places = [-(text.shape[1] * at // passes) for at in range(passes)]
@@ -363,7 +338,7 @@ class _Trainer:
         names = [name for name, leaf in leaves.items() if leaf.requires_grad]
         total, loss = [torch.zeros_like(leaves[name]) for name in names], torch.zeros((), device=ids.device)
         for part in batches(config, teacher[f"{config.names.embed}.weight"].new_empty(*ids.shape, 0), 0, len(ids)):
-            with repeatable(leaves[names[0]]), _tensor_cores(ids.device):
+            with repeatable(leaves[names[0]]), tensor_cores(ids.device):
                 with torch.enable_grad():
                     found = _divergence(config, teacher, leaves, ids[part]).sum() / ids.numel()
                 for sums, gradient in zip(total, torch.autograd.grad(found, [leaves[name] for name in names], allow_unused=True)):

@@ -34,8 +34,8 @@ class Past(Protocol):
     """Keys and values of the tokens before, of all layers: x then is their next token, `(B, 1, H)`."""
 
     @property
-    def length(self) -> int:
-        """Tokens that are there."""
+    def positions(self) -> Tensor:
+        """Of x's tokens, int64 `(1,)`."""
         ...
 
     @property
@@ -52,10 +52,13 @@ QUERIES = 256  # that attend at once
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
 
 
-def embed(config: ModelConfig, weights: Weights, ids: Tensor, first: int = 0) -> Tensor:
-    """Rows of the embedding: ids `(B, S)` int, at positions from `first` on -> `(B, S, H)` f32."""
+def embed(config: ModelConfig, weights: Weights, ids: Tensor, positions: Tensor | None = None) -> Tensor:
+    """Rows of the embedding: ids `(B, S)` int, at positions int64 `(S,)`, from 0 on if not given -> `(B, S, H)` f32."""
     x = F.embedding(ids.long(), weights[f"{config.names.embed}.weight"]).float() * config.embed_scale
-    return x + weights[f"{config.names.positions}.weight"][first : first + ids.shape[1]].float() if config.learned_positions else x
+    if not config.learned_positions:
+        return x
+    table = weights[f"{config.names.positions}.weight"]
+    return x + (table[: ids.shape[1]] if positions is None else table[positions]).float()
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -196,8 +199,8 @@ def steps(
     )
     if config.qk_norm:
         q, k = (_head_norm(config, weights, value, names.at(layer, part)) for value, part in ((q, "q_norm"), (k, "k_norm")))
-    first, context = (0, x.shape[1]) if past is None else (past.length, past.context)
-    cos, sin = (table[first : first + x.shape[1]] for table in _tables(config, context, config.rope_kind(layer), x.device))
+    tables = _tables(config, x.shape[1] if past is None else past.context, config.rope_kind(layer), x.device)
+    cos, sin = tables if past is None else (table[past.positions] for table in tables)
     q, k = rotate(q, cos, sin, config.interleaved), rotate(k, cos, sin, config.interleaved)
     if past is None:
         mixed = attend(q, k, v, scale=config.attention_scale, window=config.windows[layer], softcap=config.attention_softcap)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,27 @@ _ops: Any = torch.ops.exl2nb
 
 
 capturing = threading.Lock()  # torch captures one graph at a time
+_setting = threading.Lock()  # of the process: two at once would take each other's value for that of before
+
+
+@contextmanager
+def tensor_cores(device: torch.device) -> Iterator[None]:
+    """Products of f32 matrices run on a GPU's tensor cores meanwhile: TF32, whose error is far below that of an 8-bit code."""
+    if device.type != "cuda":
+        yield
+        return
+    settings = torch.backends.cuda.matmul
+    with _setting:
+        try:
+            before = settings.allow_tf32
+        except RuntimeError:  # chosen through torch's other switch of the same thing: it stays as it is
+            yield
+            return
+        settings.allow_tf32 = True
+        try:
+            yield
+        finally:
+            settings.allow_tf32 = before
 
 
 class LaunchLock:

@@ -17,6 +17,7 @@ from exl2nb.core.errors import Interrupted, OptionError
 from exl2nb.io.shards import TensorStore
 from exl2nb.model.layout import linears, vectors
 from exl2nb.model.loader import read_model_config
+from exl2nb.ops.gpu import tensor_cores
 from exl2nb.quant.exl2 import Exl2Tensors, encode
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
@@ -206,14 +207,14 @@ def test_tensor_cores_are_left_as_they_were():
     before = torch.backends.cuda.matmul.allow_tf32
 
     def fail():
-        with stage._tensor_cores(torch.device("cuda")):
+        with tensor_cores(torch.device("cuda")):
             assert torch.backends.cuda.matmul.allow_tf32
             raise KeyError
 
     with pytest.raises(KeyError):
         fail()
     assert torch.backends.cuda.matmul.allow_tf32 == before
-    with stage._tensor_cores(torch.device("cpu")):
+    with tensor_cores(torch.device("cpu")):
         assert torch.backends.cuda.matmul.allow_tf32 == before
 
 
@@ -226,7 +227,7 @@ def test_another_switch_of_tensor_cores_stays(monkeypatch):
             raise RuntimeError("mix of the legacy and new APIs")
 
     monkeypatch.setattr(torch.backends.cuda, "matmul", Mixed())
-    with stage._tensor_cores(torch.device("cuda")):
+    with tensor_cores(torch.device("cuda")):
         pass
 
 

@@ -28,16 +28,18 @@ def opened(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "gpt2", "starcoder2", "qwen3", "cohere", "phi3", "olmo2", "mixtral"])
+@pytest.mark.parametrize("masked", [False, True])
 @torch.no_grad()
-def test_token_by_token_is_the_whole_network(name, opened):
+def test_token_by_token_is_the_whole_network(name, masked, opened):
     config, weights = opened(name)
     ids, length = ids_of(config.vocab_size, 3, 40), 40
     past, found = writing._Past(config, 3, length, torch.device("cpu")), []
     for at in range(length):
-        x = reference.embed(config, weights, ids[:, at : at + 1], at)
+        past.positions.fill_(at)
+        past.begin(length if masked else at + 1, masked)
+        x = reference.embed(config, weights, ids[:, at : at + 1], past.positions)
         for layer in range(config.num_layers):
             x = reference.block(config, layer, weights, x, past=past)
-        past.length += 1
         found.append(reference.head(config, weights, reference.final_norm(config, weights, x[:, 0])))
     torch.testing.assert_close(torch.stack(found, 1), reference.logits(config, weights, ids), rtol=1e-4, atol=1e-4)
 
