@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ from torch import Tensor
 FIRST, SECOND = 0.9, 0.99  # decay of the moments
 WARM_UP = 0.05  # of the way
 TINY = 1e-20
+_many: Any = torch  # its operations on many tensors at once have no types
+SMALL = 1 << 16  # numbers of a tensor that goes together with others: a kernel for all of them
 
 
 class Adam:
@@ -34,6 +37,9 @@ class Adam:
         self.first, self.second = ([torch.zeros_like(one) for one in self.learning] for _ in range(2))
         place = self.learning[0].device if self.learning else None
         self._first_rate, self._second_rate = torch.ones(2, device=place)  # on the device: a step can be recorded
+        small = [at for at in range(pooled, len(learning)) if self.learning[at].numel() <= SMALL]
+        self._together = [[at for at in small if isinstance(self._travel[at], Tensor) == own] for own in (False, True)]
+        self._alone = [at for at in range(len(learning)) if at not in set(small)]
 
     def pace(self, step: int, share: float) -> None:
         """Say which step comes next, counted from 0, and how much of the way it is."""
@@ -42,14 +48,22 @@ class Adam:
 
     def move(self, gradients: Sequence[Tensor]) -> None:
         """One step."""
-        for at, gradient in enumerate(gradients):
-            self.first[at].lerp_(gradient, 1 - FIRST)
-            self.second[at].mul_(SECOND).addcmul_(gradient, gradient, value=1 - SECOND)
+        _many._foreach_lerp_(self.first, list(gradients), 1 - FIRST)
+        _many._foreach_mul_(self.second, SECOND)
+        _many._foreach_addcmul_(self.second, list(gradients), list(gradients), value=1 - SECOND)
         mean = self._mean()
-        for at, learning in enumerate(self.learning):
+        for at in self._alone:
             size = self.second[at] * self._second_rate
             size = size.add_(mean).div_(2 * mean.sqrt() + TINY) if at < self._pooled else size.sqrt_()
-            learning.sub_(self.first[at] / size.add_(TINY) * (self._first_rate * self._travel[at]))
+            self.learning[at].sub_((self.first[at] / size.add_(TINY)).mul_(self._first_rate * self._travel[at]))
+        for group in filter(None, self._together):
+            sizes = _many._foreach_mul([self.second[at] for at in group], self._second_rate)
+            _many._foreach_sqrt_(sizes)
+            _many._foreach_add_(sizes, TINY)
+            moves = _many._foreach_div([self.first[at] for at in group], sizes)
+            _many._foreach_mul_(moves, self._first_rate)
+            _many._foreach_mul_(moves, [self._travel[at] for at in group])
+            _many._foreach_sub_([self.learning[at] for at in group], moves)
 
     def _mean(self) -> Tensor:
         """Of the second moments of what is pooled; 0 where nothing is."""

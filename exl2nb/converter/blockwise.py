@@ -169,8 +169,8 @@ class _Layer:
         for grid in self.grids.values():
             learning += [(grid.latent, travel["codes"]), (grid.scale_max, travel["scales"] * grid.scale_max.clone())]
             if grid.bias is not None:
-                learning.append((grid.bias, travel["vectors"] * grid.bias.abs().mean()))
-        learning += [(tensor, travel["vectors"] * tensor.abs().mean()) for tensor in self.vectors.values()]
+                learning.append((grid.bias, travel["vectors"] * float(grid.bias.abs().mean())))
+        learning += [(tensor, travel["vectors"] * float(tensor.abs().mean())) for tensor in self.vectors.values()]
         self.adam = Adam(learning)
 
     def weights(self) -> Weights:

@@ -10,7 +10,7 @@ the middle, 0.061 with this spread).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,29 +21,71 @@ from exl2nb.quant.exl2 import Exl2Tensors, encode
 SPREAD = 0.5  # of the cell, in whose middle latent values begin
 
 
+STACKED = 1 << 24  # numbers of matrices that learn as one tensor: a few large operations in place of many small ones
+
+
 class _Reconstruct(torch.autograd.Function):
-    """`(N, K)` weights of latent codes and of the largest step of each group."""
+    """`(..., N, K)` weights of latent codes and of the largest step of each group."""
 
     @staticmethod
-    def forward(ctx: Any, latent: Tensor, scale_max: Tensor, grid: Grid) -> Tensor:
-        step = grid.steps(scale_max)[:, grid.rows]
-        codes = grid.rounded(latent)
-        ctx.grid = grid
+    def forward(ctx: Any, latent: Tensor, scale_max: Tensor, table: _Table) -> Tensor:
+        step = table.by_row(table.steps(scale_max))
+        codes = table.rounded(latent)
+        ctx.table = table
         ctx.save_for_backward(latent, step, codes)
         return (codes * step).half().float()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        (gradient,), (latent, step, codes), grid = gradients, ctx.saved_tensors, ctx.grid
+        (gradient,), (latent, step, codes), table = gradients, ctx.saved_tensors, ctx.table
         to_latent = to_scale = None
         if ctx.needs_input_grad[0]:
-            to_latent = gradient * step * ((latent >= grid.low - 0.5) & (latent <= grid.high + 0.5))
+            to_latent = gradient * step * ((latent >= table.low - 0.5) & (latent <= table.high + 0.5))
         if ctx.needs_input_grad[1]:  # a product instead of a scattered sum: the same bits every time
-            to_scale = (((gradient * codes) @ grid.members) * grid.squares).sum(0) / 256
+            to_scale = (((gradient * codes) @ table.members) * table.squares).sum(-2) / 256
         return to_latent, to_scale, None
 
 
-class Grid:
+class _Table:
+    """What codes and scales of one or more matrices `(..., N, K)` mean, with G groups.
+
+    latent: f32 `(..., N, K)`. scale_max: f32 `(..., G)`. rows: int64, of which group each row is, low and high: f32, the ends of the grid,
+    all three such that they broadcast along K. members: f32 `(..., K, G)`, 1 where a row is of a group. squares: f32 `(..., N, G)`. most:
+    f32 `(..., G)`, of a scale: the largest weight of its group stays finite.
+    """
+
+    latent: Tensor
+    scale_max: Tensor
+    rows: Tensor
+    low: Tensor
+    high: Tensor
+    members: Tensor
+    squares: Tensor
+    most: Tensor
+
+    def by_row(self, steps: Tensor) -> Tensor:
+        """f32 `(..., N, K)` of `(..., N, G)`."""
+        raise NotImplementedError
+
+    def steps(self, scale_max: Tensor) -> Tensor:
+        """f32 `(..., N, G)`, rounded to fp16 where `Exl2Tensors.steps` does."""
+        unit = (self.stored(scale_max).float() / 256).half().float()
+        return (self.squares * unit[..., None, :]).half().float()
+
+    def stored(self, scale_max: Tensor) -> Tensor:
+        """f16, as the file has it."""
+        return torch.minimum(scale_max.clamp_min(0), self.most).half()
+
+    def rounded(self, latent: Tensor) -> Tensor:
+        """Codes less their zero level, f32 `(..., N, K)`."""
+        return torch.minimum(torch.maximum(latent.round(), self.low), self.high)
+
+    def weight(self) -> Tensor:
+        """What the loader will compute with, f32 `(..., N, K)`; differentiable."""
+        return _Reconstruct.apply(self.latent, self.scale_max, self)  # type: ignore[no-any-return]
+
+
+class Grid(_Table):
     """Codes and scales of one matrix, K inputs, N outputs without padding, G groups, as tensors that learn.
 
     latent: f32 `(N, K)` in original row order, codes less their zero level before rounding. scale_max: f32 `(G,)`. bias: f32 `(N,)`, or
@@ -65,34 +107,22 @@ class Grid:
         self.rows, self.low, self.high = group.to(device), -half[group].to(device), half[group].to(device) - 1
         self.members = torch.nn.functional.one_hot(group, len(sizes)).float().to(device)
         self.squares = (self._index.T.float() + 1).square().to(device)
-        self._most = (65000 / half).to(device)  # of a scale: the largest weight of its group stays finite
+        self.most = (65000 / half).to(device)
         self.scale_max = packed.q_scale_max.float().to(device)
         self.latent = packed.codes()[self._invperm, :out_features].T.float().to(device) + self.low
         self.bias = None if packed.bias is None else packed.bias[:out_features].float().to(device)
         if dense is not None:
-            step = self.steps(self.scale_max)[:, self.rows]
+            step = self.by_row(self.steps(self.scale_max))
             apart = torch.where(step > 0, dense.to(device) / step - self.latent, 0)
             self.latent += SPREAD * apart.clamp(-0.5, 0.5)
 
-    def steps(self, scale_max: Tensor) -> Tensor:
-        """f32 `(N, G)`, rounded to fp16 where `Exl2Tensors.steps` does."""
-        unit = (self._stored(scale_max).float() / 256).half().float()
-        return (self.squares * unit).half().float()
-
-    def _stored(self, scale_max: Tensor) -> Tensor:
-        return torch.minimum(scale_max.clamp_min(0), self._most).half()
-
-    def rounded(self, latent: Tensor) -> Tensor:
-        """Codes less their zero level, f32 `(N, K)`."""
-        return torch.minimum(torch.maximum(latent.round(), self.low), self.high)
-
-    def weight(self) -> Tensor:
-        """What the loader will compute with, f32 `(N, K)`; differentiable."""
-        return _Reconstruct.apply(self.latent, self.scale_max, self)  # type: ignore[no-any-return]
+    def by_row(self, steps: Tensor) -> Tensor:
+        """f32 `(N, K)` of `(N, G)`."""
+        return steps[:, self.rows]
 
     def keep(self) -> dict[str, Tensor]:
         """What the files will hold of it now, on the CPU: int8 `codes` `(N, K)`, f16 `scale_max` and `bias`."""
-        codes, scale_max = self.rounded(self.latent.detach()).to(torch.int8).cpu(), self._stored(self.scale_max.detach()).cpu()
+        codes, scale_max = self.rounded(self.latent.detach()).to(torch.int8).cpu(), self.stored(self.scale_max.detach()).cpu()
         bias = {} if self.bias is None else {"bias": self.bias.detach().half().cpu()}
         return {"codes": codes, "scale_max": scale_max, **bias}
 
@@ -103,16 +133,58 @@ class Grid:
         return encode(codes, self._index, kept["scale_max"], self._groups, perm, bias=kept.get("bias"))
 
 
+class Stack(_Table):
+    """Matrices of one shape as one tensor that learns, `(M, N, K)`; grids with fewer groups than others have some without rows.
+
+    The grids' own latent values and scales are parts of it from then on.
+    """
+
+    def __init__(self, grids: Sequence[Grid]) -> None:
+        self.latent, self.squares, self.members, self.scale_max, self.most = (
+            _stacked([getattr(grid, name) for grid in grids]) for name in ("latent", "squares", "members", "scale_max", "most")
+        )
+        self.rows, self.low, self.high = (torch.stack([getattr(grid, name) for grid in grids])[:, None] for name in ("rows", "low", "high"))
+        for at, grid in enumerate(grids):
+            groups = len(grid.scale_max)
+            grid.latent, grid.scale_max = self.latent[at], self.scale_max[at, :groups]
+            grid.squares, grid.members = self.squares[at, :, :groups], self.members[at, :, :groups]
+
+    def by_row(self, steps: Tensor) -> Tensor:
+        """f32 `(M, N, K)` of `(M, N, G)`."""
+        return steps.gather(2, self.rows.expand(self.latent.shape))
+
+
+def _stacked(tensors: Sequence[Tensor]) -> Tensor:
+    """Tensors that differ at most in their last size, the shorter ones with zeros at the end."""
+    most = max(tensor.shape[-1] for tensor in tensors)
+    return torch.stack([torch.nn.functional.pad(tensor, (0, most - tensor.shape[-1])) for tensor in tensors])
+
+
+def stacks(grids: Mapping[str, Grid]) -> list[tuple[list[str], Stack]]:
+    """All grids, those of one shape together as long as they are small, and their keys."""
+    alike: dict[tuple[int, ...], list[str]] = {}
+    for key, grid in grids.items():
+        alike.setdefault(tuple(grid.latent.shape), []).append(key)
+    found = []
+    for (rows, columns), keys in alike.items():
+        many = max(1, STACKED // (rows * columns))
+        for first in range(0, len(keys), many):
+            part = keys[first : first + many]
+            found.append((part, Stack([grids[key] for key in part])))
+    return found
+
+
 def through_f16(tensor: Tensor) -> Tensor:
     """Rounded to f16, with the gradient of what it was."""
     return tensor + (tensor.detach().half().float() - tensor.detach())
 
 
-def loaded(grids: Mapping[str, Grid], vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """All tensors as the file will hold them, by name, f32; differentiable. grids: by the key of their linear."""
+def loaded(grids: Mapping[str, Grid], vectors: Mapping[str, Tensor], stacked: Iterable[tuple[list[str], Stack]] = ()) -> dict[str, Tensor]:
+    """All tensors as the file will hold them, by name, f32; differentiable. grids: by the key of their linear. stacked: of `stacks`."""
     made = {name: through_f16(tensor) for name, tensor in vectors.items()}
+    weights = {key: weight for keys, stack in stacked for key, weight in zip(keys, stack.weight().unbind())}
     for key, grid in grids.items():
-        made[f"{key}.weight"] = grid.weight()
+        made[f"{key}.weight"] = weights[key] if key in weights else grid.weight()
         if grid.bias is not None:
             made[f"{key}.bias"] = through_f16(grid.bias)
     return made

@@ -16,7 +16,8 @@ import itertools
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from exl2nb.converter.adam import Adam, shares
 from exl2nb.converter.calibration import Rows
-from exl2nb.converter.grid import Grid, loaded
+from exl2nb.converter.grid import Grid, loaded, stacks
 from exl2nb.converter.hessian import ROWS_PER_BATCH, batches, gpu_rows
 from exl2nb.converter.quantization import Made
 from exl2nb.converter.result import Quality, judge
@@ -43,10 +44,10 @@ from exl2nb.ops.gpu import capturing, tensor_cores
 
 Weights = dict[str, Tensor]
 # rows of the whole way, if not told: 1280 of 512 tokens are 60 TFLOP for the demo model, 12 minutes of two cores
-SEEN = {"cpu": 1280, "cuda": 6144}
+SEEN = {"cpu": 1280, "cuda": 16384}
 SWEEPS = {"cpu": 2, "cuda": 0}
 STEP_TOKENS = 8192  # of one step
-LEARNING = 2  # of what is filed after each part: one more where that, or the rule of a step, changes
+LEARNING = 3  # of what is filed after each part: one more where that, or the rule of a step, changes
 PARTS = 8  # of the way: after each one the model is judged and filed
 CHOOSING = 32  # rows
 # how far a number may go if every gradient points the same way, over the square root of the steps that different rows make: codes in steps
@@ -225,22 +226,23 @@ class _Student:
         table = {f"{names.embed}.weight", f"{names.positions}.weight"}
         error = _relative_error(self.grids, dense)
         travel = {name: far * math.sqrt(steps) * error for name, far in TRAVEL.items()} | {"codes": tuning.travel * math.sqrt(steps)}
-        codes = list(self.grids.values()) if tuning.codes else []
-        learning: list[tuple[Tensor, Tensor | float]] = [(grid.latent, travel["codes"]) for grid in codes]  # with how far each may go
-        for grid in self.grids.values():
-            if tuning.scales:
-                learning.append((grid.scale_max, travel["scales"] * grid.scale_max.clone()))
-            if tuning.vectors and grid.bias is not None:
-                learning.append((grid.bias, travel["vectors"] * grid.bias.abs().mean()))
+        self.stacks = stacks(self.grids)
+        codes = [stack for _, stack in self.stacks] if tuning.codes else []
+        learning: list[tuple[Tensor, Tensor | float]] = [(stack.latent, travel["codes"]) for stack in codes]  # with how far each may go
+        if tuning.scales:
+            learning += [(stack.scale_max, travel["scales"] * stack.scale_max) for _, stack in self.stacks]
+        if tuning.vectors:
+            biases = [grid.bias for grid in self.grids.values() if grid.bias is not None]
+            learning += [(bias, travel["vectors"] * float(bias.abs().mean())) for bias in biases]
         for name, tensor in self.vectors.items():
             part = "embedding" if name in table else "vectors"
             if getattr(tuning, part):
-                learning.append((tensor, travel[part] * tensor.abs().mean()))
+                learning.append((tensor, travel[part] * float(tensor.abs().mean())))
         self.adam = Adam(learning, pooled=len(codes))
 
     def weights(self) -> Weights:
         """All tensors of the network as it is loaded; differentiable."""
-        return loaded(self.grids, self.vectors)
+        return loaded(self.grids, self.vectors, self.stacks)
 
     def keep(self) -> Weights:
         """What the files will hold, by key and part."""
@@ -288,6 +290,7 @@ class _Trainer:
         self.history: list[tuple[int, float, float]] = []
         self.best: Weights = {}
         self._replay: Callable[[Tensor], Tensor] | None = None
+        self._aside: torch.cuda.Stream | None = None
 
     def part(self, number: int, step: Callable[[str], None]) -> None:
         """Go one part of the way, and judge; number 0: only judge."""
@@ -336,18 +339,36 @@ class _Trainer:
             made = self.student.weights()
         leaves = {name: tensor.detach().requires_grad_(tensor.requires_grad) for name, tensor in made.items()}
         names = [name for name, leaf in leaves.items() if leaf.requires_grad]
-        total, loss = [torch.zeros_like(leaves[name]) for name in names], torch.zeros((), device=ids.device)
+        total, loss = list[Tensor | None]([None] * len(names)), torch.zeros((), device=ids.device)
         for part in batches(config, teacher[f"{config.names.embed}.weight"].new_empty(*ids.shape, 0), 0, len(ids)):
-            with repeatable(leaves[names[0]]), tensor_cores(ids.device):
-                with torch.enable_grad():
-                    found = _divergence(config, teacher, leaves, ids[part]).sum() / ids.numel()
-                for sums, gradient in zip(total, torch.autograd.grad(found, [leaves[name] for name in names], allow_unused=True)):
-                    if gradient is not None:
-                        sums += gradient
+            with tensor_cores(ids.device):
+                with self._beside(ids.device):
+                    wanted = _predictions(config, teacher, ids[part])
+                with repeatable(leaves[names[0]]), torch.enable_grad():
+                    made_of_it = _predictions(config, leaves, ids[part])
+                    self._meet(ids.device)
+                    found = _divergence(wanted, made_of_it).sum() / ids.numel()
+                gradients = torch.autograd.grad(found, [leaves[name] for name in names], allow_unused=True)
+            total = [one if sums is None else sums if one is None else sums.add_(one) for sums, one in zip(total, gradients)]
             loss += found.detach()
-        adam = self.student.adam
-        adam.move(torch.autograd.grad([made[name] for name in names], adam.learning, total))
+        adam, used = self.student.adam, [at for at, sums in enumerate(total) if sums is not None]
+        adam.move(torch.autograd.grad([made[names[at]] for at in used], adam.learning, [total[at] for at in used], materialize_grads=True))
         return loss
+
+    @contextmanager
+    def _beside(self, device: torch.device) -> Iterator[None]:
+        """What runs in here runs on a GPU at the same time as what comes next, up to `_meet`: kernels of small models fill no GPU."""
+        if device.type != "cuda":
+            yield
+            return
+        self._aside = self._aside or torch.cuda.Stream(device)
+        self._aside.wait_stream(torch.cuda.current_stream(device))  # memory that was freed there is used again there, and only now
+        with torch.cuda.stream(self._aside):
+            yield
+
+    def _meet(self, device: torch.device) -> None:
+        if self._aside is not None:
+            torch.cuda.current_stream(device).wait_stream(self._aside)
 
     def state(self) -> Weights:
         """Everything that the rest of the way depends on, by name."""
@@ -368,11 +389,13 @@ class _Trainer:
                 tensor.copy_(state[f"{kind}.{at}"])
 
 
-def _divergence(config: ModelConfig, teacher: Weights, student: Weights, ids: Tensor) -> Tensor:
-    """KL of every token's prediction, nats: ids int `(B, S)` -> f32 `(B, S)`."""
-    with torch.no_grad():
-        wanted = reference.logits(config, teacher, ids).log_softmax(-1)
-    found = reference.logits(config, student, ids).log_softmax(-1)
+def _predictions(config: ModelConfig, weights: Weights, ids: Tensor) -> Tensor:
+    """Logarithms of every token's prediction: ids int `(B, S)` -> f32 `(B, S, V)`."""
+    return reference.logits(config, weights, ids).log_softmax(-1)
+
+
+def _divergence(wanted: Tensor, found: Tensor) -> Tensor:
+    """KL of predictions `(B, S, V)`, nats: f32 `(B, S)`."""
     return (wanted.exp() * (wanted - found)).sum(-1)
 
 
@@ -381,7 +404,8 @@ def kl_of(config: ModelConfig, teacher: Weights, student: Weights, ids: Tensor) 
     embedding, total = teacher[f"{config.names.embed}.weight"], 0.0
     with torch.no_grad():
         for part in batches(config, embedding.new_empty(*ids.shape, 0), 0, len(ids)):
-            total += float(_divergence(config, teacher, student, ids[part].to(embedding.device)).sum(dtype=torch.float64))
+            wanted, found = (_predictions(config, weights, ids[part].to(embedding.device)) for weights in (teacher, student))
+            total += float(_divergence(wanted, found).sum(dtype=torch.float64))
     return total / max(1, ids.numel())
 
 

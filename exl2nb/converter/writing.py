@@ -129,9 +129,9 @@ class _Writer:
         if read not in self._graphs:
             graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self._device)
             pool = next((made.pool() for made in self._graphs.values()), None)
-            with capturing, torch.cuda.device(self._device):
-                with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                    self._token(read, draw=True, masked=True)
+            record = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
+            with capturing, torch.cuda.device(self._device), record:
+                self._token(read, draw=True, masked=True)
             self._graphs[read] = graph
         return self._graphs[read]
 
