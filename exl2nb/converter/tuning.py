@@ -24,13 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from exl2nb.converter import attention
 from exl2nb.converter.adam import Adam, shares
 from exl2nb.converter.calibration import Rows
 from exl2nb.converter.grid import Grid, loaded, stacks
 from exl2nb.converter.hessian import ROWS_PER_BATCH, batches, gpu_rows
 from exl2nb.converter.quantization import Made
 from exl2nb.converter.result import Quality, judge
-from exl2nb.converter.sensitivity import repeatable
 from exl2nb.converter.weights import DenseWeights
 from exl2nb.converter.work import HEAD, Context, Packed, hash_of
 from exl2nb.converter.writing import BEGINNING, write_rows, writing_bytes
@@ -43,8 +43,9 @@ from exl2nb.model.layout import Linear, end_vectors, head_linear, layer_linears,
 from exl2nb.ops.gpu import capturing, tensor_cores
 
 Weights = dict[str, Tensor]
-# rows of the whole way, if not told: 1280 of 512 tokens are 60 TFLOP for the demo model, 12 minutes of two cores
+# rows of the whole way, if not told: of the demo model 1280 are 60 TFLOP, 12 minutes of two cores, 16384 a minute of an H100
 SEEN = {"cpu": 1280, "cuda": 16384}
+WORK = 1e16  # weights times tokens of the way on a GPU: 8e16 FLOP, so that models of more than 1.2 billion weights see fewer rows
 SWEEPS = {"cpu": 2, "cuda": 0}
 STEP_TOKENS = 8192  # of one step
 LEARNING = 3  # of what is filed after each part: one more where that, or the rule of a step, changes
@@ -68,9 +69,10 @@ class Tuning:
     blocks: passes of block-wise learning of each layer after it is rounded, 0 for none (converter.blockwise); None: BESIDE, or ALONE
     where memory does not hold the whole model several times over. All further fields are about learning of the whole model at once.
     codes: of all matrices. scales: the largest step of each group. vectors: norms and biases. embedding: its table, and learned positions.
-    rows: at most, from the calibration text; None: all there are, up to SEEN. passes: how often every row of the text is seen, each time
+    seen: rows of the whole way; None: SEEN, on a GPU fewer for a large model (`fitting`).
+    rows: at most, from the calibration text; None: all there are, up to those seen. passes: how often every row of the text is seen, each time
     cut at other places. written: rows that the dense model writes itself (converter.writing), each seen once; None: as many as are missing
-    to SEEN. travel: how far a code may go, in steps of its grid over the square root of the steps that different rows make, if every
+    to those seen. travel: how far a code may go, in steps of its grid over the square root of the steps that different rows make, if every
     gradient points the same way: above 0.1 less evidence changes a code.
     """
 
@@ -84,6 +86,7 @@ class Tuning:
     passes: int = 1
     written: int | None = None
     travel: float = TRAVEL["codes"]
+    seen: int | None = None
 
     def __post_init__(self) -> None:
         for name in TRAVEL:
@@ -94,6 +97,7 @@ class Tuning:
             ("rows", self.rows, 1, 1 << 16),
             ("passes", self.passes, 1, 64),
             ("written", self.written, 0, 1 << 20),
+            ("seen", self.seen, 1, 1 << 20),
         ):
             if (value is not None or name == "passes") and (type(value) is not int or not low <= value <= high):
                 raise OptionError(f"Tuning: {name} is {value!r}; expected a whole number from {low} to {high}")
@@ -110,11 +114,14 @@ class Tuning:
 
     def most_rows(self, device: torch.device) -> int:
         """Rows of the text, at most."""
-        return self.rows if self.rows is not None else SEEN[device.type]
+        return self.rows if self.rows is not None else self._seen(device)
+
+    def _seen(self, device: torch.device) -> int:
+        return self.seen if self.seen is not None else SEEN[device.type]
 
     def to_write(self, rows: int, device: torch.device) -> int:
         """Rows that the dense model writes, where the text has given `rows`."""
-        return self.written if self.written is not None else max(0, SEEN[device.type] - self.passes * rows)
+        return self.written if self.written is not None else max(0, self._seen(device) - self.passes * rows)
 
     def steps(self, rows: int, length: int, device: torch.device) -> int:
         """Steps of the whole way."""
@@ -198,7 +205,11 @@ def fitting(tuning: Tuning, config: ModelConfig, device: torch.device, length: i
         raise OptionError("convert: effort 'tuned' and the model has experts, expected a dense one; use effort='thorough'")
     why = lacking_memory(config, device, length) if tuning.learns else ""
     if not why:
-        return replace(tuning, blocks=BESIDE if tuning.blocks is None else tuning.blocks), ""
+        seen = SEEN[device.type]
+        if device.type == "cuda":
+            seen = min(seen, max(1, int(WORK / (length * sum(linear.in_features * linear.out_features for linear in linears(config))))))
+        seen = tuning.seen if tuning.seen is not None else seen
+        return replace(tuning, blocks=BESIDE if tuning.blocks is None else tuning.blocks, seen=seen), ""
     if tuning.blocks == 0:
         raise ConversionError(
             f"convert: Tuning: blocks is 0, and to tune all layers at once {why}; leave blocks out, or use a device with more"
@@ -291,6 +302,8 @@ class _Trainer:
         self.best: Weights = {}
         self._replay: Callable[[Tensor], Tensor] | None = None
         self._aside: torch.cuda.Stream | None = None
+        device = teacher[f"{config.names.embed}.weight"].device
+        self._attention = attention.Rows(config, ids.shape[1], device) if device.type == "cuda" else None
 
     def part(self, number: int, step: Callable[[str], None]) -> None:
         """Go one part of the way, and judge; number 0: only judge."""
@@ -344,10 +357,10 @@ class _Trainer:
             with tensor_cores(ids.device):
                 with self._beside(ids.device):
                     wanted = _predictions(config, teacher, ids[part])
-                with repeatable(leaves[names[0]]), torch.enable_grad():
-                    made_of_it = _predictions(config, leaves, ids[part])
+                with torch.enable_grad():
+                    predicted = _predictions(config, leaves, ids[part], self._attention)
                     self._meet(ids.device)
-                    found = _divergence(wanted, made_of_it).sum() / ids.numel()
+                    found = _divergence(wanted, predicted).sum() / ids.numel()
                 gradients = torch.autograd.grad(found, [leaves[name] for name in names], allow_unused=True)
             total = [one if sums is None else sums if one is None else sums.add_(one) for sums, one in zip(total, gradients)]
             loss += found.detach()
@@ -389,9 +402,9 @@ class _Trainer:
                 tensor.copy_(state[f"{kind}.{at}"])
 
 
-def _predictions(config: ModelConfig, weights: Weights, ids: Tensor) -> Tensor:
-    """Logarithms of every token's prediction: ids int `(B, S)` -> f32 `(B, S, V)`."""
-    return reference.logits(config, weights, ids).log_softmax(-1)
+def _predictions(config: ModelConfig, weights: Weights, ids: Tensor, past: reference.Past | None = None) -> Tensor:
+    """Logarithms of every token's prediction: ids int `(B, S)` -> f32 `(B, S, V)`. past: attends in place of the reference."""
+    return reference.logits(config, weights, ids, past).log_softmax(-1)
 
 
 def _divergence(wanted: Tensor, found: Tensor) -> Tensor:

@@ -31,11 +31,11 @@ class Capture(Protocol):
 
 
 class Past(Protocol):
-    """Keys and values of the tokens before, of all layers: x then is their next token, `(B, 1, H)`."""
+    """Keys and values of the tokens before, of all layers: x then is what comes next, `(B, S, H)`."""
 
     @property
     def positions(self) -> Tensor:
-        """Of x's tokens, int64 `(1,)`."""
+        """Of x's tokens, int64 `(S,)`."""
         ...
 
     @property
@@ -44,7 +44,7 @@ class Past(Protocol):
         ...
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Take k and v `(B, Hkv, 1, D)` of layer `layer` in, and attend with q `(B, Hq, 1, D)` to all that is there then."""
+        """Take k and v `(B, Hkv, S, D)` of layer `layer` in, and attend with q `(B, Hq, S, D)` to all that is there then."""
         ...
 
 
@@ -303,11 +303,11 @@ def head(config: ModelConfig, weights: Weights, x: Tensor, capture: Capture | No
     return config.logit_softcap * torch.tanh(logits / config.logit_softcap) if config.logit_softcap else logits
 
 
-def logits(config: ModelConfig, weights: Weights, ids: Tensor) -> Tensor:
-    """The whole network: ids `(B, S)` int -> logits `(B, S, V)` f32."""
+def logits(config: ModelConfig, weights: Weights, ids: Tensor, past: Past | None = None) -> Tensor:
+    """The whole network: ids `(B, S)` int, from the beginning on -> logits `(B, S, V)` f32. past: attends in place of `attend`."""
     x = embed(config, weights, ids)
     for layer in range(config.num_layers):
-        x = block(config, layer, weights, x)
+        x = block(config, layer, weights, x, past=past)
     return head(config, weights, final_norm(config, weights, x))
 
 

@@ -28,3 +28,22 @@ def weights(source):
     config = read_model_config(source)
     with open_store(config, source) as store, torch.no_grad():
         yield DenseWeights(config, store)
+
+
+@pytest.fixture
+def opened(tmp_path):
+    """Architecture -> config and weights of a tiny random model of it."""
+    from exl2nb.model.sources import DenseWeights
+    from exl2nb.model.store import open_store
+    from tests.model.zoo import build, config_of, write
+
+    stores = []
+
+    def make(name):
+        config = config_of(write(name, build(name), tmp_path / name))
+        stores.append(open_store(config, tmp_path / name))
+        return config, DenseWeights(config, stores[-1].__enter__())
+
+    yield make
+    for store in stores:
+        store.__exit__(None, None, None)

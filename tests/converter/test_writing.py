@@ -6,25 +6,7 @@ import torch
 from exl2nb.converter import writing
 from exl2nb.converter.writing import rows_at_once, write_rows, writing_bytes
 from exl2nb.model import reference
-from exl2nb.model.sources import DenseWeights
-from exl2nb.model.store import open_store
 from tests.model.tiny import ids_of
-from tests.model.zoo import build, config_of, write
-
-
-@pytest.fixture
-def opened(tmp_path):
-    """Name -> config and weights of a tiny random model."""
-    with_store = []
-
-    def make(name):
-        config = config_of(write(name, build(name), tmp_path / name))
-        with_store.append(open_store(config, tmp_path / name))
-        return config, DenseWeights(config, with_store[-1].__enter__())
-
-    yield make
-    for store in with_store:
-        store.__exit__(None, None, None)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "gpt2", "starcoder2", "qwen3", "cohere", "phi3", "olmo2", "mixtral"])
