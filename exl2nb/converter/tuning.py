@@ -70,10 +70,10 @@ class Tuning:
     where memory does not hold the whole model several times over. All further fields are about learning of the whole model at once.
     codes: of all matrices. scales: the largest step of each group. vectors: norms and biases. embedding: its table, and learned positions.
     seen: rows of the whole way; None: SEEN, on a GPU fewer for a large model (`fitting`).
-    rows: at most, from the calibration text; None: all there are, up to those seen. passes: how often every row of the text is seen, each time
-    cut at other places. written: rows that the dense model writes itself (converter.writing), each seen once; None: as many as are missing
-    to those seen. travel: how far a code may go, in steps of its grid over the square root of the steps that different rows make, if every
-    gradient points the same way: above 0.1 less evidence changes a code.
+    rows: at most, from the calibration text; None: all there are, up to those seen. passes: how often every row of the text is seen,
+    each time cut at other places. written: rows that the dense model writes itself (converter.writing), each seen once; None: as many as
+    are missing to those seen. travel: how far a code may go, in steps of its grid over the square root of the steps that different rows
+    make, if every gradient points the same way: above 0.1 less evidence changes a code.
     """
 
     descent: int | None = None
