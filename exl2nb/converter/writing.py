@@ -19,7 +19,7 @@ from exl2nb.ops.gpu import capturing, tensor_cores
 BEGINNING = 8  # tokens of a text that a row begins with
 BYTES = {"cpu": 1 << 29, "cuda": 16 << 30}  # of keys, values and predictions: rows that are written together are as many as fit
 MOST = 4096  # rows at once
-PLACES = 32  # of the cache: a recorded step reads the next multiple of them, whatever lies beyond its own place masked
+PLACES = 64  # of the cache: a recorded step reads the next multiple of them, whatever lies beyond its own place masked
 AHEAD = 4  # tokens that are launched before the first of them is waited for
 
 
