@@ -45,7 +45,7 @@ from exl2nb.converter.sensitivity import LayerStatistics, sweep
 from exl2nb.converter.settings import Settings, describe_device
 from exl2nb.converter.sizes import CacheShape
 from exl2nb.converter.tower import block_linears, quantized_tower
-from exl2nb.converter.tuning import CHOOSING, STEP_TOKENS, Tuned, fitting, tune
+from exl2nb.converter.tuning import CHOOSING, STEP_TOKENS, Tuned, fitting, seeing, tune
 from exl2nb.converter.weights import DenseWeights
 from exl2nb.converter.work import HEAD, REVISION, Context, JobContext, Work, hash_of
 from exl2nb.core.errors import ConversionError, OptionError, TokenizerError
@@ -339,6 +339,9 @@ class Pipeline(Run[Context]):
 
     def __init__(self, settings: Settings, src: Path, dst: Path, context: Context) -> None:
         self.weights, self.config = context.weights, context.weights.config
+        if settings.tuning is not None:
+            length = min(settings.length, self.config.max_position_embeddings)
+            settings = dataclasses.replace(settings, tuning=seeing(settings.tuning, self.config, self.weights.device, length))
         whole = dataclasses.replace(context, forecast=forecast(settings, self.config, context.weights.device))
         super().__init__(settings, src, dst, self.weights.device, whole)
         self.length = min(settings.length, self.config.max_position_embeddings)

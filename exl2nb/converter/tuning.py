@@ -69,7 +69,7 @@ class Tuning:
     blocks: passes of block-wise learning of each layer after it is rounded, 0 for none (converter.blockwise); None: BESIDE, or ALONE
     where memory does not hold the whole model several times over. All further fields are about learning of the whole model at once.
     codes: of all matrices. scales: the largest step of each group. vectors: norms and biases. embedding: its table, and learned positions.
-    seen: rows of the whole way; None: SEEN, on a GPU fewer for a large model (`fitting`).
+    seen: rows of the whole way; None: SEEN, on a GPU fewer for a large model (`seeing`).
     rows: at most, from the calibration text; None: all there are, up to those seen. passes: how often every row of the text is seen,
     each time cut at other places. written: rows that the dense model writes itself (converter.writing), each seen once; None: as many as
     are missing to those seen. travel: how far a code may go, in steps of its grid over the square root of the steps that different rows
@@ -193,6 +193,15 @@ def lacking_memory(config: ModelConfig, device: torch.device, length: int) -> st
     return "" if needed <= 0.9 * there else f"needs {size_text(needed)} of memory, found {size_text(there)} on {device}"
 
 
+def seeing(tuning: Tuning, config: ModelConfig, device: torch.device, length: int) -> Tuning:
+    """The same with the rows of the whole way filled in: SEEN, on a GPU so many that they are no more than WORK."""
+    if tuning.seen is not None:
+        return tuning
+    work = length * sum(linear.in_features * linear.out_features for linear in linears(config))
+    most = max(1, int(WORK / work)) if device.type == "cuda" else SEEN[device.type]
+    return replace(tuning, seen=min(SEEN[device.type], most))
+
+
 def fitting(tuning: Tuning, config: ModelConfig, device: torch.device, length: int) -> tuple[Tuning, str]:
     """What of it this device can do, and why not more, in words: where the whole model cannot learn at once, its layers do one at a time.
 
@@ -205,11 +214,7 @@ def fitting(tuning: Tuning, config: ModelConfig, device: torch.device, length: i
         raise OptionError("convert: effort 'tuned' and the model has experts, expected a dense one; use effort='thorough'")
     why = lacking_memory(config, device, length) if tuning.learns else ""
     if not why:
-        seen = SEEN[device.type]
-        if device.type == "cuda":
-            seen = min(seen, max(1, int(WORK / (length * sum(linear.in_features * linear.out_features for linear in linears(config))))))
-        seen = tuning.seen if tuning.seen is not None else seen
-        return replace(tuning, blocks=BESIDE if tuning.blocks is None else tuning.blocks, seen=seen), ""
+        return replace(tuning, blocks=BESIDE if tuning.blocks is None else tuning.blocks), ""
     if tuning.blocks == 0:
         raise ConversionError(
             f"convert: Tuning: blocks is 0, and to tune all layers at once {why}; leave blocks out, or use a device with more"

@@ -12,7 +12,7 @@ from exl2nb.converter import tuning as stage
 from exl2nb.converter.calibration import calibration_rows, tuning_rows
 from exl2nb.converter.grid import Grid
 from exl2nb.converter.job import ConversionJob
-from exl2nb.converter.tuning import Tuning, kl_of, needed_bytes, rows_per_step
+from exl2nb.converter.tuning import Tuning, kl_of, needed_bytes, rows_per_step, seeing
 from exl2nb.core.errors import Interrupted, OptionError
 from exl2nb.io.shards import TensorStore
 from exl2nb.model.layout import linears, vectors
@@ -201,6 +201,17 @@ def test_a_gpu_rounds_on_more_rows(source, tmp_path, monkeypatch):
     assert asked("cuda", effort="tuned", tuning=Tuning(rows=200)) == (200, 128)
     assert asked("cuda", effort="tuned", tuning=Tuning(rows=100)) == (128, None)
     assert asked("cuda", effort="full") == (80, None)
+
+
+def test_a_large_model_sees_fewer_rows_on_a_gpu(source, monkeypatch):
+    config, cpu, gpu = read_model_config(source), torch.device("cpu"), torch.device("cuda")
+    weights = sum(linear.in_features * linear.out_features for linear in linears(config))
+    assert [seeing(Tuning(), config, device, 32).seen for device in (cpu, gpu)] == [1280, 16384]
+    monkeypatch.setattr(stage, "WORK", 100.5 * 32 * weights)
+    assert [seeing(Tuning(), config, device, 32).seen for device in (cpu, gpu)] == [1280, 100]
+    assert seeing(Tuning(seen=7), config, gpu, 32).to_write(3, gpu) == 4
+    with pytest.raises(OptionError, match="seen is 0"):
+        Tuning(seen=0)
 
 
 def test_tensor_cores_are_left_as_they_were():
