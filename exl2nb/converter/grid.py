@@ -10,6 +10,7 @@ the middle, 0.061 with this spread).
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -46,7 +47,7 @@ class _Reconstruct(torch.autograd.Function):
         return to_latent, to_scale, None
 
 
-class _Table:
+class _Table(ABC):
     """What codes and scales of one or more matrices `(..., N, K)` mean, with G groups.
 
     latent: f32 `(..., N, K)`. scale_max: f32 `(..., G)`. rows: int64, of which group each row is, low and high: f32, the ends of the grid,
@@ -63,9 +64,9 @@ class _Table:
     squares: Tensor
     most: Tensor
 
+    @abstractmethod
     def by_row(self, steps: Tensor) -> Tensor:
         """f32 `(..., N, K)` of `(..., N, G)`."""
-        raise NotImplementedError
 
     def steps(self, scale_max: Tensor) -> Tensor:
         """f32 `(..., N, G)`, rounded to fp16 where `Exl2Tensors.steps` does."""
