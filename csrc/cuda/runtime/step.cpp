@@ -335,8 +335,17 @@ class Walker {
     a.lamport_qkv = lamport_qkv_ != nullptr;
     if (lamport_qkv_) a.qkv = lamport_qkv_;
     o_ = reader(program_, &op, 0);
+    if (s_.prompts) return prompt_attention(a);
     const char* const wrong = attention_decode_launch(a, stream_, pdl_);
     return wrong || !ranks() ? wrong : gather_heads(input(Weight(o_->blob), at_.act[0]));
+  }
+  // Keys and values are stored first, for all queries to see. Then without PDL: attention reads keys before it waits for its predecessor.
+  const char* prompt_attention(AttentionArgs a) {
+    if (ranks()) return "a rank's sequences have at most 8 tokens";
+    const RopeAppendArgs append{a.cache, a.rope, a.qkv, nullptr, a.tokens, sum(), nullptr, nullptr, nullptr};
+    if (const char* wrong = rope_append_launch(append, stream_, pdl_)) return wrong;
+    a.q = sum(), a.qkv = nullptr, a.lamport_qkv = false;
+    return attention_decode_launch(a, stream_, false);
   }
   AttentionArgs attention_of(const AttentionOp& op, const QkvOp& q) const {
     AttentionArgs a = attention_args(s_, op, q, input(Weight(reader(program_, &op, 0)->blob), at_.act[0]));
