@@ -36,7 +36,7 @@ class GpuForward:
             small ones, so that a token's bits depend neither on how a prompt was cut nor on the rest of the batch. Slow for long prompts.
 
     `stream_k_from`, to be set before the first step: steps of at least this many tokens use the stream-K GEMM; 0: no step does, so that a
-    token's bits are the same in steps of any size.
+    token's bits are the same in steps of any size. `prompt_tokens`: of a step with a prompt in it, at most, for the step kernels to take it.
     """
 
     def __init__(self, program: ops.Program, device: torch.device, *, deterministic: bool = False) -> None:
@@ -45,7 +45,7 @@ class GpuForward:
         self.vocab = program.outputs  # the hidden size where the program is a part of a model
         self.most = MOST_ROUTED if any(name == "routed_mlp" for name, _ in program.steps) else MOST
         routed, hopper = self.most == MOST_ROUTED, device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-        self._prompt = 0 if routed or program.peers else PROMPT * PROMPT_STEPS if hopper else PROMPT  # tokens
+        self.prompt_tokens = 0 if routed or program.peers else PROMPT * PROMPT_STEPS if hopper else PROMPT  # tokens
         self._kernels: dict[int, gpu.StepKernels] = {}
         self._lora_buffers: gpu.LoraBuffers | None = None
 
@@ -71,7 +71,7 @@ class GpuForward:
     def kernels(self, cache: KVCache | CachePart, most: int = SHORT) -> list[kernel_code.KernelId]:
         """The kernels of steps of 1 to `most` tokens of one sequence, and of prompts; none is launched."""
         heads = cache.spec.num_kv_heads, cache.spec.head_dim
-        scratch = self._new_kernels(most)
+        scratch, large = self._new_kernels(most), self._new_kernels(PROMPT)
         zeros = torch.zeros(max(most, PROMPT) + 1, dtype=torch.int32, device=self.device)
         partial = self.program.steps[-1][0] == "residual_out"  # a part of a model, which hands on every row
 
@@ -87,8 +87,8 @@ class GpuForward:
             for tokens in range(1, most + 1):
                 step(scratch, tokens, prompts=False)
             for tokens in () if self.deterministic else gpu_prefill.ROWS_OF_KERNELS:
-                if self._prompt:
-                    step(self.step_kernels(PROMPT), tokens, prompts=True)
+                if self.prompt_tokens:
+                    step(large, tokens, prompts=True)
                     continue
                 for head in self.program.heads.values():
                     x = torch.empty(tokens, gpu.shape_of(head)[0], device=self.device)
@@ -111,10 +111,9 @@ class GpuForward:
             return self._step(batch, cache, ids, lora)
         if self.deterministic:
             return self._pieces(batch, cache, ids, lora)
-        if bounds[-1] <= self._prompt and max(batch.context_lens.tolist()) <= PROMPT_KEYS:
-            if bounds[-1] <= PROMPT:
-                return self._step(batch, cache, ids, lora, prompts=True)
-            return self._in_turn(batch, [*range(0, bounds[-1], PROMPT), bounds[-1]], cache, ids, lora, prompts=True)
+        if bounds[-1] <= self.prompt_tokens and max(batch.context_lens.tolist()) <= PROMPT_KEYS:
+            cuts, own = [*range(0, bounds[-1], PROMPT), bounds[-1]], self._new_kernels(min(PROMPT, bounds[-1]))  # memory of this step alone
+            return self._in_turn(batch, cuts, cache, ids, lora, own) if len(cuts) > 2 else self._step(batch, cache, ids, lora, own)
         short = [b - a <= SHORT for a, b in itertools.pairwise(bounds)]
         if APART <= sum(short) < len(short):
             return self._apart(batch, short, cache, ids, lora)
@@ -126,17 +125,18 @@ class GpuForward:
         return gpu_prefill.prefill(self.program, inputs, sequences, cache.k, cache.v, lora=adapters)
 
     def _step(
-        self, batch: Batch, cache: KVCache | CachePart, ids: Tensor | None, lora: LoraTable | None, *, prompts: bool = False
+        self, batch: Batch, cache: KVCache | CachePart, ids: Tensor | None, lora: LoraTable | None, own: gpu.StepKernels | None = None
     ) -> Tensor:
+        """One step. own: kernels for prompts."""
         i, adapted = self.inputs(batch, ids), None
         if lora is not None and batch.adapters is not None and bool((batch.adapters >= 0).any()):
             adapted = self.lora_buffers(lora), batch.adapters.to(self.device)
         every = torch.equal(batch.logit_rows.cpu(), torch.arange(len(batch.input_ids), dtype=torch.int32))
         rows = None if every else i.logit_rows  # as captured steps have it, for the same bits
         logits = torch.empty(len(batch.logit_rows), self.vocab, device=self.device)
-        self.step_kernels(PROMPT if prompts else len(batch.input_ids)).run(
+        (own or self.step_kernels(len(batch.input_ids))).run(
             i.ids, i.positions, i.block_table, i.cu_seqlens, i.context_lens, rows, cache.k, cache.v, formats_of(cache),
-            (cache.spec.num_kv_heads, cache.spec.head_dim), logits, lora=adapted, prompts=prompts,
+            (cache.spec.num_kv_heads, cache.spec.head_dim), logits, lora=adapted, prompts=own is not None,
         )  # fmt: skip
         return logits
 
@@ -156,16 +156,22 @@ class GpuForward:
         """The batch as steps of at most eight tokens of one sequence."""
         bounds = batch.cu_seqlens.tolist()
         cuts = [at for first, last in itertools.pairwise(bounds) for at in range(first, last, SHORT)]
-        return self._in_turn(batch, [*cuts, bounds[-1]], cache, ids, lora, prompts=False)
+        return self._in_turn(batch, [*cuts, bounds[-1]], cache, ids, lora)
 
     def _in_turn(
-        self, batch: Batch, cuts: list[int], cache: KVCache | CachePart, ids: Tensor | None, lora: LoraTable | None, *, prompts: bool
+        self,
+        batch: Batch,
+        cuts: list[int],
+        cache: KVCache | CachePart,
+        ids: Tensor | None,
+        lora: LoraTable | None,
+        own: gpu.StepKernels | None = None,
     ) -> Tensor:
         """The batch as steps of the tokens between the cuts."""
         out = torch.empty(len(batch.logit_rows), self.vocab, device=self.device)
         for first, end in itertools.pairwise(cuts):
             piece, rows = batch.cut(first, end)
-            logits = self._step(piece, cache, None if ids is None else ids[first:end], lora, prompts=prompts)
+            logits = self._step(piece, cache, None if ids is None else ids[first:end], lora, own)
             if len(rows):
                 out[rows.to(self.device)] = logits
         return out

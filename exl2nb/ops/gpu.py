@@ -185,12 +185,12 @@ class StepKernels:
         lora: tuple[LoraBuffers, Tensor] | None = None,
         prompts: bool = False,
     ) -> None:
-        """One step: K and V go to their pages, `logits` f32 `(R, V)` is filled. All tensors on the GPU; at most 8 tokens a sequence, without `prompts`.
+        """One step: K and V go to their pages, `logits` f32 `(R, V)` is filled. All tensors on the GPU.
 
         logit_rows: int32 `(R,)`; None: every token's, which makes a stream-K step a little quicker, with other bits.
         formats: of the K and V pools (cuda/attention/attention.h). heads: of the pools. Ids, pages and positions are not checked, which
         would wait for the GPU: the caller must have checked them. lora: the adapters, and int32 `(T,)` on the GPU, the row of each token's
-        adapter, -1 for none.
+        adapter, -1 for none. prompts: sequences may have more than 8 tokens.
         """
         adapted = () if lora is None else (lora[0].table, lora[1], lora[0].sums, lora[0].width, lora[0].inside)
         with launch_lock(self.workspace.device):
