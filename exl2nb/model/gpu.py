@@ -20,7 +20,7 @@ SHORT = 8  # tokens of one sequence that the step kernels take
 MOST = 512  # tokens of a step that go through the step kernels
 MOST_ROUTED = 64  # of a model with experts: the step kernels read them once for every token that chose them
 PROMPT = 64  # tokens of a step with a prompt in it, at most, that the step kernels take: launched by one call, where prefill makes hundreds
-PROMPT_STEPS = 2  # such steps in a row, where stream-K GEMMs are quick: more tokens are quicker where a matrix is unpacked once
+PROMPT_STEPS = 3  # such steps in a row, where stream-K GEMMs are quick: more tokens are quicker where a matrix is unpacked once
 PROMPT_KEYS = 1 << 14  # tokens before a prompt, at most: the step kernels read them once for every few of its tokens
 APART = 4  # this many decoding sequences or more get a launch of their own beside prompts
 STREAM_K_FROM = 9  # tokens of a step from which on its products are stream-K GEMMs; on Hopper sooner, where a persistent chain ends
@@ -36,7 +36,7 @@ class GpuForward:
             small ones, so that a token's bits depend neither on how a prompt was cut nor on the rest of the batch. Slow for long prompts.
 
     `stream_k_from`, to be set before the first step: steps of at least this many tokens use the stream-K GEMM; 0: no step does, so that a
-    token's bits are the same in steps of any size. `prompt_tokens`: of a step with a prompt in it, at most, for the step kernels to take it.
+    token's bits are the same in steps of any size. `prompt_tokens`: of a step with prompts, at most, for the step kernels to take it.
     """
 
     def __init__(self, program: ops.Program, device: torch.device, *, deterministic: bool = False) -> None:
