@@ -6,7 +6,8 @@
     python benchmarks/devices.py --cpu --shape tinyllama           # without a GPU: two and four parts on the CPU beside one
 
 The bound adds up, over the devices, bytes of weights that a step reads over the bandwidth that was measured here, of the host the mean of
-right before and right after each case, as other guests of a machine take their share; `reached` says whether decoding has 80 % of it. `prompt_s` is the time to the first token of a prompt of --prompt tokens, of which nothing is cached;
+right before and right after each case, as other guests of a machine take their share; `reached` says whether decoding has 80 % of it.
+`prompt_s` is the time to the first token of a prompt of --prompt tokens, of which nothing is cached;
 `prompt_floor_s` what copying the host's layers takes at the bandwidth measured here. Runs unattended: a case that fails is noted with its
 error, cases that find no time before --seconds are named, and what was measured until then is in --out after every case. Prints JSON; the
 models stay in build/bench.

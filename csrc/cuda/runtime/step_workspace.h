@@ -73,9 +73,7 @@ struct LayoutSizes {
                                                               static_cast<int>(op.head_dim)));
     return nullptr;
   }
-  const char* operator()(const AttentionOp& op) {
-    return reader(program, &op, 0) ? nullptr : "nothing reads the output of attention";
-  }
+  const char* operator()(const AttentionOp& op) { return reader(program, &op, 0) ? nullptr : "nothing reads the output of attention"; }
   const char* operator()(const ResidualOp& op) {
     const Weight weight(op.blob);
     act[op.side] = std::max(act[op.side], input_bytes(weight, tokens));
