@@ -209,8 +209,7 @@ class FusedStep::Worker {
     const Output out{s_.columns, N, op.bias, false};
     member_.each(count, [&](int64_t i) {
       const float* x = own_rows(blob, rows, M);
-      const int first = int(share_of(gate.tiles, i, count)), end = int(share_of(gate.tiles, i + 1, count));
-      if (first == end) return;
+      const int first = int(gate.tiles * i / count), end = int(gate.tiles * (i + 1) / count);
       const uint8_t* next = after(i, count);
       tiles(blob, gate, x, M, first, end, blob + up.data + first * up.tile_bytes, out);
       tiles(blob, up, x, M, first, end, next ? next : blob + gate.data + end * gate.tile_bytes, out);
@@ -227,7 +226,7 @@ class FusedStep::Worker {
   void operator()(const HeadOp& op) {
     const int H = int(s_.program.hidden()), R = int(b_.R);
     const uint8_t* blob = op.blob;
-    const int64_t tasks = (prepares_rows(blob) ? R * pieces(R) : 0) + shares(tiles_of(blob));
+    const int64_t tasks = (prepares_rows(blob) ? R : 0) + shares(tiles_of(blob));
     for (int r = 0; r < R && !member_.over(tasks); r++)
       normalize_or_copy(s_.x + int64_t(b_.logit_rows[r]) * H, H, norm_of(op), normed_ + int64_t(r) * H, change(r));
     if (R) product(blob, normed_, R, {nullptr, 0.0f}, op.bias, s_.out, false);
@@ -244,27 +243,22 @@ class FusedStep::Worker {
     Norm norm;
     bool ready = false;
   };
-  // Tasks that quantise a row: one, or, where there is no other row, one for each thread, which normalises all of it for itself.
-  int64_t pieces(int M) const { return M > 1 || changes_ ? 1 : member_.size; }
   // Inputs of a product of M rows: as codes divided among the threads, as are the first halves of the adapters' products.
   void prepare(const uint8_t* blob, const OwnRows& rows, int M) {
     const int K = header(blob).K;
     const float* x = rows.x;
     const Norm norm = rows.norm;
-    if (!s_.sizes.codes && !changes_) return;
-    const int64_t count = pieces(M);
-    member_.each(prepares_rows(blob) ? M * count : 0, [&](int64_t i) {
-      const int64_t m = i / count, piece = i % count;
-      normalize_or_copy(x + m * K, K, norm, padded_, change(m));
-      if (changes_ && changes_[m]) lora_down(*changes_[m], padded_, K, s_.low + m * s_.width);
-      padded_[K] = 0;  // what padding rows read
-      each_order(blob, M, s_.codes, [&](const BlobPart& part, const Codes& c) {
-        const auto* perm = part.perm ? reinterpret_cast<const int32_t*>(blob + part.perm) : nullptr;
-        const int64_t first = c.k_blocks * piece / count, row = first * kKBlockRows, end = c.k_blocks * (piece + 1) / count * kKBlockRows;
-        kernels().quantize(perm ? padded_ : padded_ + row, perm ? perm + row : nullptr, int(end - row), c.codes(M) + m * c.ldq + row,
-                           c.scale() + m * c.k_blocks + first, c.sum(M) + m * c.k_blocks + first);
+    if (s_.sizes.codes || changes_)
+      member_.each(prepares_rows(blob) ? M : 0, [&](int64_t m) {
+        normalize_or_copy(x + m * K, K, norm, padded_, change(m));
+        if (changes_ && changes_[m]) lora_down(*changes_[m], padded_, K, s_.low + m * s_.width);
+        padded_[K] = 0;  // what padding rows read
+        each_order(blob, M, s_.codes, [&](const BlobPart& part, const Codes& c) {
+          const auto* perm = part.perm ? reinterpret_cast<const int32_t*>(blob + part.perm) : nullptr;
+          kernels().quantize(padded_, perm, stored_rows(blob, part), c.codes(M) + m * c.ldq, c.scale() + m * c.k_blocks,
+                             c.sum(M) + m * c.k_blocks);
+        });
       });
-    });
   }
   // Inputs of the dense parts: each thread normalises them for itself, in its first task, as a task that is not done keeps later ops
   // from writing to x.
@@ -303,13 +297,8 @@ class FusedStep::Worker {
     }
   }
   int64_t shares(int64_t tiles) const {
-    const int64_t whole = member_.size * (b_.T == 1 ? kTileBlock : kDenseTiles);
+    const int64_t whole = member_.size * kDenseTiles;
     return member_.size * std::max<int64_t>(1, (tiles + whole - 1) / whole);
-  }
-  // The first tile of share i of `count`; of one row in whole blocks, which are computed together.
-  int64_t share_of(int64_t tiles, int64_t i, int64_t count) const {
-    const int64_t first = tiles * i / count;
-    return b_.T == 1 ? std::min(tiles, (first + kTileBlock - 1) / kTileBlock * kTileBlock) : first;
   }
   // What is read after share i of `count` of the current matrix; null: the following bytes.
   const uint8_t* after(int64_t i, int64_t count) const {
@@ -324,7 +313,7 @@ class FusedStep::Worker {
     prepare(blob, rows, M);
     member_.each(count, [&](int64_t i) {
       const float* in = own_rows(blob, rows, M);
-      int64_t first = share_of(all, i, count), end = share_of(all, i + 1, count);
+      int64_t first = all * i / count, end = all * (i + 1) / count;
       for (int p = 0; p < header(blob).num_parts; p++) {
         const BlobPart& part = parts(blob)[p];
         if (first < part.tiles && first < end) {

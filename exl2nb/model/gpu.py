@@ -71,7 +71,8 @@ class GpuForward:
     def kernels(self, cache: KVCache | CachePart, most: int = SHORT) -> list[kernel_code.KernelId]:
         """The kernels of steps of 1 to `most` tokens of one sequence, and of prompts; none is launched."""
         heads = cache.spec.num_kv_heads, cache.spec.head_dim
-        scratch, large = self._new_kernels(most), self._new_kernels(PROMPT)
+        scratch = self._new_kernels(most)
+        large = self._new_kernels(PROMPT) if self.prompt_tokens and not self.deterministic else None
         zeros = torch.zeros(max(most, PROMPT) + 1, dtype=torch.int32, device=self.device)
         partial = self.program.steps[-1][0] == "residual_out"  # a part of a model, which hands on every row
 
@@ -87,7 +88,7 @@ class GpuForward:
             for tokens in range(1, most + 1):
                 step(scratch, tokens, prompts=False)
             for tokens in () if self.deterministic else gpu_prefill.ROWS_OF_KERNELS:
-                if self.prompt_tokens:
+                if large is not None:
                     step(large, tokens, prompts=True)
                     continue
                 for head in self.program.heads.values():
@@ -112,7 +113,7 @@ class GpuForward:
         if self.deterministic:
             return self._pieces(batch, cache, ids, lora)
         if bounds[-1] <= self.prompt_tokens and max(batch.context_lens.tolist()) <= PROMPT_KEYS:
-            cuts, own = [*range(0, bounds[-1], PROMPT), bounds[-1]], self._new_kernels(min(PROMPT, bounds[-1]))  # memory of this step alone
+            cuts, own = [*range(0, bounds[-1], PROMPT), bounds[-1]], self._new_kernels(PROMPT)  # memory of this step alone
             return self._in_turn(batch, cuts, cache, ids, lora, own) if len(cuts) > 2 else self._step(batch, cache, ids, lora, own)
         short = [b - a <= SHORT for a, b in itertools.pairwise(bounds)]
         if APART <= sum(short) < len(short):

@@ -118,7 +118,7 @@ def test_short_prompts_in_step_kernels(both, mode, lengths):
     finally:
         cuda.gpu.prompt_tokens = usual
     got = found[0].log_softmax(-1)
-    assert float((want.exp() * (want - got)).sum(-1).mean()) < (1e-4 if mode in ("fp16", "fp32") else FAR[mode])
+    assert float((want.exp() * (want - got)).sum(-1).mean()) < (5e-4 if mode in ("fp16", "fp32") else FAR[mode])
 
 
 def test_bits_do_not_depend_on_the_step(both):
