@@ -48,13 +48,15 @@ class Step:
     batch: int32 host tensors. They are views of buffers that the next step overwrites: copy them before `launch` returns. feed: `(T,)`
     int32 or None. feed[t] = -1: `batch.input_ids[t]` is the token. feed[t] = r: the token is what the launch before this one drew for its
     logit row r; `input_ids[t]` is 0. None: all tokens are known. draws: R entries; None: return the raw logits of that row. same: the
-    sequences, logit rows and block table are those of the launch before, each one token on; parameters need not be sent again.
+    sequences, logit rows and block table are those of the launch before, each one token on; parameters need not be sent again. drafts:
+    int32 on the device, of which feed[t] = r is then `drafts[r]`.
     """
 
     batch: Batch
     feed: np.ndarray | None
     draws: Sequence[Draw | None]
     same: bool
+    drafts: torch.Tensor | None = None
 
 
 Results = list[Sampled | np.ndarray]

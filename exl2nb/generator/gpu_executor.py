@@ -18,7 +18,7 @@ from exl2nb.generator.executor import Draw, PendingStep, Step
 from exl2nb.model.gpu import SHORT, mixes_adapters
 from exl2nb.model.model import DecodeInputs
 from exl2nb.ops import kernel_code, out_of_memory
-from exl2nb.ops.cuda_sample import TOP, Row, pack_rows, sample_rows
+from exl2nb.ops.cuda_sample import ROW_BYTES, TOP, pack_row, sample_rows
 from exl2nb.ops.gpu import LoraBuffers, capturing, launch_lock
 from exl2nb.sampling.draw import Sampled
 from exl2nb.sampling.state import SamplerState
@@ -187,9 +187,9 @@ class GpuExecutor:
                 self._last, self._drawn = graph if decoding else None, graph.drawn
                 return graph.replay([draw.top for draw in drawn])
         self._last = None
-        ids = None
-        if step.feed is not None and self._drawn is not None:
-            ids = _fed(step.batch.input_ids, step.feed, self._drawn, self._device)
+        ids, source = None, self._drawn if step.drafts is None else step.drafts
+        if step.feed is not None and source is not None:
+            ids = _fed(step.batch.input_ids, step.feed, source, self._device)
         logits = self._model.forward_gpu(step.batch, self._cache, ids=ids)
         return self._draw(logits, draws, None if ids is None else _fresh(step, ids))
 
@@ -207,7 +207,8 @@ class GpuExecutor:
     def _verifies(self, step: Step) -> bool:
         """Whether a step in which every token's row is drawn, and sequences have several, can be a captured one."""
         bounds = step.batch.cu_seqlens.numpy()
-        return self._whole and step.feed is None and int((bounds[1:] - bounds[:-1]).max()) <= SHORT
+        known = step.feed is None or step.drafts is not None
+        return self._whole and known and int((bounds[1:] - bounds[:-1]).max()) <= SHORT
 
     def _graph(self, step: Step, draws: list[Draw]) -> _Graph | None:
         """The captured step, its inputs written; None where it is launched kernel by kernel instead, which gives the same tokens."""
@@ -229,7 +230,7 @@ class GpuExecutor:
             self._graphs[key] = self._capture(*key[:5], lora) if self._graphed else None
         graph = self._graphs[key]
         if graph is not None:
-            graph.set(step, draws, self._drawn)
+            graph.set(step, draws, self._drawn if step.drafts is None else step.drafts)
         return graph
 
     def _capture(self, rows: int, sequences: int, width: int, counted: bool, moved: bool, lora: LoraBuffers | None) -> _Graph | None:
@@ -294,13 +295,13 @@ class _Graph:
         self.rows, self.sequences, self.width = rows, sequences, width
         device = torch.device(model.draw_device)
         self._model, self._cache = model, cache
-        several, self._sizes = sequences > 0, _state_sizes(rows, sequences, width)
-        state = torch.zeros(sum(self._sizes), dtype=torch.int32, device=device)
-        ids, positions, lens, steps, adapters, table, bounds = state.split(self._sizes)
+        several, self._places = sequences > 0, _places(rows, sequences, width)
+        state = torch.zeros(self._places[-1][1], dtype=torch.int32, device=device)
+        ids, positions, lens, steps, adapters, table, bounds, self._feeds, words = (state[at:end] for at, end in self._places)
         adapters.fill_(-1)
         adapted = None if lora is None else (lora, adapters)
         drawn = torch.zeros_like(ids) if several else ids
-        params = torch.zeros(rows, 48, dtype=torch.uint8, device=device)
+        params = words.view(torch.uint8).view(rows, ROW_BYTES)
         results = torch.zeros(RING, rows, 4, dtype=torch.int32).pin_memory()
         logits = torch.zeros(rows, model.outputs, device=device)
         counts = torch.zeros(rows, model.outputs, dtype=torch.int16, device=device) if counted else None
@@ -317,7 +318,7 @@ class _Graph:
                 model.ranks.share(state[: 3 * rows])  # tokens, positions, lengths of the next step
             return top_ids, top_logprobs
 
-        self._state, self.ids, self.drawn, self._params, self._results = state, ids, drawn, params, results
+        self._state, self.ids, self.drawn, self._results = state, ids, drawn, results
         self._counts, self._bias, self._count = counts, bias, 0
         self._kept = forward, logits, lora  # the graph knows their addresses only
         self.step = step
@@ -337,26 +338,32 @@ class _Graph:
         return self
 
     def set(self, step: Step, draws: list[Draw], drawn: Tensor | None) -> None:
-        """Write everything that the step reads."""
+        """Write everything that the step reads; drawn: what its `feed` is of."""
         batch, n, b, rows = step.batch, len(draws), len(step.batch.context_lens), self.rows
-        host = torch.zeros(sum(self._sizes), dtype=torch.int32).pin_memory()
-        ids, positions, lens, steps, adapters, table, bounds = host.split(self._sizes)
-        ids[:n], positions[:n], lens[:b] = batch.input_ids, batch.positions, batch.context_lens
-        steps.fill_(self._count)
-        adapters.fill_(-1)
+        host = torch.zeros(len(self._state), dtype=torch.int32, pin_memory=True)
+        ids, positions, lens, steps, adapters, table, bounds, feeds, params = (host.numpy()[at:end] for at, end in self._places)
+        ids[:n], positions[:n], lens[:b] = batch.input_ids.numpy(), batch.positions.numpy(), batch.context_lens.numpy()
+        steps[:] = self._count
+        adapters[:] = -1
         if batch.adapters is not None:
-            adapters[:n] = batch.adapters
-        table.view(-1, self.width)[:b, : batch.block_table.shape[1]] = batch.block_table
+            adapters[:n] = batch.adapters.numpy()
+        table.reshape(-1, self.width)[:b, : batch.block_table.shape[1]] = batch.block_table.numpy()
         if self.sequences:  # those behind have no token, but for the last one, which has the padding
-            bounds[: b + 1], bounds[b + 1 :], bounds[-1] = batch.cu_seqlens, n, rows
-        fed = None
-        if step.feed is not None and drawn is not None:
+            bounds[: b + 1], bounds[b + 1 :], bounds[-1] = batch.cu_seqlens.numpy(), n, rows
+        packed = packed_params(draws)
+        params[: len(packed)] = packed
+        fed, every = None, step.drafts is not None and step.feed is not None and int(step.feed.min()) >= 0
+        if every:
+            feeds[:n] = step.feed
+        elif step.feed is not None and drawn is not None:
             fed = _fed(batch.input_ids, step.feed, drawn, self.ids.device)
         self._state.copy_(host, non_blocking=True)
-        if fed is not None:
+        if every and step.drafts is not None:
+            torch.index_select(step.drafts, 0, self._feeds[:n], out=self.ids[:n])
+        elif fed is not None:
             self.ids[:n] = fed
         if self._model.ranks is not None:
-            self._model.ranks.set_rows(self._cache, rows, self.width, table)
+            self._model.ranks.set_rows(self._cache, rows, self.width, torch.from_numpy(table))
             self._model.ranks.share(self._state[: 3 * rows])
         if self._counts is not None:
             fresh = [] if step.feed is None else [row for row, source in enumerate(step.feed.tolist()) if source >= 0]
@@ -364,7 +371,6 @@ class _Graph:
             write_counts(self._counts, draws, (fresh, tokens))
         if self._bias is not None:
             write_bias(self._bias, draws)
-        self._params[:n].copy_(_params(draws).pin_memory(), non_blocking=True)
 
     def replay(self, tops: list[int]) -> PendingStep:
         """Enqueue the step for the first rows; tops: number of alternatives of each."""
@@ -434,18 +440,18 @@ def _sampled(results: Tensor, top_ids: Tensor | None, top_logprobs: Tensor | Non
     return chosen
 
 
-def _params(draws: Sequence[Draw]) -> Tensor:
+def packed_params(draws: Sequence[Draw]) -> np.ndarray:
+    """Settings of draws as the sampling kernel reads them, int32 `(R * 12,)`."""
     rows = []
     for state, number, top in draws:
         p = state.params
-        few = min(top, TOP)
-        rows.append(Row(
-                temperature=p.temperature, top_p=p.top_p, min_p=p.min_p, repetition_penalty=p.repetition_penalty,
-                presence_penalty=p.presence_penalty, frequency_penalty=p.frequency_penalty, top_k=p.top_k, top=few, seed=state.seed,
-                counter=number,
-            )
-        )  # fmt: skip
-    return pack_rows(rows)
+        penalties = p.repetition_penalty, p.presence_penalty, p.frequency_penalty
+        rows.append(pack_row(p.temperature, p.top_p, p.min_p, *penalties, p.top_k, min(top, TOP), state.seed, number))
+    return np.frombuffer(b"".join(rows), np.int32)
+
+
+def _params(draws: Sequence[Draw]) -> Tensor:
+    return torch.from_numpy(packed_params(draws).copy()).view(torch.uint8).view(len(draws), -1)
 
 
 def _fresh(step: Step, ids: Tensor) -> tuple[list[int], Tensor]:
@@ -461,18 +467,23 @@ def _fed(ids: Tensor, feed: np.ndarray, drawn: Tensor, device: torch.device) -> 
     return torch.where(rows >= 0, drawn[rows.clamp(min=0).long()], known)
 
 
-def _state_sizes(rows: int, sequences: int, width: int) -> list[int]:
-    """Of ids, positions, lens, steps, adapters, block table and bounds of a captured step."""
-    lines = sequences or rows
-    return [rows, rows, lines, rows, rows, lines * width, sequences + 1 if sequences else 0]
+def _places(rows: int, sequences: int, width: int) -> list[tuple[int, int]]:
+    """Where ids, positions, lens, steps, adapters, block table, bounds, feed and settings of a captured step are in its state."""
+    lines, places, at = sequences or rows, list[tuple[int, int]](), 0
+    for size in (rows, rows, lines, rows, rows, lines * width, sequences + 1 if sequences else 0, rows if sequences else 0):
+        places.append((at, at + size))
+        at += size
+    at += at % 2  # the settings have numbers of eight bytes
+    return [*places, (at, at + rows * ROW_BYTES // 4)]
 
 
 def _sizes(tokens: int, sequences: int) -> tuple[int, int]:
     """Rows and sequences of the captured step that takes so many; no sequences: each has one token."""
     if tokens == sequences:
-        return _bucket(tokens), 0
-    return (tokens, 1) if sequences == 1 else (_bucket(tokens), _bucket(sequences) + 1)
+        return bucket(tokens), 0
+    return (tokens, 1) if sequences == 1 else (bucket(tokens), bucket(sequences) + 1)
 
 
-def _bucket(rows: int) -> int:
+def bucket(rows: int) -> int:
+    """Rows of the captured step that takes so many."""
     return 1 << (rows - 1).bit_length() if rows <= 8 else -(-rows // 8) * 8

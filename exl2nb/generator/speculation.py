@@ -19,6 +19,8 @@ from exl2nb.core.options import check_flag, check_range
 from exl2nb.generator.suffixes import EarlierTexts, SuffixAutomaton
 
 if TYPE_CHECKING:
+    import torch
+
     from exl2nb.core.progress import Sink
     from exl2nb.generator.request import Request
     from exl2nb.generator.sequence import Sequence
@@ -358,6 +360,38 @@ class NgramProposer:
 STEP_ROWS = 64  # of logits in one step, which many sequences share
 
 
+class DraftRound(Protocol):
+    """Draft tokens that were launched on a GPU and may not be there yet.
+
+    ids: int32 on the GPU; draft token i of row r is at (1 + i) * rows + r, the token before the first one at r. rows: of a step.
+    began: `time.perf_counter()` then.
+    """
+
+    ids: torch.Tensor
+    rows: int
+    began: float
+
+    def tokens(self, row: int) -> list[int]:
+        """A row's tokens; waits for them."""
+        ...
+
+    def seconds(self) -> float:
+        """What the round took, from its beginning on the host; waits for it."""
+        ...
+
+
+class LateTokens(NamedTuple):
+    """A sequence's draft tokens in a round: the first `most` of a row."""
+
+    round: DraftRound
+    row: int
+    most: int
+
+    def tokens(self) -> list[int]:
+        """The tokens; waits for them."""
+        return self.round.tokens(self.row)[: self.most]
+
+
 class Drafter(Protocol):
     """A draft model."""
 
@@ -365,8 +399,8 @@ class Drafter(Protocol):
         """What making so many draft tokens takes, as far as known; 0: nothing is known."""
         ...
 
-    def propose(self, wanted: Seq[tuple[Sequence, int]], /) -> list[list[int]]:
-        """At most the wanted number of draft tokens for each sequence."""
+    def propose(self, wanted: Seq[tuple[Sequence, int]], /) -> Seq[list[int] | LateTokens]:
+        """At most the wanted number of draft tokens for each sequence; late ones all of one round."""
         ...
 
     def prepare(self, progress: Sink | None) -> None:
@@ -471,6 +505,7 @@ class Speculator:
         self.times, self.earlier = StepTimes(), EarlierTexts()
         self._began, self._rows = 0.0, 0  # the step that runs: when, and with how many rows; 0: not one to learn from
         self._prepared = 0
+        self._round: DraftRound | None = None  # of the step that runs, where its draft tokens were late
         self._asleep, self._slept, self._running = 0, 0, 0  # steps to sleep, and slept so far; sequences that ran when it began
         self._barren = 0  # steps without draft tokens since the last one that had some, those asleep not counted
 
@@ -490,13 +525,18 @@ class Speculator:
         decoding = [sequence for sequence in running if sequence.pending == 1]
         if prepared != self._prepared:
             self._prepared, self._rows = prepared, 0
-        if self._rows and len(decoding) == len(running):
-            self.times.record(self._rows, (now - self._began) / (1 + self._slept))
+        drafting = self._round.seconds() if self._round is not None else 0.0
+        if self._rows and len(decoding) == len(running) and now - self._began > drafting:
+            self.times.record(self._rows, (now - self._began - drafting) / (1 + self._slept))
+        self._round = None
         proposing = [one for one in decoding if one.proposer is not None and not one.drafted]
         for one in proposing:
             one.on_device = False
             if self._slept and one.proposer is not None:
                 one.proposer.pace.skip(min(self._slept, one.proposer.pace.rest))
+        for one in running:
+            if one.late is not None:
+                one.settle()  # its step was not launched
         self._asleep = self._slept = 0
         self._propose(proposing, len(running))
         self._rows = sum(one.rows for one in running) if running and len(decoding) == len(running) else 0
@@ -508,7 +548,7 @@ class Speculator:
             self._asleep, self._running = min(1 << (self._barren - 1), LONGEST_REST), len(running)
             for one in proposing:
                 one.on_device = one.drawn
-        self._began = time.perf_counter()
+        self._began = time.perf_counter() if self._round is None else self._round.began
 
     def _propose(self, sequences: Seq[Sequence], running: int) -> None:
         wanted: dict[int, list[tuple[Sequence, int]]] = {}
@@ -529,3 +569,4 @@ class Speculator:
         for key, drafter in drafters.items():
             for (sequence, _), found in zip(wanted[key], drafter.propose(wanted[key])):
                 sequence.propose(found)
+                self._round = sequence.late.round if sequence.late is not None else self._round
