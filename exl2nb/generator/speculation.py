@@ -511,6 +511,10 @@ class Speculator:
 
     def wakes(self, running: Seq[Sequence]) -> bool:
         """Whether `propose` must be called before this step, with every result read; to be asked once a step."""
+        if not any([one.proposer is not None for one in running]):  # steps of requests without it are launched ahead, and not measured
+            self._asleep = self._slept = self._rows = 0
+            self._round = None
+            return False
         if self._slept < self._asleep and len(running) == self._running:
             self._slept += 1
             return False

@@ -302,7 +302,7 @@ def make_drafter(target: LLM, draft: LLM | str | os.PathLike[str], *, cache: str
     tokenizer = Tokenizer.load(folder)
     placement = target.model.placement
     place = placement if isinstance(placement, str) else placement[-1]
-    model = load_model(folder, device=place, context=None, progress=progress)
+    model = load_model(folder, device=place, context=None, progress=progress, deterministic=target.model.deterministic)
     try:
         return _drafter(target, model, tokenizer, cache, on_close=model.close)
     except BaseException:
