@@ -1,7 +1,7 @@
 """Write stories in plain words, of a small grammar: text that models of a few million weights can learn in a minute.
 
-Who takes part, what is wanted, lost, found and said is drawn for each story; names and things come back through it, so that a model must look
-at what stands before. A test bed for speculation needs a draft model that often agrees with its target, as small models of a family do on
+Who takes part, what is wanted, lost, found and said is drawn for each story; names and things come back through it, so that a model must
+look at what stands before. A test bed for speculation needs a draft model that often agrees with its target, as models of a family do on
 everyday text, and a minute is too short for that on books.
 
     python tools/make_stories.py 12000000 stories.txt            # characters; the same ones for the same seed
@@ -15,12 +15,12 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-GIRLS = "Anna Clara Ella Ida Jane Lucy Mary Nora Rosa Sara Tilda Vera".split()
-BOYS = "Adam Ben Carl David Emil Hugo Jack Leo Max Oscar Peter Tom".split()
-BEASTS = "cat dog duck fox goat hare hen horse mouse owl pig sheep".split()
+GIRLS = ["Anna", "Clara", "Ella", "Ida", "Jane", "Lucy", "Mary", "Nora", "Rosa", "Sara", "Tilda", "Vera"]
+BOYS = ["Adam", "Ben", "Carl", "David", "Emil", "Hugo", "Jack", "Leo", "Max", "Oscar", "Peter", "Tom"]
+BEASTS = ["cat", "dog", "duck", "fox", "goat", "hare", "hen", "horse", "mouse", "owl", "pig", "sheep"]
 PLACES = ["barn", "forest", "garden", "harbour", "hill", "lake", "market", "meadow", "mill", "old bridge", "river", "village"]
 THINGS = ["ball", "bell", "blue cup", "boat", "book", "drum", "golden key", "hat", "kite", "lamp", "red scarf", "ring"]
-COLOURS = "black brown grey red white yellow".split()
+COLOURS = ["black", "brown", "grey", "red", "white", "yellow"]
 WEATHER = ["The sun was shining.", "It was raining.", "A cold wind was blowing.", "There was snow on the roofs.", "The sky was clear."]
 MOODS = ["very happy", "a little sad", "quite tired", "very curious"]
 FOODS = ["apples", "bread and cheese", "a warm soup", "pancakes", "a big cake"]
@@ -36,7 +36,7 @@ WISHES = [
     "On {his} birthday {name} got a {thing}.",
 ]
 LOSSES = [
-    'One day {name} went to the {other} with the {beast}. {weather} When they came home, the {thing} was gone. "Where is my {thing}?" said {name}.',
+    'One day {name} went to the {other} with the {beast}. {weather} When they came home, the {thing} was gone. "Where is it?" said {name}.',
     '{weather} {name} and the {beast} walked to the {other}, and there {he} lost {his} {thing}. "Oh no, my {thing}!" said {name}.',
     "One morning {name} could not find {his} {thing}. {He} looked under the bed and behind the door, but the {thing} was not there.",
 ]

@@ -14,7 +14,7 @@ from exl2nb.cache.pool import KVCache
 from exl2nb.core import env
 from exl2nb.core.log import logger
 from exl2nb.generator.draft import FIRST, Place
-from exl2nb.generator.gpu_executor import biased, bucket, packed_params, write_bias
+from exl2nb.generator.gpu_executor import PinnedState, biased, bucket, packed_params, write_bias
 from exl2nb.generator.speculation import DraftRound
 from exl2nb.model.model import DecodeInputs
 from exl2nb.ops.cuda_sample import ROW_BYTES, sample_rows
@@ -83,17 +83,20 @@ class _Graph:
         self._results = torch.zeros(steps, rows, 4, dtype=torch.int32).pin_memory()
         self._bias = torch.zeros(rows, model.outputs, device=self._device) if moved else None
         self._run = _recorded(model, cache, self._state.split(self._sizes), self._results, self._bias)
+        ends = np.cumsum(self._sizes).tolist()
+        self._host, self._numbers = PinnedState(self._state, [*zip([0, *ends], ends)]), self._results.numpy()
+        self._events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         self._run()  # with no sequence at all: nothing is written to the cache; loads the kernels, which a capture forbids
         with capturing:
             torch.cuda.synchronize(self._device)
             self._graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self._graph, stream=torch.cuda.Stream(self._device), capture_error_mode="thread_local"):
                 self._run()
+        self._graph.replay()  # the first one takes longer
 
     def replay(self, places: Sequence[Place], began: float) -> DraftRound:
         """Write what the round reads, and enqueue it."""
-        host = torch.zeros(len(self._state), dtype=torch.int32, pin_memory=True)
-        params, ids, positions, last, lens, _, table, tokens = np.split(host.numpy(), np.cumsum(self._sizes)[:-1])
+        params, ids, positions, last, lens, _, table, tokens = self._host.cleared()
         packed = packed_params([place.draw for place in places])
         params[: len(packed)] = packed
         table = table.reshape(self.rows, self.width)
@@ -102,8 +105,8 @@ class _Graph:
             ids[at : at + FIRST], positions[at : at + FIRST], tokens[row] = latest, range(start, start + FIRST), latest[-1]
             last[row], lens[row] = start + FIRST - 1, start + FIRST
             table[row, : len(pages)] = pages
-        first, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        self._state.copy_(host, non_blocking=True)
+        first, end = self._events
+        self._host.send()
         if self._bias is not None:
             write_bias(self._bias, [place.draw for place in places])
         waited = time.perf_counter() - began
@@ -111,7 +114,7 @@ class _Graph:
         with launch_lock(self._device):
             self._graph.replay()
         end.record()
-        return _Round(self._state[-len(tokens) :], self.rows, began, self._results[:, : len(places)], (first, end), waited)
+        return _Round(self._state[-len(tokens) :], self.rows, began, self._numbers[:, : len(places)], (first, end), waited)
 
 
 def _recorded(model: Model, cache: KVCache, state: Sequence[Tensor], results: Tensor, bias: Tensor | None) -> Callable[[], None]:
@@ -139,20 +142,20 @@ def _recorded(model: Model, cache: KVCache, state: Sequence[Tensor], results: Te
 
 
 class _Round:
-    """A round that may still run."""
+    """A round that may still run. It is read before the graph is replayed again, which has one place for results and one pair of events."""
 
     def __init__(
-        self, ids: Tensor, rows: int, began: float, results: Tensor, events: tuple[torch.cuda.Event, torch.cuda.Event], waited: float
+        self, ids: Tensor, rows: int, began: float, results: np.ndarray, events: tuple[torch.cuda.Event, torch.cuda.Event], waited: float
     ) -> None:
         self.ids, self.rows, self.began = ids, rows, began
         self._results, self._events, self._waited = results, events, waited
-        self._read: list[list[int]] | None = None
+        self._read: np.ndarray | None = None
 
     def tokens(self, row: int) -> list[int]:
         if self._read is None:
             self._events[1].synchronize()
-            self._read = self._results[..., 0].T.clamp(min=0).tolist()  # -1, no distribution, is 0 for the steps
-        return self._read[row]
+            self._read = self._results[..., 0].T.clip(min=0).copy()  # -1, no distribution, is 0 for the steps
+        return self._read[row].tolist()
 
     def seconds(self) -> float:
         first, end = self._events

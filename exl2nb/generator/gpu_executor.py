@@ -219,7 +219,8 @@ class GpuExecutor:
         if step.same and self._last is not None:
             return self._last
         width = step.batch.block_table.shape[1]
-        counted, moved = (any(of(draw.state.params) for draw in draws) for of in (penalised, biased))
+        params = {id(draw.state): draw.state.params for draw in draws}.values()
+        counted, moved = any(map(penalised, params)), any(map(biased, params))
         lora = None
         if step.batch.adapters is not None:
             if self._model.deterministic and mixes_adapters(step.batch):
@@ -288,7 +289,7 @@ class GpuExecutor:
             chosen = logits if raw is None else logits[torch.tensor(rows, device=self._device)]
             ids = torch.zeros(len(rows), dtype=torch.int32, device=self._device)
             results, top_ids, top_logprobs = sample_rows(chosen, params, counts, None, ids, None, None, None, None, 1, False, bias)
-            sampled = results[0].cpu(), top_ids.cpu(), top_logprobs.cpu()
+            sampled = results[0].cpu().numpy(), top_ids.cpu(), top_logprobs.cpu()
             if self._model.ranks is not None:
                 self._model.ranks.check()
             drawn = torch.zeros(len(draws), dtype=torch.int32, device=self._device)
@@ -300,6 +301,30 @@ class GpuExecutor:
             if self._model.ranks is not None:
                 self._model.ranks.check()
         return _CompletedStep(rows, wanted, sampled, raw)
+
+
+class PinnedState:
+    """What a captured step reads, written on the host into pinned memory that is used again: to allocate it takes as long as to write it.
+
+    Args:
+        state: int32 1-D on the GPU. places: begin and end of the parts of it.
+    """
+
+    def __init__(self, state: Tensor, places: Sequence[tuple[int, int]]) -> None:
+        self._state, self._host, self._sent = state, torch.zeros(len(state), dtype=torch.int32).pin_memory(), torch.cuda.Event()
+        self._whole = self._host.numpy()
+        self._parts = [self._whole[at:end] for at, end in places]
+
+    def cleared(self) -> list[np.ndarray]:
+        """The parts, all 0, as soon as the GPU has read what was written last."""
+        self._sent.synchronize()
+        self._whole.fill(0)
+        return self._parts
+
+    def send(self) -> None:
+        """Copy it to the GPU, in the order of its stream."""
+        self._state.copy_(self._host, non_blocking=True)
+        self._sent.record()
 
 
 class _Graph:
@@ -342,6 +367,7 @@ class _Graph:
         self._state, self.ids, self.drawn, self._results = state, ids, drawn, results
         self._counts, self._bias, self._count = counts, bias, 0
         self._kept = forward, logits, lora  # the graph knows their addresses only
+        self._hosts, self._numbers = [PinnedState(state, self._places) for _ in range(1 + GpuExecutor.lookahead)], results.numpy()
         self.step = step
 
     def capture(self) -> _Graph:
@@ -356,13 +382,15 @@ class _Graph:
             # another model's thread may allocate and wait meanwhile: so a stream of its own, and errors of this thread only
             with torch.cuda.graph(self._graph, stream=torch.cuda.Stream(device), capture_error_mode="thread_local"):
                 self._top = self.step()
+        if self._model.ranks is None:
+            self._graph.replay()  # the first one takes longer
         return self
 
     def set(self, step: Step, draws: list[Draw], drawn: Tensor | None) -> None:
         """Write everything that the step reads; drawn: what its `feed` is of."""
         batch, n, b, rows = step.batch, len(draws), len(step.batch.context_lens), self.rows
-        host = torch.zeros(len(self._state), dtype=torch.int32, pin_memory=True)
-        ids, positions, lens, steps, adapters, table, bounds, feeds, params = (host.numpy()[at:end] for at, end in self._places)
+        self._hosts.append(self._hosts.pop(0))
+        ids, positions, lens, steps, adapters, table, bounds, feeds, params = self._hosts[0].cleared()
         ids[:n], positions[:n], lens[:b] = batch.input_ids.numpy(), batch.positions.numpy(), batch.context_lens.numpy()
         steps[:] = self._count
         adapters[:] = -1
@@ -378,13 +406,13 @@ class _Graph:
             feeds[:n] = step.feed
         elif step.feed is not None and drawn is not None:
             fed = _fed(batch.input_ids, step.feed, drawn, self.ids.device)
-        self._state.copy_(host, non_blocking=True)
+        self._hosts[0].send()
         if every and step.drafts is not None:
             torch.index_select(step.drafts, 0, self._feeds[:n], out=self.ids[:n])
         elif fed is not None:
             self.ids[:n] = fed
         if self._model.ranks is not None:
-            self._model.ranks.set_rows(self._cache, rows, self.width, torch.from_numpy(table))
+            self._model.ranks.set_rows(self._cache, rows, self.width, torch.from_numpy(table.copy()))
             self._model.ranks.share(self._state[: 3 * rows])
         if self._counts is not None:
             fresh = [] if step.feed is None else [row for row, source in enumerate(step.feed.tolist()) if source >= 0]
@@ -406,14 +434,14 @@ class _Graph:
         done.record()
         slot = self._count % RING
         self._count += 1
-        return _PendingGraph(done, self._results[slot], tops, alternatives, self._model)
+        return _PendingGraph(done, self._numbers[slot], tops, alternatives, self._model)
 
 
 class _PendingGraph:
     """A replayed graph that may still run."""
 
     def __init__(
-        self, done: torch.cuda.Event, results: Tensor, tops: list[int], alternatives: tuple[Tensor, ...] | None, model: Model
+        self, done: torch.cuda.Event, results: np.ndarray, tops: list[int], alternatives: tuple[Tensor, ...] | None, model: Model
     ) -> None:
         self._done, self._results, self._tops, self._alternatives, self._model = done, results, tops, alternatives, model
 
@@ -423,14 +451,14 @@ class _PendingGraph:
         if self._model.ranks is not None:
             self._model.ranks.check()
         ids, logprobs = self._alternatives if self._alternatives is not None else (None, None)
-        return [*_sampled(self._results[: len(self._tops)].clone(), ids, logprobs, self._tops)]
+        return [*_sampled(self._results[: len(self._tops)], ids, logprobs, self._tops)]
 
 
 class _CompletedStep:
     """A step whose results are on the host already."""
 
     def __init__(
-        self, rows: list[int], draws: Sequence[Draw | None], sampled: tuple[Tensor, Tensor, Tensor] | None, raw: Tensor | None
+        self, rows: list[int], draws: Sequence[Draw | None], sampled: tuple[np.ndarray, Tensor, Tensor] | None, raw: Tensor | None
     ) -> None:
         self._rows, self._draws, self._sampled, self._raw = rows, draws, sampled, raw
 
@@ -446,10 +474,10 @@ class _CompletedStep:
         return out
 
 
-def _sampled(results: Tensor, top_ids: Tensor | None, top_logprobs: Tensor | None, tops: list[int]) -> list[Sampled]:
+def _sampled(results: np.ndarray, top_ids: Tensor | None, top_logprobs: Tensor | None, tops: list[int]) -> list[Sampled]:
     """The kernel's results `(R, 4)` as the host's."""
     values = results.tolist()
-    logprobs = results[:, 2].contiguous().view(torch.float32).tolist()
+    logprobs = results[:, 2].copy().view(np.float32).tolist()
     chosen = []
     for r, ((token, rank, _, _), logprob, top) in enumerate(zip(values, logprobs, tops)):
         if token < 0:
@@ -463,11 +491,16 @@ def _sampled(results: Tensor, top_ids: Tensor | None, top_logprobs: Tensor | Non
 
 def packed_params(draws: Sequence[Draw]) -> np.ndarray:
     """Settings of draws as the sampling kernel reads them, int32 `(R * 12,)`."""
-    rows = []
+    rows: list[bytes] = []
+    before, most, row = None, -1, b""
     for state, number, top in draws:
-        p = state.params
+        if state is before and top == most:  # draft tokens of one request
+            rows.append(row[:-8] + number.to_bytes(8, "little"))
+            continue
+        p, before, most = state.params, state, top
         penalties = p.repetition_penalty, p.presence_penalty, p.frequency_penalty
-        rows.append(pack_row(p.temperature, p.top_p, p.min_p, *penalties, p.top_k, min(top, TOP), state.seed, number))
+        row = pack_row(p.temperature, p.top_p, p.min_p, *penalties, p.top_k, min(top, TOP), state.seed, number)
+        rows.append(row)
     return np.frombuffer(b"".join(rows), np.int32)
 
 

@@ -9,6 +9,7 @@ text is, token for token, the one without speculation, for every sampler, penalt
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -29,7 +30,8 @@ KINDS = ("auto", "draft", "ngram", "off")
 MAX_DRAFT_TOKENS = 7  # a step then has at most 8 rows per sequence, which every backend runs as a decode
 PROBE, RARELY = 12, 48  # steps without draft tokens after which one is proposed again: after the first failure, and after several
 REST, LONGEST_REST = 8, 32  # steps that are not thought about after one for which draft tokens do not pay, doubled each time
-TRIED, TRIED_RIGHT = (3, 7), 0.3  # draft tokens whose step is measured once, where all are right with this probability
+TRIED, TRIED_RIGHT = (3, 7), 0.3  # draft tokens whose step is measured TRIES times, where all are right with this probability
+TRIES = 2  # a time that was measured less often may be one that was disturbed
 LEARNED, PIECE, LEARNED_AGAIN = 1 << 15, 512, 64  # tokens of a prompt that are looked at; between two steps; after the text was cut back
 REMEMBERED = 1024  # tokens at the end of a text that later ones may repeat
 LONG = 8  # tokens that must agree for a draft token to count as a right one
@@ -149,7 +151,8 @@ class StepTimes:
     """
 
     def __init__(self) -> None:
-        self._seen: dict[int, tuple[float, int]] = {}  # rows -> seconds, and when that was seen last
+        self._seen: dict[int, tuple[float, int, int]] = {}  # rows -> seconds, when that was seen last, and how often
+        self._rows: list[int] = []  # its keys, in order
         self._count = 0
 
     def record(self, rows: int, seconds: float) -> None:
@@ -157,12 +160,15 @@ class StepTimes:
         self._count += 1
         if rows not in self._seen and self._seen:
             seconds = min(seconds, SURPRISE * self.seconds(rows))
+        times = 0
         if rows in self._seen:
-            known, _ = self._seen[rows]
+            known, _, times = self._seen[rows]
             seconds = known + (0.2 if seconds > known else 0.5) * (min(seconds, 2.0 * known) - known)
-        self._seen[rows] = seconds, self._count
-        for other in [n for n, (_, last) in self._seen.items() if self._count - last > STALE]:
+        self._seen[rows] = seconds, self._count, times + 1
+        for other in [n for n, (_, last, _) in self._seen.items() if self._count - last > STALE]:
             del self._seen[other]  # so that it is tried again
+        if len(self._seen) != len(self._rows) or not times:
+            self._rows = sorted(self._seen)
 
     @property
     def known(self) -> bool:
@@ -174,9 +180,9 @@ class StepTimes:
         """True where steps were measured, but lately none with one row, with which all others are compared."""
         return bool(self._seen) and 1 not in self._seen
 
-    def knows(self, rows: int) -> bool:
-        """Whether a step with so many rows was measured."""
-        return rows in self._seen
+    def knows(self, rows: int, times: int = 1) -> bool:
+        """Whether a step with so many rows was measured, so many times at least."""
+        return rows in self._seen and self._seen[rows][2] >= times
 
     @property
     def reach(self) -> int:
@@ -188,8 +194,9 @@ class StepTimes:
         seen = self._seen
         if rows in seen:
             return seen[rows][0]
-        below = max((n for n in seen if n < rows), default=None)
-        above = min((n for n in seen if n > rows), default=None)
+        place = bisect_left(self._rows, rows)
+        below = self._rows[place - 1] if place else None
+        above = self._rows[place] if place < len(self._rows) else None
         if below is None:
             first = 1.0 if above is None else seen[above][0] / (1.0 + (above - 1) * ROW_COST)
             return first * (1.0 + (rows - 1) * ROW_COST)
@@ -216,7 +223,7 @@ class AdaptiveLength:
         self.settings, self._times, self._watched = settings, times or StepTimes(), watched
         self._accepted_weight, self._verified_weight = 1.6, 2.0  # the prior: as if 1.6 of 2 had been accepted
         self._idle, self._patience, self._longest = 0, PROBE, 0
-        self._tries = dict.fromkeys(TRIED, 2)  # the first step of a kind is captured, and not measured
+        self._tries = dict.fromkeys(TRIED, 1 + TRIES)  # the first step of a kind is captured, and not measured
         self.rest, self._next_rest = 0, REST  # steps for which the answer of `length` is known to be 0; the next such number
         self.steps = self.proposed = self.accepted = self.plain_steps = 0
         self.lengths = [0] * (settings.max_tokens + 1)
@@ -240,7 +247,7 @@ class AdaptiveLength:
         likely = min(SURE, self._accepted_weight / self._verified_weight)
         if self.steps and not beside:  # a step's time has a part that does not grow with rows, which one more row does not show
             for count in TRIED:
-                if count <= most and self._tries[count] and not self._times.knows(1 + count) and likely**count > TRIED_RIGHT:
+                if count <= most and self._tries[count] and likely**count > TRIED_RIGHT and not self._measured(count, draft_s):
                     self._tries[count] -= 1
                     return count
         most = min(most, max(1, self._times.reach - beside - 1, 2 * self._longest + 1))
@@ -253,6 +260,13 @@ class AdaptiveLength:
             return 0  # also where not even certain draft tokens would pay
         self._idle, self._patience = 0, min(2 * self._patience, RARELY)
         return 1
+
+    def _measured(self, count: int, draft_s: Callable[[int], float]) -> bool:
+        """Whether the time of a step with so many draft tokens is known: measured TRIES times, or once where all being right is no gain."""
+        times, rows = self._times, 1 + count
+        if not times.knows(rows) or times.knows(rows, TRIES):
+            return times.knows(rows)
+        return times.seconds(rows) + draft_s(count) > rows * times.seconds(1)
 
     def skip(self, steps: int) -> None:
         """So many steps of `rest` have passed."""

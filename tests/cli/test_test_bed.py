@@ -91,7 +91,7 @@ def test_rows_that_repeat(tool):
     assert row.shape == (length,)
     begins = [at for at in range(1, length) if row[at] != row[at - 1] + 1]
     sizes = [b - a for a, b in zip([0, *begins], begins)]
-    seen = [set(row[: at].tolist()) for at in begins]
+    seen = [set(row[:at].tolist()) for at in begins]
     known = [int(row[at]) in before for at, before in zip(begins, seen)]
     assert sum(known) >= len(known) / 3, "a passage that stood there before"
     assert min(sizes) >= 8

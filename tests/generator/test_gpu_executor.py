@@ -285,7 +285,9 @@ class Step(SimpleNamespace):
     @classmethod
     def of(cls, tokens: int, sequences: int, pages: int = 1):
         return cls(
-            same=False, batch=SimpleNamespace(context_lens=[9] * sequences, block_table=torch.zeros(sequences, pages), adapters=None)
+            same=False,
+            drafts=None,
+            batch=SimpleNamespace(context_lens=[9] * sequences, block_table=torch.zeros(sequences, pages), adapters=None),
         )
 
 
