@@ -74,9 +74,25 @@ class Rounds(Protocol):
         """Begin a round of so many draft tokens, `began` at `time.perf_counter()`; None where it cannot be captured."""
         ...
 
+    def follow(self, launched: DraftRound, drawn: torch.Tensor, sequences: int, /) -> DraftRound | None:
+        """Begin the next round behind the step that was launched last, which verifies this one; None where it cannot be captured.
+
+        sequences: of the round. drawn: what that step draws for their rows, on the device.
+        """
+        ...
+
     def close(self) -> None:
         """Give memory back."""
         ...
+
+
+class _Following(NamedTuple):
+    """A round of a device, and what it was launched for: sequences in the order of its rows, their lengths then, and its steps."""
+
+    round: DraftRound
+    sequences: list[Sequence]
+    lengths: list[int]
+    steps: int
 
 
 Proposed = list[list[int] | LateTokens]
@@ -124,6 +140,8 @@ class DraftModel:
         self._rounds, self._late = None if rounds is None else rounds(model, self._cache), late
         self._measured: tuple[DraftRound, int] | None = None  # the last round, and its steps, if its time says something
         self._known: dict[int, _DraftCache] = {}
+        self._last: _Following | None = None  # the round whose draft tokens are verified by the step that is launched next
+        self._ahead: _Following | None = None  # the one that was launched behind that step
         self._gone = False
 
     @property
@@ -156,9 +174,30 @@ class DraftModel:
             self._gone = True
         return [[] for _ in wanted]
 
+    def follow(self, drawn: torch.Tensor, sequences: Seq[Sequence], /) -> bool:
+        """Begin the next round of the same length, before it is known which draft tokens are accepted, if a step verifies all of the last.
+
+        Args:
+            drawn: what the step that was launched last draws, on the device. sequences: of that step.
+
+        Returns:
+            Whether something was made ready meanwhile, as `Rounds.prepared` counts it.
+        """
+        last, self._last = self._last, None
+        if last is None or self._rounds is None or self._gone or len(last.sequences) != len(sequences):
+            return False
+        prepared = self._rounds.prepared
+        try:
+            self._follow(self._rounds, last, drawn, sequences)
+        except Exception:  # as in `propose`
+            logger.exception("the draft model failed; generation goes on without speculation")
+            self._gone = True
+        return self._rounds.prepared != prepared
+
     def close(self) -> None:
         """Give memory back."""
         self._gone = True
+        self._last = self._ahead = None
         self._known.clear()
         self._executor.close()
         if self._rounds is not None:
@@ -175,13 +214,17 @@ class DraftModel:
             launched, steps = self._measured
             self._times.record(steps, launched.seconds())
             self._measured = None
+        ahead, self._ahead, self._last = self._ahead, None, None
+        if ahead is not None and _goes_on(ahead, wanted):
+            return self._take(ahead, wanted, began)
         found: Proposed = [[] for _ in wanted]
         drawn: list[_Turn] = []
         chosen: list[_Turn] = []  # what the request's sampler must choose on the host
         most = max((min(count, self._context - len(sequence.ids)) for sequence, count in wanted), default=0)
         for place, (sequence, count) in enumerate(wanted):
             known, room = self._state(sequence), self._context - len(sequence.ids)
-            if room <= 0 or not self._reserve(known, len(sequence.ids) + min(most, room)):
+            needed = len(sequence.ids) + min(most, room)
+            if room <= 0 or not ((self._late and self._reserve(known, needed + most + 1)) or self._reserve(known, needed)):
                 continue
             if len(sequence.ids) - known.computed > CHUNK:
                 self._forward([(known, list(islice(sequence.ids, known.computed, known.computed + CHUNK)), "none")])
@@ -195,6 +238,31 @@ class DraftModel:
             self._draw_together(drawn, most, found)
         if chosen:
             self._choose_together(chosen, found)
+        return found
+
+    def _follow(self, rounds: Rounds, last: _Following, drawn: torch.Tensor, sequences: Seq[Sequence]) -> None:
+        steps = last.steps
+        for sequence, mine in zip(sequences, last.sequences):
+            late, known = sequence.late, self._known.get(id(sequence))
+            if sequence is not mine or late is None or late.round is not last.round or sequence.drafted != steps or known is None:
+                return
+            longest = len(sequence.ids) + 1 + steps
+            if longest > min(self._context, len(known.pages) * self._size) or sequence.limit - sequence.new_tokens <= 1 + steps:
+                return  # the last case: it may end with this step
+        launched = rounds.follow(last.round, drawn, len(sequences))
+        if launched is not None:
+            self._ahead = _Following(launched, [*sequences], [len(sequence.ids) - steps for sequence in sequences], steps)
+
+    def _take(self, ahead: _Following, wanted: Seq[tuple[Sequence, int]], began: float) -> Proposed:
+        """The round that was launched behind the last step."""
+        launched, steps = self._measured = ahead.round, ahead.steps
+        launched.began = began
+        found: Proposed = []
+        for row, (sequence, count) in enumerate(wanted):
+            self._state(sequence).computed = len(sequence.ids) + steps - 1
+            found.append(LateTokens(launched, row, min(count, steps)))
+        if max(count for _, count in wanted) == steps:
+            self._last = _Following(launched, ahead.sequences, [], steps)
         return found
 
     def _launch_round(self, rounds: Rounds, turns: list[_Turn], steps: int, found: Proposed, began: float) -> None:
@@ -219,6 +287,8 @@ class DraftModel:
             known.computed += FIRST + steps - 1
             late = LateTokens(launched, row, count)
             found[place] = late if self._late else late.tokens()
+        if self._late:
+            self._last = _Following(launched, [turn.sequence for turn in turns], [], steps)
         if rounds.prepared == prepared and lag <= FIRST:
             self._measured = launched, steps
 
@@ -319,6 +389,19 @@ class DraftModel:
             if sequence is None or sequence.ended:
                 self._table.free(known.pages)
                 del self._known[key]
+
+
+def _goes_on(ahead: _Following, wanted: Seq[tuple[Sequence, int]]) -> bool:
+    """Whether draft tokens are wanted for the sequences of a round, and one step was verified since."""
+    if len(wanted) != len(ahead.sequences):
+        return False
+    for (sequence, count), mine, length in zip(wanted, ahead.sequences, ahead.lengths):
+        if sequence is not mine or count < 1 or sequence.proposer is None or not sequence.proposer.pace.trail:
+            return False
+        at, _, accepted = sequence.proposer.pace.trail[-1]
+        if at != length - sequence.prompt_tokens or len(sequence.ids) != length + accepted + 1:
+            return False
+    return True
 
 
 def _read(launched: PendingStep | Results) -> Results:

@@ -138,7 +138,7 @@ class GpuExecutor:
         self._graphed = env.get("EXL2NB_CUDA_GRAPHS", "1") == "1"
         self._graphs: dict[tuple[int, int, int, bool, bool, bool, LoraBuffers | None], _Graph | None] = {}  # None: could not be captured
         self._whole = model.ranks is None and isinstance(model.placement, str)  # on one GPU
-        self._drawn: Tensor | None = None  # ids drawn by the last launch, by logit row
+        self.drawn: Tensor | None = None  # ids drawn by the last launch, by logit row
         self._last: _Graph | None = None
         self.prepared = 0
         self._verified, self._used = 0, dict[tuple[Any, ...], int]()  # steps with draft tokens; which of them ran a graph last
@@ -188,10 +188,10 @@ class GpuExecutor:
             decoding = len(step.batch.context_lens) == len(draws)
             graph = self._graph(step, drawn) if decoding or self._verifies(step) else None
             if graph is not None:
-                self._last, self._drawn = graph if decoding else None, graph.drawn
+                self._last, self.drawn = graph if decoding else None, graph.drawn
                 return graph.replay([draw.top for draw in drawn])
         self._last = None
-        ids, source = None, self._drawn if step.drafts is None else step.drafts
+        ids, source = None, self.drawn if step.drafts is None else step.drafts
         if step.feed is not None and source is not None:
             ids = _fed(step.batch.input_ids, step.feed, source, self._device)
         logits = self._model.forward_gpu(step.batch, self._cache, ids=ids)
@@ -206,7 +206,7 @@ class GpuExecutor:
         """Wait for the GPU, drop the graphs."""
         torch.cuda.synchronize(self._device)
         self._graphs.clear()
-        self._drawn = self._last = None
+        self.drawn = self._last = None
 
     def _verifies(self, step: Step) -> bool:
         """Whether a step in which every token's row is drawn, and sequences have several, can be a captured one."""
@@ -241,7 +241,7 @@ class GpuExecutor:
             self._graphs[key] = self._capture(*key[:5], lora) if self._graphed else None
         graph = self._graphs[key]
         if graph is not None:
-            graph.set(step, draws, self._drawn if step.drafts is None else step.drafts)
+            graph.set(step, draws, self.drawn if step.drafts is None else step.drafts)
         return graph
 
     def _has_room(self) -> bool:
@@ -294,9 +294,9 @@ class GpuExecutor:
                 self._model.ranks.check()
             drawn = torch.zeros(len(draws), dtype=torch.int32, device=self._device)
             drawn[torch.tensor(rows, device=self._device)] = ids
-            self._drawn = drawn
+            self.drawn = drawn
         else:
-            self._drawn = None
+            self.drawn = None
             torch.cuda.current_stream(self._device).synchronize()
             if self._model.ranks is not None:
                 self._model.ranks.check()

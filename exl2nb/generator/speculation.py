@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from exl2nb.core.progress import Sink
     from exl2nb.generator.request import Request
+    from exl2nb.generator.scheduler import Span
     from exl2nb.generator.sequence import Sequence
 
 KINDS = ("auto", "draft", "ngram", "off")
@@ -417,6 +418,14 @@ class Drafter(Protocol):
         """At most the wanted number of draft tokens for each sequence; late ones all of one round."""
         ...
 
+    def follow(self, drawn: torch.Tensor, sequences: Seq[Sequence], /) -> bool:
+        """A step that verifies late draft tokens of these sequences was launched, and draws this on the device: the next ones may begin.
+
+        Returns:
+            Whether the host took time for something that it does once.
+        """
+        ...
+
     def prepare(self, progress: Sink | None) -> None:
         """Do beforehand what the first draft tokens would wait for."""
         ...
@@ -567,6 +576,15 @@ class Speculator:
             for one in proposing:
                 one.on_device = one.drawn
         self._began = time.perf_counter() if self._round is None else self._round.began
+
+    def launched(self, spans: Seq[Span], drawn: torch.Tensor | None, /) -> None:
+        """A step was launched; drawn: its tokens on the device, if they are there."""
+        if self._round is None or drawn is None:
+            return
+        proposer = spans[0].sequence.proposer
+        drafter = None if proposer is None else proposer.drafter
+        if drafter is not None and drafter.follow(drawn, [span.sequence for span in spans]):
+            self._rows = 0
 
     def _propose(self, sequences: Seq[Sequence], running: int) -> None:
         wanted: dict[int, list[tuple[Sequence, int]]] = {}

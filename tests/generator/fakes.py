@@ -213,7 +213,7 @@ class DelayedExecutor:
         self.model, self.cache, self.delay_s, self._draws = model, cache, delay_s, draws
         self.fail_at: dict[int, BaseException] = {}
         self.fed = self.ahead = self.unread = self.launches = self.same = 0
-        self.closed, self.lookahead = False, lookahead
+        self.closed, self.lookahead, self._latest = False, lookahead, None
         self._chance = random.Random(0)
         self._stream = stream or ThreadPoolExecutor(1)
         self._drawn: list[int] = []  # the tokens of the last launch, in the device's memory
@@ -221,6 +221,10 @@ class DelayedExecutor:
 
     def can_draw(self, state, *, drafts=False):
         return self._draws(state)
+
+    @property
+    def drawn(self):
+        return None if self._latest is None or self._latest.exception() else torch.tensor(self._drawn, dtype=torch.int32)
 
     def launch(self, step):
         assert self.unread <= max(1, self.lookahead), "too many steps in flight"
@@ -240,7 +244,7 @@ class DelayedExecutor:
             assert all(a is b for a, b in zip(states, self._last)) and len(states) == len(self._last)
         self._last = states
         number, self.launches = self.launches, self.launches + 1
-        future = self._stream.submit(self._run, number, batch, feed, list(step.draws), step.drafts)
+        future = self._latest = self._stream.submit(self._run, number, batch, feed, list(step.draws), step.drafts)
         self.unread += 1
         return _Ticket(self, number, future)
 
@@ -284,6 +288,7 @@ class FakeRounds:
 
     def __init__(self, model, cache) -> None:
         self.model, self.cache, self.prepared, self.rounds, self.closed = model, cache, 0, [], False
+        self.followed = 0
 
     def launch(self, places, steps, began):
         size = self.cache.spec.page_size
@@ -297,16 +302,30 @@ class FakeRounds:
                 logits = self.model.forward(Batch.build(spans, page_size=size), self.cache).to(torch.float32).numpy()
             for row, place, mine in zip(logits, places, found):
                 mine.append(drawn(row, place.draw._replace(number=place.draw.number + step)).id)
-        self.rounds.append(FakeRound([place.ids[-1] for place in places], found, began))
+        self.rounds.append(FakeRound(places, found, began))
         return self.rounds[-1]
+
+    def follow(self, launched, drawn, sequences):
+        self.followed += 1
+        assert sequences == launched.rows
+        places, steps = [], len(launched._found[0])
+        for row, (place, mine) in enumerate(zip(launched.places, launched._found)):
+            text = [place.ids[-1], *drawn[row * (1 + steps) :][: 1 + steps].tolist()]
+            accepted = 0
+            while accepted < steps and text[1 + accepted] == mine[accepted]:
+                accepted += 1
+            draw = place.draw._replace(number=place.draw.number + accepted + 1)
+            places.append(place._replace(ids=text[accepted : accepted + 2], start=place.start + accepted + 1, draw=draw))
+        return self.launch(places, steps, 0.0)
 
     def close(self):
         self.closed = True
 
 
 class FakeRound:
-    def __init__(self, latest, found, began):
-        tokens = [[one, *mine] for one, mine in zip(latest, found)]
+    def __init__(self, places, found, began):
+        self.places = places
+        tokens = [[place.ids[-1], *mine] for place, mine in zip(places, found)]
         self.ids, self.rows, self.began = torch.tensor(tokens, dtype=torch.int32).T.flatten(), len(found), began
         self._found, self.reads = found, 0
 

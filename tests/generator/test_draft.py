@@ -90,8 +90,23 @@ def test_rounds_on_a_device(running, wrong, seed, late):
     assert abs(sum(accepted) - sum(others)) <= 2 * len(prompts), "but for where a round began: a prompt may find its pages in another's"
     rounds = vars(engine.drafter)["_rounds"]
     assert rounds.rounds
+    assert (rounds.followed > 0) is late
     engine.close()
     assert rounds.closed
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize("wrong", [0, 2, 3, 7])
+def test_rounds_begin_behind_the_step_that_verifies_the_last(running, wrong, seed):
+    """Before the host knows what was accepted; a request alone has hardly another one."""
+    engine = running(Draft(wrong), executor=ahead, rounds=fakes.FakeRounds, late=True)
+    always = Speculation(kind="draft", adaptive=False, max_tokens=4)
+    for prompt in ((5, 6, 7), tuple(range(3, 240))):  # the second one goes on to another page
+        done = ask(engine, seed, 120, prompt=prompt, speculation=always).result(20)
+        assert fakes.bare(done) == fakes.bare(ask(running(), seed, 120, prompt=prompt).result(20))
+        assert wrong or done.speculation.rate == 1.0
+    rounds = vars(engine.drafter)["_rounds"]
+    assert len(rounds.rounds) - rounds.followed <= 8, "the first of each request, and those at its end"
 
 
 def test_late_draft_tokens_of_steps_that_fail(running):
