@@ -277,6 +277,7 @@ def test_a_draft_model_draws_what_the_target_would():
         made = vars(vars(drafter)["_rounds"])["_graphs"]
         assert made
         assert None not in made.values()
+        assert any(graph.follows for graph in made.values()), "rounds behind the step that verifies the last"
 
 
 class Step(SimpleNamespace):
