@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 DECODED = 8  # tokens of a sequence that a decode step takes
 FIRST = 2  # tokens of a sequence in the first step of a GPU's round: what it lacks after a round whose draft tokens were all accepted
 SOON = 64  # on a GPU, lag up to which several decode steps are quicker than a prompt's
+OFTEN = 4  # rounds of a length after which the next ones begin behind a step: a GPU captures that as well, which a trial must not wait for
 CHUNK = 256  # a draft that lags by more tokens proposes nothing and computes a chunk per step of the target
 
 
@@ -142,6 +144,7 @@ class DraftModel:
         self._known: dict[int, _DraftCache] = {}
         self._last: _Following | None = None  # the round whose draft tokens are verified by the step that is launched next
         self._ahead: _Following | None = None  # the one that was launched behind that step
+        self._begun = Counter[int]()  # rounds by length
         self._gone = False
 
     @property
@@ -287,7 +290,8 @@ class DraftModel:
             known.computed += FIRST + steps - 1
             late = LateTokens(launched, row, count)
             found[place] = late if self._late else late.tokens()
-        if self._late:
+        self._begun[steps] += 1
+        if self._late and self._begun[steps] >= OFTEN:
             self._last = _Following(launched, [turn.sequence for turn in turns], [], steps)
         if rounds.prepared == prepared and lag <= FIRST:
             self._measured = launched, steps

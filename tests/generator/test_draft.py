@@ -106,7 +106,7 @@ def test_rounds_begin_behind_the_step_that_verifies_the_last(running, wrong, see
         assert fakes.bare(done) == fakes.bare(ask(running(), seed, 120, prompt=prompt).result(20))
         assert wrong or done.speculation.rate == 1.0
     rounds = vars(engine.drafter)["_rounds"]
-    assert len(rounds.rounds) - rounds.followed <= 8, "the first of each request, and those at its end"
+    assert 4 <= len(rounds.rounds) - rounds.followed <= 12, "the first ones, the first of the second request, and those at the end"
 
 
 def test_late_draft_tokens_of_steps_that_fail(running):
