@@ -56,8 +56,6 @@ AttentionArgs attention_args(const GpuStep& s, const AttentionOp& op, const QkvO
   return a;
 }
 
-// In front of the sums of persistent chains: number of launches; low and arrived (LoraArgs).
-int64_t lora_head_floats(int64_t width) { return kLoraChainHead + kLoraRows * (width + width / 16); }
 int64_t lora_most_chunks(const Program& program) {
   int64_t K = 0;
   for (const Op* op = program.first(); op; op = program.next(op))
@@ -77,7 +75,7 @@ class Walker {
       lora_chain_ = chains_lora();
     }
     stream_k_ = all_stream_k();  // asks how many rows a chain takes, with adapters where it has them
-    lora_chain_ = lora_chain_ && !stream_k_, lora_stream_k_ = inside && stream_k_ && s_.tokens <= kLoraRows;
+    lora_chain_ = lora_chain_ && !stream_k_, lora_stream_k_ = inside && stream_k_ && s_.tokens <= kLoraRows && takes_lora();
   }
 
   // at: the op that failed. A persistent chain takes several ops, so a visit may move it on.
@@ -210,7 +208,7 @@ class Walker {
   // What the adapters change in the sums y of the current op's product of x.
   LoraArgs lora_args(const Weight& w, const MatrixInput& x, float* y) const {
     const int N = w.header().N;
-    return {lora_of(number_), x, w.header().K, nullptr, s_.lora_sums, s_.lora_width, y, N, N, {}, 0, false, nullptr, nullptr};
+    return {lora_of(number_), x, w.header().K, nullptr, s_.lora_sums, s_.lora_width, y, N, N, {}, 0, false};
   }
   const char* adapt(const Weight& w, const MatrixInput& x, float* y) {
     return lora() || lora_chain_ ? lora_launch(lora_args(w, x, y), s_.tokens, stream_, pdl_) : nullptr;
@@ -218,10 +216,9 @@ class Walker {
 
   // Whether they run in persistent chains: embed, QKV, then attention and chain by turns.
   bool chains_lora() {
-    if (multiprocessors() > kLoraChainCtas) return false;
     lora_args_.ops = s_.lora.ops, lora_args_.adapters = s_.lora.adapters, lora_args_.width = s_.lora_width;
     lora_args_.launches = reinterpret_cast<unsigned*>(lora_head_), lora_args_.set = static_cast<int>(lora_chain_set(s_.lora_width));
-    lora_args_.sums = reinterpret_cast<unsigned long long*>(lora_head_ + lora_head_floats(s_.lora_width));
+    lora_args_.sums = reinterpret_cast<unsigned long long*>(lora_head_ + kLoraChainHead);
     lora_chain_ = true;
     const Op* op = next(program_.first());
     while (const auto* qkv = as<QkvOp>(op)) {
@@ -233,17 +230,28 @@ class Walker {
     }
     return as<HeadOp>(op) || as<ResidualOutOp>(op);
   }
-  // In front of a stream-K GEMM: x a. The GEMM adds the rest.
-  const char* shrink_lora(const GemmArgs& a, int tokens, StreamKLora& lora) {
+  // Whether stream-K GEMMs take them: two sets of sums by turns need an even number of launches in a step.
+  bool takes_lora() const {
+    int launches = 0;
+    for (const Op* op = program_.first(); op; op = next(op))
+      if (const uint8_t* blob = as<HeadOp>(op) ? nullptr : matrix_of(op)) {
+        if (Weight(blob).header().K > kLoraStreamKMost) return false;
+        launches++;
+      }
+    return launches % 2 == 0;
+  }
+  StreamKLora lora_of_stream_k(const GemmArgs& a) {
     MatrixInput x;
     const GpuHeader& h = header_of(a.head);
-    set_input(x, a.head, a.image - h.image, const_cast<half*>(a.x), stream_k_rows(s_.capacity));
-    x.group = group(tokens);
-    float* const low = lora_head_ + kLoraChainHead;
-    auto* const arrived = reinterpret_cast<unsigned*>(low + kLoraRows * s_.lora_width);
-    lora = {lora_of(number_), low, s_.lora_width};
-    const LoraArgs args{lora.of, x, h.K, nullptr, s_.lora_sums, s_.lora_width, nullptr, 0, 0, {}, 0, false, low, arrived};
-    return lora_shrink_launch(args, a.tokens, stream_, pdl_);
+    set_input(x, a.head, a.image - h.image, nullptr, stream_k_rows(s_.capacity));
+    auto* const sets = reinterpret_cast<unsigned long long*>(lora_head_ + kLoraChainHead) + kLoraChainSets * lora_chain_set(s_.lora_width);
+    const int64_t set = lora_stream_k_set(s_.lora_width), own = lora_launches_++ % 2;
+    StreamKLora l{lora_of(number_), {}, x.inverse[0], h.K, 0, s_.lora_width, sets + own * set, sets + (1 - own) * set};
+    int number = number_ + 1;
+    const Op* then = next(op_);
+    for (; then && !matrix_of(then); then = next(then)) number++;
+    if (then && !as<HeadOp>(then)) l.next = lora_of(number), l.next_K = Weight(matrix_of(then)).header().K;
+    return l;
   }
 
   static Epilogue epilogue_of(const Op& op) { return as<GateUpOp>(&op) ? kActivation : kStore; }
@@ -297,7 +305,7 @@ class Walker {
     }
     const char* const wrong = embed_launch(a, s_.tokens, stream_, pdl_);
     if (wrong || !lora()) return wrong;
-    return lora_launch({lora_of(number_), {}, a.vocab, s_.ids, nullptr, s_.lora_width, a.x, H_, H_, {}, 0, false, nullptr, nullptr},
+    return lora_launch({lora_of(number_), {}, a.vocab, s_.ids, nullptr, s_.lora_width, a.x, H_, H_, {}, 0, false},
                        s_.tokens, stream_, pdl_);
   }
 
@@ -305,9 +313,8 @@ class Walker {
   const char* store(const GemmArgs& a) { return stream_k(a) ? run_stream_k(a, a.tokens) : skinny_launch(a, kStore, stream_, pdl_); }
   // tokens: of the whole product, on which the order of its input depends.
   const char* run_stream_k(const GemmArgs& a, int tokens) {
-    StreamKLora lora;
     const bool adapted = lora_stream_k_ && !as<HeadOp>(op_);
-    if (const char* wrong = adapted ? shrink_lora(a, tokens, lora) : nullptr) return wrong;
+    const StreamKLora lora = adapted ? lora_of_stream_k(a) : StreamKLora{};
     return stream_k_launch(a, group(tokens), ahead_, base_ + at_.stream_k, stream_, pdl_, adapted ? &lora : nullptr);
   }
 
@@ -606,13 +613,14 @@ class Walker {
   bool lora_chain_ = false, lora_stream_k_ = false;
   float* lora_head_ = nullptr;
   LoraChain lora_args_{};
+  int lora_launches_ = 0;  // of stream-K GEMMs
 };
 
 }  // namespace
 
 int64_t lora_sums(const Program& program, int64_t width) {
   const int64_t chunks = lora_most_chunks(program);
-  return kLoraRows * chunks * width + lora_head_floats(width) + kLoraChainSets * 2 * lora_chain_set(width);
+  return kLoraRows * chunks * width + kLoraChainHead + 2 * (kLoraChainSets * lora_chain_set(width) + 2 * lora_stream_k_set(width));
 }
 
 std::string step_workspace(const Program& program, int capacity, size_t& bytes, int64_t& width) {

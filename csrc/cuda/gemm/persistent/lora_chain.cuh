@@ -2,15 +2,14 @@
 // consumers multiply. (18 or 19 warps: the registers are the same.)
 //
 // x a, where x is what the GEMM before has made: every CTA multiplies the columns that it owns, which the epilogue leaves in shared memory,
-// as soon as they are stored. In the first GEMM, whose x another kernel has made: task = 256 stored rows, 16 columns of a, one row of the
-// step; each CTA has at most one or two, from the last CTA on, as the first own more strips.
-// Exchange: sums[gemm][row][width] as whole numbers of 64 bits, 2^-28 each, whose lowest byte counts the CTAs that have added: one atomic
-// addition is data, sum and flag, in any order with the same bits. Three sets: launches of several GEMMs take the first two by turns and
+// as soon as they are stored. In the first GEMM, whose x another kernel has made: task = 128 stored rows, 16 columns of a, one row of the
+// step; each CTA has few, from the last CTA on, as the first own more strips.
+// Exchange: sums[gemm][row][width] as whole numbers of 64 bits that count what was added (LoraSum). Three sets: launches of several GEMMs take the first two by turns and
 // clear the others; a launch of one GEMM takes the third.
 // Expand: every CTA's warp multiplies the sums by the columns of b of its CTA: 4 lanes share 8 columns. The results are in shared memory
 // before kFactorsReady; the epilogue adds them to its sums, ahead of the norm factor, as x is not scaled either.
 // What a GEMM needs of a and b comes to shared memory during the one before, as far as there is room beside the ring, else to L2.
-// Bytes: a and b once per row of the step; 8 * width per row and CTA from L2. Limits: LoraTable.fits_inside of ops/lora.py; 255 CTAs.
+// Bytes: a and b once per row of the step; 8 * width per row and CTA from L2. Limits: LoraTable.fits_inside of ops/lora.py.
 #pragma once
 #include "cuda/gemm/lora.h"
 #include "cuda/gemm/skinny/skinny_gemm.cuh"
@@ -20,8 +19,8 @@ namespace exl2nb {
 
 constexpr int kLoraChainGemms = 4, kLoraChainParts = 6, kLoraChainWidth = 256;  // of a chain; most of a change, in all parts
 constexpr int kLoraChainRows = 4, kLoraChainHead = 64;                          // of a launch; floats in front of the sums
-constexpr int kLoraChainCtas = 255, kLoraChainSets = 3;
-constexpr int kLoraChainTask = 2 * kLoraChunk * 16, kLoraChainCache = 24 * 1024;  // bytes of a of a task; most of a and b in shared memory
+constexpr int kLoraChainSets = 3;
+constexpr int kLoraChainTask = 128, kLoraChainCache = 24 * 1024;  // stored rows; most bytes of a and b in shared memory
 
 struct LoraChain {
   const LoraChange* changes[kLoraChainGemms];  // of adapter 0, as in LoraRows
@@ -51,7 +50,7 @@ struct LoraWarp {
   int rows, block, lane;
   unsigned long long* sums;  // of this launch
   int b_at;                  // place of b in the cache, behind a
-  // The task: row, chunk, first of its columns of all parts', negative for none; and this lane's rows of a there, 16 columns each.
+  // The task: row, chunk, first of its columns of all parts', negative for none; and this lane's rows of a there, 8 columns each.
   int m, chunk, column, at[8];
   const uint16_t* from;  // null: in the cache
 
@@ -66,7 +65,7 @@ struct LoraWarp {
   __device__ __forceinline__ float* scales(int row) const { return low() + (1 + row) * L.width; }
   __device__ __forceinline__ float* adds() const { return reinterpret_cast<float*>(shared + L.adds); }
   static __device__ __forceinline__ int padded(const LoraPart& p) { return static_cast<int>(p.rank + 15) & ~15; }
-  __device__ __forceinline__ int chunks() const { return (C.gemm[0].width + kLoraChunk - 1) / kLoraChunk; }
+  __device__ __forceinline__ int chunks() const { return (C.gemm[0].width + kLoraChainTask - 1) / kLoraChainTask; }
   __device__ __forceinline__ unsigned long long* sums_of(int q, int row) const { return sums + (q * kLoraChainRows + row) * L.width; }
   __device__ __forceinline__ int own_strips(const GemmArgs& A, int p) const {
     return A.part[p].per_cta + (first_strip(A, block, p) < A.part[p].rest ? 1 : 0);
@@ -230,9 +229,9 @@ struct LoraWarp {
     }
   }
 
-  // Stored row of a lane's j-th number of x.
+  // Stored row of a lane's j-th number of x. Two lanes share them.
   __device__ __forceinline__ int stored_row(int j) const {
-    return chunk * kLoraChunk + (lane >> 2) * 32 + 2 * (lane & 3) + (j & 1) + (j >> 1 & 1) * 8 + (j >> 2) * 16;
+    return chunk * kLoraChainTask + (lane >> 3) * 32 + 2 * (lane >> 1 & 3) + (j & 1) + (j >> 1 & 1) * 8 + (j >> 2) * 16;
   }
   // Finds a task's rows of a and brings them to the cache, where that has room.
   __device__ __forceinline__ void fetch(int task, int& used) {
@@ -251,13 +250,12 @@ struct LoraWarp {
     }
     if (!from) column = -1;
     if (!from) return;
-    uint8_t* const to = cached(used, kLoraChainTask);
+    uint8_t* const to = cached(used, kLoraChainTask * 32);
     if (has_rows())
 #pragma unroll
       for (int j = 0; j < 8; j++) {
-        at[j] = (L.features ? __ldg(L.features + stored_row(j)) : stored_row(j)) * width;
-#pragma unroll
-        for (int h = 0; h < 2; h++) take16(to ? to + ((2 * j + h) * 32 + lane) * 16 : nullptr, from + at[j] + 8 * h);
+        at[j] = (L.features ? __ldg(L.features + stored_row(j)) : stored_row(j)) * width + 8 * (lane & 1);
+        take16(to ? to + (j * 32 + lane) * 16 : nullptr, from + at[j]);
       }
     if (to) from = nullptr;
   }
@@ -276,48 +274,28 @@ struct LoraWarp {
     }
   }
   __device__ __forceinline__ void multiply(const half* x) const {
-    float y[16] = {};
+    float y[8] = {};
     if (has_rows()) {
-      const uint4 v = ld_relaxed(x + chunk * kLoraChunk + lane * 8);
+      const uint4 v = ld_relaxed(x + chunk * kLoraChainTask + (lane >> 1) * 8);
       const uint32_t xs[4] = {v.x, v.y, v.z, v.w};
       const auto* const here = reinterpret_cast<const uint4*>(shared + L.cache) + lane;
+      uint4 a[8];
 #pragma unroll
-      for (int h = 0; h < 2; h++) {
-        uint4 a[8];
+      for (int j = 0; j < 8; j++) a[j] = from ? __ldg(reinterpret_cast<const uint4*>(from + at[j])) : here[j * 32];
 #pragma unroll
-        for (int j = 0; j < 8; j++) a[j] = from ? __ldg(reinterpret_cast<const uint4*>(from + at[j]) + h) : here[(2 * j + h) * 32];
-#pragma unroll
-        for (int j = 0; j < 8; j++) multiply_add(j & 1 ? high(xs[j / 2]) : first(xs[j / 2]), a[j], y + 8 * h);
-      }
+      for (int j = 0; j < 8; j++) lora_multiply(j & 1 ? high(xs[j / 2]) : first(xs[j / 2]), a[j], y);
     }
+    put(y, sums_of(0, m) + column);
+  }
+  // Adds what the lanes have of 16 columns: every other lane the first eight, the others the second.
+  __device__ __forceinline__ void put(float (&y)[8], unsigned long long* to) const {
     __syncwarp();
-    halve<8>(y, 16), halve<4>(y, 8), halve<2>(y, 4), halve<1>(y, 2);
-    y[0] += __shfl_xor_sync(~0u, y[0], 1);
-    if (!(lane & 1)) add(sums_of(0, m) + column + lane / 2, y[0]);
+    lora_halve<4>(y, lane, 16), lora_halve<2>(y, lane, 8), lora_halve<1>(y, lane, 4);
+    y[0] += __shfl_xor_sync(~0u, y[0], 2);
+    if (!(lane & 2)) LoraSum::add(to + 8 * (lane & 1) + (lane >> 4) * 4 + (lane >> 3 & 1) * 2 + (lane >> 2 & 1), y[0]);
   }
   static __device__ __forceinline__ float first(uint32_t w) { return __half2float(__ushort_as_half(static_cast<uint16_t>(w))); }
   static __device__ __forceinline__ float high(uint32_t w) { return __half2float(__ushort_as_half(static_cast<uint16_t>(w >> 16))); }
-  static __device__ __forceinline__ void multiply_add(float v, const uint4& a, float* y) {
-    const uint32_t w[4] = {a.x, a.y, a.z, a.w};
-#pragma unroll
-    for (int n = 0; n < 4; n++) y[2 * n] = fmaf(v, first(w[n]), y[2 * n]), y[2 * n + 1] = fmaf(v, high(w[n]), y[2 * n + 1]);
-  }
-  // Two lanes that differ in bit `d` add up 2 * N numbers; the one with the bit keeps the second N.
-  template <int N>
-  __device__ __forceinline__ void halve(float* y, int d) const {
-#pragma unroll
-    for (int n = 0; n < N; n++) {
-      const float other = __shfl_xor_sync(~0u, lane & d ? y[n] : y[n + N], d);
-      y[n] = (lane & d ? y[n + N] : y[n]) + other;
-    }
-  }
-  // One CTA's share of a sum.
-  static constexpr float kOne = 1 << 28;
-  static __device__ __forceinline__ void add(unsigned long long* to, float v) {
-    constexpr float kMost = 1 << 18;  // the sum of all CTAs' stays in 56 bits
-    const auto whole = static_cast<unsigned long long>(__float2ll_rn(fminf(fmaxf(v, -kMost), kMost) * kOne));
-    asm volatile("red.relaxed.gpu.global.add.u64 [%0],%1;" ::"l"(to), "l"((whole << 8) + 1) : "memory");
-  }
 
   // This CTA's share of x a of GEMM q, of what its epilogue of the GEMM before has left in `adds`. A lane takes a row of every strip and
   // 8 columns.
@@ -335,13 +313,9 @@ struct LoraWarp {
           const int k = (strip0 + s * A.grid) * 16 + (lane >> 1), at = begin + 8 * (lane & 1);
           if (k >= A.part[0].outputs) continue;
           const uint16_t* const p = here ? reinterpret_cast<const uint16_t*>(here) + (s * 16 + (lane >> 1)) * width + at : a + k * width + at;
-          multiply_add(adds()[(place(q - 1, 0, s) + (lane >> 1)) * rows + row], *reinterpret_cast<const uint4*>(p), y);
+          lora_multiply(adds()[(place(q - 1, 0, s) + (lane >> 1)) * rows + row], *reinterpret_cast<const uint4*>(p), y);
         }
-        __syncwarp();
-        halve<4>(y, 16), halve<2>(y, 8), halve<1>(y, 4);
-        y[0] += __shfl_xor_sync(~0u, y[0], 2);
-        const int own_column = 8 * (lane & 1) + (lane >> 4) * 4 + (lane >> 3 & 1) * 2 + (lane >> 2 & 1);
-        if (!(lane & 2)) add(sums_of(q, row) + tile * 16 + own_column, y[0]);
+        put(y, sums_of(q, row) + tile * 16);
       }
     });
     __syncwarp();
@@ -365,7 +339,7 @@ struct LoraWarp {
       each_b(
           q, row, used, [&](const LoraPart& part, int64_t at, int tile, const uint8_t* here) { multiply_b(part, at, tile, here, y); },
           [&](bool live, int to) {
-            halve<4>(y, 2), halve<2>(y, 1);
+            lora_halve<4>(y, lane, 2), lora_halve<2>(y, lane, 1);
             to += 4 * (lane >> 1 & 1) + 2 * (lane & 1);
             if (live) adds()[to * rows + row] = y[0], adds()[(to + 1) * rows + row] = y[1];
 #pragma unroll
@@ -387,8 +361,8 @@ struct LoraWarp {
 #pragma unroll
       for (int j = 0; j < 2; j++)
         if (const int at = c + 32 * j; at < width) {
-          while ((v[j] & 255) != all) v[j] = ld_relaxed(from + at);
-          low()[at] = __ll2float_rn(static_cast<long long>(v[j]) >> 8) * (1.f / kOne) * scales(row)[at];
+          while (!LoraSum::has(v[j], all)) v[j] = ld_relaxed(from + at);
+          low()[at] = LoraSum::of(v[j]) * scales(row)[at];
         }
     }
   }
@@ -401,7 +375,7 @@ struct LoraWarp {
 #pragma unroll
       for (int j = 0; j < 4; j++)
         if (const int r = r0 + 4 * j; r < part.rank)
-          multiply_add(low()[tile * 16 + r], *reinterpret_cast<const uint4*>(b + r * stride), y);
+          lora_multiply(low()[tile * 16 + r], *reinterpret_cast<const uint4*>(b + r * stride), y);
     __syncwarp();
   }
 };

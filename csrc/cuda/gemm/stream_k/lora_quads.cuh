@@ -1,16 +1,29 @@
-// Adapters in the epilogue of a stream-K GEMM: the launch before has made the sums of x a (lora_sums of lora.cu) and begun to
-// bring b to the L2 cache; a warp that finishes a strip and 8 rows adds the sums times its 16 columns of b, ahead of the norm factor.
+// Adapters inside a stream-K GEMM: y += (scale * (x a)) b without a launch of its own.
+//
+// Shrink: before a consumer warp multiplies anything. Task = 8 rows of the step, 32 inputs, 8 columns of a: lanes 4 t to 4 t + 3 have row
+// t, 8 inputs each. a comes to registers before x exists; the GEMM before has brought it to the L2 cache. sums[row][width] are LoraSums,
+// two sets by turns; a launch clears the other one.
+// Expand: a warp that finishes a strip and 8 rows adds the sums, once they are complete, times its 16 columns of b, ahead of the norm
+// factor. b is in the L2 cache and what describes it in the L1 cache by then.
+// Bytes: a and b once per row, rows with the same adapter from L2. Limits: LoraTable.fits_inside of ops/lora.py, all CTAs resident at once.
 #pragma once
 #include "cuda/gemm/lora.h"
+#include "cuda/runtime/lamport.cuh"
 #include "cuda/runtime/pdl.cuh"
 
 namespace exl2nb {
 
+constexpr int kLoraTask = 32;  // inputs
+
 struct StreamKLora {
-  LoraRows of;
-  const float* low;  // scaled sums of x a: [row][width], of all parts
-  int width;
+  LoraRows of, next;   // next: of the next matrix, whose a is fetched; changes null: none
+  const int* inverse;  // of the input (MatrixInput)
+  int K, next_K, width;
+  unsigned long long *sums, *other;  // of this launch; of the next one
 };
+// Numbers of a set; most inputs.
+inline int64_t lora_stream_k_set(int64_t width) { return kLoraRows * width; }
+constexpr int64_t kLoraStreamKMost = int64_t(kLoraMostAdded) * kLoraTask;
 
 #ifdef __CUDACC__
 // What a kernel is made with: adapters, or none, which is no code.
@@ -21,49 +34,76 @@ struct LoraQuads {
   static constexpr bool kAny = true;
   const StreamKLora& L;
 
+  static __device__ __forceinline__ int padded(const LoraPart& p) { return static_cast<int>(p.rank + 15) & ~15; }
+  // This CTA's share of a row's matrices a or b into the L2 cache, by one warp, unless an earlier row brings the same.
+  static __device__ __forceinline__ void prefetch(const LoraRows& of, int row, int64_t K, int lane) {
+#if __CUDA_ARCH__ >= 900
+    const LoraChange* const change = of.of(row);
+    bool known = !change;
+    for (int other = lane; other < row; other += 32) known |= of.of(other) == change;
+    if (__any_sync(~0u, known) || lane >= change->num_parts) return;
+    const LoraPart part = change->parts[lane];
+    const int64_t bytes = K ? K * padded(part) * 2 : part.rank * part.columns * 2, each = (bytes / 16 + gridDim.x - 1) / gridDim.x * 16,
+                  from = blockIdx.x * each, count = min(each, (bytes & ~15) - from);
+    if (count > 0)
+      asm volatile("cp.async.bulk.prefetch.L2.global [%0],%1;" ::"l"(reinterpret_cast<const uint8_t*>(K ? part.a : part.b) + from),
+                   "r"(static_cast<uint32_t>(count))
+                   : "memory");
+#endif
+  }
+  // What the tokens' adapters have here, near for the epilogue; returns the widest change.
+  __device__ __forceinline__ int touch(int tokens, int lane) const {
+    int width = 0;
+#pragma unroll 1
+    for (int row = lane; row < tokens; row += 32)
+      if (const LoraChange* const change = L.of.of(row)) {
+        width = max(width, static_cast<int>(__ldg(reinterpret_cast<const long long*>(&change->width))));
+#pragma unroll 1
+        for (int i = 0; i < change->num_parts; i++) prefetch_word(change->parts[i].scale), prefetch_word(&change->parts[i].columns);
+      }
+#if __CUDA_ARCH__ >= 800
+    width = __reduce_max_sync(~0u, width);
+#endif
+    return width;
+  }
+
   // What is added, in the order of a Quad (stream_k_gemm.cuh), to 16 columns of y from `column` on and 8 rows from `first` on. Called by
   // whole warps. Lane 4 t + 2 h + b takes row t, columns 8 h to 8 h + 7 and every other rank from b on.
   __device__ __forceinline__ float4 of(int first, int tokens, int64_t column, int lane) const {
     const int row = first + (lane >> 2), odd = lane & 1;
     const LoraChange* const change = row < tokens ? L.of.of(row) : nullptr;
-    const float* low = L.low + static_cast<int64_t>(row) * L.width;
+    const unsigned long long* sums = L.sums + static_cast<int64_t>(row) * L.width;
+    const unsigned tasks = (L.K + kLoraTask - 1) / kLoraTask;
     float y[8] = {};
 #pragma unroll 1
     for (int i = 0; change && i < change->num_parts; i++) {
       const LoraPart part = change->parts[i];
       const int64_t at = column + 8 * (lane >> 1 & 1) - part.first;
       if (at >= 0 && at < part.columns) {
-        constexpr int kTogether = 8;  // loads in flight
+        constexpr int kTogether = 4;  // loads in flight
 #pragma unroll 1
         for (int r0 = odd; r0 < part.rank; r0 += 2 * kTogether) {
           uint4 b[kTogether];
-          float s[kTogether];
+          unsigned long long s[kTogether];
+          float scale[kTogether];
 #pragma unroll
           for (int j = 0; j < kTogether; j++) {
-            const int r = r0 + 2 * j;
-            const bool has = r < part.rank;
-            b[j] = has ? __ldg(reinterpret_cast<const uint4*>(part.b + r * part.columns + at)) : uint4{0, 0, 0, 0};
-            s[j] = has ? __ldcg(low + r) : 0.f;
+            const int r = min(r0 + 2 * j, static_cast<int>(part.rank) - 1);
+            s[j] = ld_relaxed(sums + r);
+            b[j] = __ldg(reinterpret_cast<const uint4*>(part.b + r * part.columns + at));
+            scale[j] = r0 + 2 * j < part.rank ? __ldg(part.scale + r) : 0.f;
           }
 #pragma unroll
           for (int j = 0; j < kTogether; j++) {
-            const uint32_t w[4] = {b[j].x, b[j].y, b[j].z, b[j].w};
-#pragma unroll
-            for (int n = 0; n < 4; n++) {
-              y[2 * n] = fmaf(s[j], __half2float(__ushort_as_half(static_cast<uint16_t>(w[n]))), y[2 * n]);
-              y[2 * n + 1] = fmaf(s[j], __half2float(__ushort_as_half(static_cast<uint16_t>(w[n] >> 16))), y[2 * n + 1]);
-            }
+            while (!LoraSum::has(s[j], tasks)) s[j] = ld_relaxed(sums + min(r0 + 2 * j, static_cast<int>(part.rank) - 1));
+            lora_multiply(LoraSum::of(s[j]) * scale[j], b[j], y);
           }
         }
       }
-      low += (part.rank + 15) / 16 * 16;
+      sums += padded(part);
     }
     __syncwarp();
-#pragma unroll
-    for (int n = 0; n < 4; n++) {  // lane 4 t + q then has columns 4 q to 4 q + 3
-      const float other = __shfl_xor_sync(~0u, odd ? y[n] : y[n + 4], 1);
-      y[n] = (odd ? y[n + 4] : y[n]) + other;
-    }
+    lora_halve<4>(y, lane, 1);  // lane 4 t + q then has columns 4 q to 4 q + 3
     float v[4];
 #pragma unroll
     for (int k = 0; k < 4; k++) {
@@ -73,6 +113,83 @@ struct LoraQuads {
         if (const float some = __shfl_sync(~0u, y[n], from); n == (lane >> 2 & 3)) v[k] = some;
     }
     return {v[0], v[1], v[2], v[3]};
+  }
+};
+
+// The shrink of a consumer warp. Args: StreamKArgs; group: rows of a group of the input.
+template <class Args>
+struct LoraShrink {
+  const Args& A;
+  const StreamKLora& L;
+  int group, warps, lane, tasks, task;
+  uint4 a[8];
+  int place[8], token, column;  // column: negative for none
+
+  // Before griddepcontrol.wait.
+  __device__ __forceinline__ LoraShrink(const Args& args, const LoraQuads& quads, int rows, int warp, int all, int thread)
+      : A(args), L(quads.L), group(rows), warps(all), lane(thread), tasks(0), task(static_cast<int>(blockIdx.x) + warp * static_cast<int>(gridDim.x)) {
+    const int width = quads.touch(A.tokens, lane);
+    tasks = width / 8 * ((A.tokens + 7) / 8) * ((L.K + kLoraTask - 1) / kLoraTask);
+    load();
+#pragma unroll 1
+    for (int row = warp; row < A.tokens; row += all) {
+      LoraQuads::prefetch(L.of, row, 0, lane);
+      if (L.next.changes) LoraQuads::prefetch(L.next, row, L.next_K, lane);
+    }
+  }
+  __device__ __forceinline__ void load() {
+    column = -1;
+    if (task >= tasks) return;
+    const int chunks = (L.K + kLoraTask - 1) / kLoraTask, blocks = (A.tokens + 7) / 8, of_rows = task / chunks;
+    const int wanted = of_rows / blocks * 8, k = (task - of_rows * chunks) * kLoraTask + 8 * (lane & 3);
+    token = of_rows % blocks * 8 + (lane >> 2);
+    const LoraChange* const change = token < A.tokens ? L.of.of(token) : nullptr;
+    const uint16_t* from = nullptr;
+    int stride = 0;
+#pragma unroll 1
+    for (int i = 0, left = wanted; change && i < change->num_parts; i++) {
+      const LoraPart& part = change->parts[i];
+      stride = LoraQuads::padded(part);
+      if (left < stride) {
+        from = part.a + left, column = wanted;
+        break;
+      }
+      left -= stride;
+    }
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+      const bool has = from && k + j < L.K;
+      a[j] = has ? __ldg(reinterpret_cast<const uint4*>(from + static_cast<int64_t>(k + j) * stride)) : uint4{0, 0, 0, 0};
+      place[j] = has ? row_place(group, L.inverse ? __ldg(L.inverse + k + j) : k + j) : 0;
+    }
+    token = min(token, A.tokens - 1);
+  }
+  // Behind it: this warp's tasks.
+  __device__ __forceinline__ void run() {
+#pragma unroll 1
+    while (task < tasks) {
+      const half* const x = A.x + token_place(group, A.x_stride, token);
+      float y[8] = {};
+      uint16_t v[8];
+#pragma unroll
+      for (int j = 0; j < 8; j++) v[j] = __ldcg(reinterpret_cast<const uint16_t*>(x) + place[j]);
+#pragma unroll
+      for (int j = 0; j < 8; j++) lora_multiply(__half2float(__ushort_as_half(v[j])), a[j], y);
+      __syncwarp();
+      lora_halve<4>(y, lane, 2), lora_halve<2>(y, lane, 1);
+      if (column >= 0) {
+        auto* const to = L.sums + static_cast<int64_t>(token) * L.width + column + 4 * (lane >> 1 & 1) + 2 * (lane & 1);
+        LoraSum::add(to, y[0]), LoraSum::add(to + 1, y[1]);
+      }
+      task += static_cast<int>(gridDim.x) * warps;
+      load();
+    }
+  }
+  // The next launch's sums become zero.
+  __device__ __forceinline__ void clear(int thread, int threads) const {
+    auto* const to = reinterpret_cast<uint4*>(L.other);
+    for (int i = static_cast<int>(blockIdx.x) * threads + thread; i < kLoraRows * L.width / 2; i += static_cast<int>(gridDim.x) * threads)
+      to[i] = make_uint4(0, 0, 0, 0);
   }
 };
 #endif

@@ -778,10 +778,20 @@ __device__ __forceinline__ void run_stream_k(const StreamKArgs& A, const Lora& l
   }
   acquire_registers();
   const RowFactors<NB> factors(A, warp, lane);
-  pdl_wait();
-  factors.load(s.factors, warp, lane);
-  __syncwarp();
-  warp_arrive(s.ready, lane);
+  const auto factors_ready = [&] {
+    pdl_wait();
+    factors.load(s.factors, warp, lane);
+    __syncwarp();
+    warp_arrive(s.ready, lane);
+  };
+  if constexpr (Lora::kAny) {
+    LoraShrink<StreamKArgs> shrink(A, lora, 8 * NB, warp, kStreamKWarps, lane);
+    factors_ready();
+    shrink.run();
+    shrink.clear(threadIdx.x, kStreamKConsumerThreads);
+  } else {
+    factors_ready();
+  }
   const Product product(s.tokens);
   const StreamKEpilogue<NB, Lora> epilogue{A, lora, s.factors, s.last, s.ready, {s.weights + warp * kMaxItemBytes}, warp, lane};
   StreamKCursor<NB> at;
