@@ -4,12 +4,12 @@
 // x a, where x is what the GEMM before has made: every CTA multiplies the columns that it owns, which the epilogue leaves in shared memory,
 // as soon as they are stored. In the first GEMM, whose x another kernel has made: task = 128 stored rows, 16 columns of a, one row of the
 // step; each CTA has few, from the last CTA on, as the first own more strips.
-// Exchange: sums[gemm][row][width] as whole numbers of 64 bits that count what was added (LoraSum). Three sets: launches of several GEMMs take the first two by turns and
-// clear the others; a launch of one GEMM takes the third.
-// Expand: every CTA's warp multiplies the sums by the columns of b of its CTA: 4 lanes share 8 columns. The results are in shared memory
-// before kFactorsReady; the epilogue adds them to its sums, ahead of the norm factor, as x is not scaled either.
-// What a GEMM needs of a and b comes to shared memory during the one before, as far as there is room beside the ring, else to L2.
-// Bytes: a and b once per row of the step; 8 * width per row and CTA from L2. Limits: LoraTable.fits_inside of ops/lora.py.
+// Exchange: sums[gemm][row][width] as whole numbers of 64 bits that count what was added (LoraSum). Three sets: launches of several GEMMs
+// take the first two by turns and clear the others; a launch of one GEMM takes the third. Expand: every CTA's warp multiplies the sums by
+// the columns of b of its CTA: 4 lanes share 8 columns. The results are in shared memory before kFactorsReady; the epilogue adds them to
+// its sums, ahead of the norm factor, as x is not scaled either. What a GEMM needs of a and b comes to shared memory during the one before,
+// as far as there is room beside the ring, else to L2. Bytes: a and b once per row of the step; 8 * width per row and CTA from L2. Limits:
+// LoraTable.fits_inside of ops/lora.py.
 #pragma once
 #include "cuda/gemm/lora.h"
 #include "cuda/gemm/skinny/skinny_gemm.cuh"
@@ -29,7 +29,7 @@ struct LoraChain {
   const int* adapters;  // by row, -1 for none
   unsigned long long* sums;
   unsigned* launches;
-  int width, set;                           // stride of the sums: widest change; numbers of a set
+  int width, set;                            // stride of the sums: widest change; numbers of a set
   int parts, low, adds, cache, cache_bytes;  // offsets in shared memory
 };
 // Numbers of a set.
@@ -312,7 +312,8 @@ struct LoraWarp {
         for (int s = 0; s < own; s++) {
           const int k = (strip0 + s * A.grid) * 16 + (lane >> 1), at = begin + 8 * (lane & 1);
           if (k >= A.part[0].outputs) continue;
-          const uint16_t* const p = here ? reinterpret_cast<const uint16_t*>(here) + (s * 16 + (lane >> 1)) * width + at : a + k * width + at;
+          const uint16_t* const p =
+              here ? reinterpret_cast<const uint16_t*>(here) + (s * 16 + (lane >> 1)) * width + at : a + k * width + at;
           lora_multiply(adds()[(place(q - 1, 0, s) + (lane >> 1)) * rows + row], *reinterpret_cast<const uint4*>(p), y);
         }
         put(y, sums_of(q, row) + tile * 16);
@@ -390,9 +391,7 @@ struct WithLora {
   };
   static constexpr int kArrivals = 1 + kWarpArrivals;
   const LoraChain& L;
-  __device__ __forceinline__ Adds adds(uint8_t* shared, int first) const {
-    return {reinterpret_cast<float*>(shared + L.adds) + first};
-  }
+  __device__ __forceinline__ Adds adds(uint8_t* shared, int first) const { return {reinterpret_cast<float*>(shared + L.adds) + first}; }
   template <class Args>
   __device__ __forceinline__ void run(const Args& C, uint8_t* shared, uint64_t* inputs, uint64_t* stored, uint64_t* ready, int block,
                                       int lane) const {

@@ -84,7 +84,8 @@ PersistentSmem smem_layout(const PersistentArgs& c, const PersistentOp* ops, Lor
   }
   r.stages = std::min(kMaxStages, (shared_per_block() - kOverreadBytes - at) / r.stage_bytes / 2 * 2);
   r.ring = take(r.stages * r.stage_bytes + kOverreadBytes);
-  if (lora) lora->cache_bytes = std::clamp((shared_per_block() - at) / 128 * 128, 0, kLoraChainCache), lora->cache = take(lora->cache_bytes);
+  if (lora)
+    lora->cache_bytes = std::clamp((shared_per_block() - at) / 128 * 128, 0, kLoraChainCache), lora->cache = take(lora->cache_bytes);
   r.bytes = r.stages >= 2 ? at : shared_per_block() + 1;
   return r;
 }

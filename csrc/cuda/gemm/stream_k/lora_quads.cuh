@@ -127,7 +127,13 @@ struct LoraShrink {
 
   // Before griddepcontrol.wait.
   __device__ __forceinline__ LoraShrink(const Args& args, const LoraQuads& quads, int rows, int warp, int all, int thread)
-      : A(args), L(quads.L), group(rows), warps(all), lane(thread), tasks(0), task(static_cast<int>(blockIdx.x) + warp * static_cast<int>(gridDim.x)) {
+      : A(args),
+        L(quads.L),
+        group(rows),
+        warps(all),
+        lane(thread),
+        tasks(0),
+        task(static_cast<int>(blockIdx.x) + warp * static_cast<int>(gridDim.x)) {
     const int width = quads.touch(A.tokens, lane);
     tasks = width / 8 * ((A.tokens + 7) / 8) * ((L.K + kLoraTask - 1) / kLoraTask);
     load();
