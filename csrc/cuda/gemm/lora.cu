@@ -46,13 +46,7 @@ __global__ void __launch_bounds__(kLoraThreads) lora_shrink(const __grid_constan
       for (int j = 0; j < kEach; j++) {
         const float v =
             first + 16 * j < a.K ? __half2float(__ushort_as_half(__ldcg(reinterpret_cast<const uint16_t*>(x) + place[j]))) : 0.f;
-        const uint32_t words[4] = {w[j].x, w[j].y, w[j].z, w[j].w};
-#pragma unroll
-        for (int n = 0; n < 4; n++) {
-          const float low = __half2float(__ushort_as_half(static_cast<uint16_t>(words[n])));
-          const float high = __half2float(__ushort_as_half(static_cast<uint16_t>(words[n] >> 16)));
-          sum[2 * n] = fmaf(v, low, sum[2 * n]), sum[2 * n + 1] = fmaf(v, high, sum[2 * n + 1]);
-        }
+        lora_multiply(v, w[j], sum);
       }
 #pragma unroll
       for (int n = 0; n < 8; n++) {

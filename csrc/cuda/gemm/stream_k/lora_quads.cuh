@@ -35,19 +35,19 @@ struct LoraQuads {
   const StreamKLora& L;
 
   static __device__ __forceinline__ int padded(const LoraPart& p) { return static_cast<int>(p.rank + 15) & ~15; }
-  // This CTA's share of a row's matrices a or b into the L2 cache, by one warp, unless an earlier row brings the same.
-  static __device__ __forceinline__ void prefetch(const LoraRows& of, int row, int64_t K, int lane) {
+  // This CTA's share of a row's matrices b, or a (K: its rows), into the L2 cache, by one warp, unless an earlier row brings the same.
+  static __device__ __forceinline__ void prefetch(const LoraRows& of, int row, int K, int lane) {
 #if __CUDA_ARCH__ >= 900
     const LoraChange* const change = of.of(row);
     bool known = !change;
     for (int other = lane; other < row; other += 32) known |= of.of(other) == change;
     if (__any_sync(~0u, known) || lane >= change->num_parts) return;
-    const LoraPart part = change->parts[lane];
-    const int64_t bytes = K ? K * padded(part) * 2 : part.rank * part.columns * 2, each = (bytes / 16 + gridDim.x - 1) / gridDim.x * 16,
-                  from = blockIdx.x * each, count = min(each, (bytes & ~15) - from);
-    if (count > 0)
-      asm volatile("cp.async.bulk.prefetch.L2.global [%0],%1;" ::"l"(reinterpret_cast<const uint8_t*>(K ? part.a : part.b) + from),
-                   "r"(static_cast<uint32_t>(count))
+    const LoraPart& part = change->parts[lane];
+    const unsigned all = (K ? K * padded(part) : static_cast<int>(part.rank * part.columns)) / 8, each = (all + gridDim.x - 1) / gridDim.x,
+                   from = blockIdx.x * each;  // in 16 bytes
+    if (from < all)
+      asm volatile("cp.async.bulk.prefetch.L2.global [%0],%1;" ::"l"(reinterpret_cast<const uint4*>(K ? part.a : part.b) + from),
+                   "r"(min(each, all - from) * 16)
                    : "memory");
 #endif
   }
@@ -121,32 +121,42 @@ template <class Args>
 struct LoraShrink {
   const Args& A;
   const StreamKLora& L;
-  int group, warps, lane, tasks, task;
+  int group, lane, chunks, task;
   uint4 a[8];
   int place[8], token, column;  // column: negative for none
 
-  // Before griddepcontrol.wait.
-  __device__ __forceinline__ LoraShrink(const Args& args, const LoraQuads& quads, int rows, int warp, int all, int thread)
-      : A(args),
-        L(quads.L),
-        group(rows),
-        warps(all),
-        lane(thread),
-        tasks(0),
-        task(static_cast<int>(blockIdx.x) + warp * static_cast<int>(gridDim.x)) {
-    const int width = quads.touch(A.tokens, lane);
-    tasks = width / 8 * ((A.tokens + 7) / 8) * ((L.K + kLoraTask - 1) / kLoraTask);
-    load();
+  __device__ __forceinline__ LoraShrink(const Args& args, const LoraQuads& quads, int rows, int thread)
+      : A(args), L(quads.L), group(rows), lane(thread), chunks((L.K + kLoraTask - 1) / kLoraTask) {}
+
+  // This warp's tasks. ready: what comes before their inputs are read, griddepcontrol.wait among it. Once in the code, as code that runs
+  // once stalls on instruction fetch.
+  template <class Ready>
+  __device__ __forceinline__ void run(int warp, int warps, Ready&& ready) {
+    const int tasks = LoraQuads{L}.touch(A.tokens, lane) / 8 * ((A.tokens + 7) / 8) * chunks;
+    task = static_cast<int>(blockIdx.x) + warp * static_cast<int>(gridDim.x);
+    bool waited = false;
 #pragma unroll 1
-    for (int row = warp; row < A.tokens; row += all) {
-      LoraQuads::prefetch(L.of, row, 0, lane);
-      if (L.next.changes) LoraQuads::prefetch(L.next, row, L.next_K, lane);
-    }
+    do {
+      column = -1;
+      if (task < tasks) load();
+      if (!waited) {
+#pragma unroll 1
+        for (int i = warp; i < 2 * A.tokens; i += warps)
+          if (!(i & 1) || L.next.changes) LoraQuads::prefetch(i & 1 ? L.next : L.of, i / 2, i & 1 ? L.next_K : 0, lane);
+        __syncwarp();
+        ready();
+        waited = true;
+      }
+      if (task < tasks) multiply();
+      task += static_cast<int>(gridDim.x) * warps;
+    } while (task < tasks);
+    auto* const to = reinterpret_cast<uint4*>(L.other);  // the next launch's sums become zero
+    for (int i = (static_cast<int>(blockIdx.x) * warps + warp) * 32 + lane; i < kLoraRows * L.width / 2;
+         i += static_cast<int>(gridDim.x) * warps * 32)
+      to[i] = make_uint4(0, 0, 0, 0);
   }
   __device__ __forceinline__ void load() {
-    column = -1;
-    if (task >= tasks) return;
-    const int chunks = (L.K + kLoraTask - 1) / kLoraTask, blocks = (A.tokens + 7) / 8, of_rows = task / chunks;
+    const int blocks = (A.tokens + 7) / 8, of_rows = task / chunks;
     const int wanted = of_rows / blocks * 8, k = (task - of_rows * chunks) * kLoraTask + 8 * (lane & 3);
     token = of_rows % blocks * 8 + (lane >> 2);
     const LoraChange* const change = token < A.tokens ? L.of.of(token) : nullptr;
@@ -170,32 +180,20 @@ struct LoraShrink {
     }
     token = min(token, A.tokens - 1);
   }
-  // Behind it: this warp's tasks.
-  __device__ __forceinline__ void run() {
-#pragma unroll 1
-    while (task < tasks) {
-      const half* const x = A.x + token_place(group, A.x_stride, token);
-      float y[8] = {};
-      uint16_t v[8];
+  __device__ __forceinline__ void multiply() const {
+    const half* const x = A.x + token_place(group, A.x_stride, token);
+    float y[8] = {};
+    uint16_t v[8];
 #pragma unroll
-      for (int j = 0; j < 8; j++) v[j] = __ldcg(reinterpret_cast<const uint16_t*>(x) + place[j]);
+    for (int j = 0; j < 8; j++) v[j] = __ldcg(reinterpret_cast<const uint16_t*>(x) + place[j]);
 #pragma unroll
-      for (int j = 0; j < 8; j++) lora_multiply(__half2float(__ushort_as_half(v[j])), a[j], y);
-      __syncwarp();
-      lora_halve<4>(y, lane, 2), lora_halve<2>(y, lane, 1);
-      if (column >= 0) {
-        auto* const to = L.sums + static_cast<int64_t>(token) * L.width + column + 4 * (lane >> 1 & 1) + 2 * (lane & 1);
-        LoraSum::add(to, y[0]), LoraSum::add(to + 1, y[1]);
-      }
-      task += static_cast<int>(gridDim.x) * warps;
-      load();
+    for (int j = 0; j < 8; j++) lora_multiply(__half2float(__ushort_as_half(v[j])), a[j], y);
+    __syncwarp();
+    lora_halve<4>(y, lane, 2), lora_halve<2>(y, lane, 1);
+    if (column >= 0) {
+      auto* const to = L.sums + static_cast<int64_t>(token) * L.width + column + 4 * (lane >> 1 & 1) + 2 * (lane & 1);
+      LoraSum::add(to, y[0]), LoraSum::add(to + 1, y[1]);
     }
-  }
-  // The next launch's sums become zero.
-  __device__ __forceinline__ void clear(int thread, int threads) const {
-    auto* const to = reinterpret_cast<uint4*>(L.other);
-    for (int i = static_cast<int>(blockIdx.x) * threads + thread; i < kLoraRows * L.width / 2; i += static_cast<int>(gridDim.x) * threads)
-      to[i] = make_uint4(0, 0, 0, 0);
   }
 };
 #endif

@@ -784,14 +784,10 @@ __device__ __forceinline__ void run_stream_k(const StreamKArgs& A, const Lora& l
     __syncwarp();
     warp_arrive(s.ready, lane);
   };
-  if constexpr (Lora::kAny) {
-    LoraShrink<StreamKArgs> shrink(A, lora, 8 * NB, warp, kStreamKWarps, lane);
+  if constexpr (Lora::kAny)
+    LoraShrink<StreamKArgs>(A, lora, 8 * NB, lane).run(warp, kStreamKWarps, factors_ready);
+  else
     factors_ready();
-    shrink.run();
-    shrink.clear(threadIdx.x, kStreamKConsumerThreads);
-  } else {
-    factors_ready();
-  }
   const Product product(s.tokens);
   const StreamKEpilogue<NB, Lora> epilogue{A, lora, s.factors, s.last, s.ready, {s.weights + warp * kMaxItemBytes}, warp, lane};
   StreamKCursor<NB> at;
