@@ -11,6 +11,7 @@ namespace {
 constexpr int kShrinkSplit = 4;  // most CTAs that share the columns of a chunk: q, k and v of rank 16, or gate and up of rank 32, one each
 constexpr int kShrinkCtas = 6;   // resident on an SM (40 registers); more would take turns, most of them without columns
 const Kernel<LoraArgs> shrink{"gemm/lora.cu", "lora_shrink"}, expand{"gemm/lora.cu", "lora_expand"};
+const Kernel<LoraSumsArgs> all_sums{"gemm/lora.cu", "lora_sums"};
 
 Dim shrink_grid(const LoraArgs& a, int rows) {
   const auto chunks = static_cast<int>(lora_chunks(a.K)), resident = kShrinkCtas * multiprocessors() / (chunks * rows);
@@ -19,6 +20,13 @@ Dim shrink_grid(const LoraArgs& a, int rows) {
 }
 
 }  // namespace
+
+const char* lora_sums_launch(const LoraSumsArgs& a, void* stream, bool pdl) {
+  constexpr int kCtas = 3, kWarps = kLoraThreads / 32;  // resident on an SM
+  const int tasks = a.width / 8 * ((a.rows + 7) / 8) * ((a.K + kLoraTask - 1) / kLoraTask);
+  const Dim grid(std::min(kCtas * multiprocessors(), (tasks + kWarps - 1) / kWarps));
+  return all_sums({grid, kLoraThreads, 0, stream, pdl}, a);
+}
 
 const char* lora_launch(LoraArgs a, int rows, void* stream, bool pdl) {
   const int columns = a.next.x && a.gated ? a.N / 2 : a.N;

@@ -1,17 +1,35 @@
 // y += (scale * (x a)) b for rows with adapters of their own, as in Punica's BGMV (Chen et al., 2023, arXiv:2310.18547): each row finds its
 // matrices through a table. A row's bits do not depend on the other rows.
 //
-// lora_shrink: a CTA takes 256 inputs of a row and every gridDim.y-th 16 columns of a; its sums go to memory, chunk by chunk.
-// Two lanes hold a row of 16 columns. lora_expand: a thread takes a column of y (two where [gate; up] becomes one input), its CTA first
-// adds the chunks up in order. Bytes: a and b of every row once, rows with the same adapter from L2; y twice. Adapters and table are
-// written before the step, so they are read ahead of griddepcontrol.wait. Every CTA waits there, even with nothing to do: the next kernel
-// relies on it, as this kernel's predecessors are complete when this one is.
+// lora_sums, in front of stream-K GEMMs: sums over all inputs by atomic additions (LoraSum). lora_shrink: a CTA takes 256 inputs of a row
+// and every gridDim.y-th 16 columns of a; its sums go to memory, chunk by chunk. Two lanes hold a row of 16 columns. lora_expand: a thread
+// takes a column of y (two where [gate; up] becomes one input), its CTA first adds the chunks up in order. Bytes: a and b of every row
+// once, rows with the same adapter from L2; y twice. Adapters and table are written before the step, so they are read ahead of
+// griddepcontrol.wait. Every CTA waits there, even with nothing to do: the next kernel relies on it, as this kernel's predecessors are
+// complete when this one is.
 #include "cuda/gemm/lora.h"
 #include "cuda/runtime/pdl.cuh"
 
 namespace exl2nb {
 
 __device__ __forceinline__ int padded_rank(const LoraPart& p) { return static_cast<int>(p.rank + 15) & ~15; }
+
+// This CTA's share of a row's matrices b into the L2 cache, by one warp, unless an earlier row brings the same.
+__device__ __forceinline__ void prefetch_b(const LoraRows& of, int row, int lane) {
+#if __CUDA_ARCH__ >= 900
+  const LoraChange* const change = of.of(row);
+  bool known = !change;
+  for (int other = lane; other < row; other += 32) known |= of.of(other) == change;
+  if (__any_sync(~0u, known) || lane >= change->num_parts) return;
+  const LoraPart& part = change->parts[lane];
+  const unsigned all = static_cast<unsigned>(part.rank * part.columns) / 8, each = (all + gridDim.x - 1) / gridDim.x;  // 16 bytes each
+  const unsigned from = blockIdx.x * each;
+  if (from < all)
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0],%1;" ::"l"(reinterpret_cast<const uint4*>(part.b) + from),
+                 "r"(min(each, all - from) * 16)
+                 : "memory");
+#endif
+}
 
 __global__ void __launch_bounds__(kLoraThreads) lora_shrink(const __grid_constant__ LoraArgs a) {
   constexpr int kWarps = kLoraThreads / 32, kEach = kLoraChunk / (16 * kWarps);
@@ -65,6 +83,56 @@ __global__ void __launch_bounds__(kLoraThreads) lora_shrink(const __grid_constan
     }
   }
   if (!waited) pdl_wait();
+}
+
+// A warp takes 8 rows, 32 inputs and 8 columns of a at a time: lanes 4 t to 4 t + 3 have row t, 8 inputs each.
+__global__ void __launch_bounds__(kLoraThreads, 3) lora_sums(const __grid_constant__ LoraSumsArgs a) {
+  const int lane = threadIdx.x & 31, warps = gridDim.x * (kLoraThreads / 32), blocks = (a.rows + 7) / 8;
+  const int chunks = (a.K + kLoraTask - 1) / kLoraTask;
+  int task = blockIdx.x + gridDim.x * (threadIdx.x >> 5), width = 0;
+  pdl_launch_dependents();
+  for (int row = lane; row < a.rows; row += 32)
+    if (const LoraChange* const change = a.of.of(row)) width = max(width, static_cast<int>(change->width));
+#pragma unroll
+  for (int d = 16; d; d >>= 1) width = max(width, __shfl_xor_sync(~0u, width, d));
+  const int tasks = width / 8 * blocks * chunks;
+  bool waited = false;
+  do {
+    const int of_rows = task / chunks, wanted = of_rows / blocks * 8, k = (task - of_rows * chunks) * kLoraTask + 8 * (lane & 3);
+    const int token = of_rows % blocks * 8 + (lane >> 2);
+    const LoraChange* const change = task < tasks && token < a.rows ? a.of.of(token) : nullptr;
+    const uint16_t* from = nullptr;
+    int stride = 0, place[8];
+    for (int i = 0, left = wanted; change && i < change->num_parts && !from; i++) {
+      stride = padded_rank(change->parts[i]);
+      if (left < stride) from = change->parts[i].a + left;
+      left -= stride;
+    }
+    uint4 w[8];
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+      const bool has = from && k + j < a.K;
+      w[j] = has ? __ldg(reinterpret_cast<const uint4*>(from + static_cast<int64_t>(k + j) * stride)) : uint4{0, 0, 0, 0};
+      place[j] = has ? row_place(a.x.group, a.x.inverse[0] ? __ldg(a.x.inverse[0] + k + j) : k + j) : 0;
+    }
+    if (!waited) {
+      for (int row = threadIdx.x >> 5; row < a.rows; row += kLoraThreads / 32) prefetch_b(a.of, row, lane);
+      pdl_wait(), waited = true;
+    }
+    __syncwarp();
+    if (task < tasks) {
+      const half* const x = a.x.x + token_place(a.x.group, a.x.stride, min(token, a.rows - 1));
+      float y[8] = {};
+#pragma unroll
+      for (int j = 0; j < 8; j++)
+        lora_multiply(__half2float(__ushort_as_half(__ldcg(reinterpret_cast<const uint16_t*>(x) + place[j]))), w[j], y);
+      lora_halve<4>(y, lane, 2), lora_halve<2>(y, lane, 1);
+      unsigned long long* const to = a.sums + token * a.width + wanted + 4 * (lane >> 1 & 1) + 2 * (lane & 1);
+      if (from) LoraSum::add(to, y[0]), LoraSum::add(to + 1, y[1]);
+    }
+    task += warps;
+  } while (task < tasks);
+  for (int i = blockIdx.x * kLoraThreads + threadIdx.x; i < kLoraRows * a.width; i += gridDim.x * kLoraThreads) a.other[i] = 0;
 }
 
 __global__ void __launch_bounds__(kLoraThreads) lora_expand(const __grid_constant__ LoraArgs a) {

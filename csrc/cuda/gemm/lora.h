@@ -49,6 +49,16 @@ struct LoraArgs {
 inline int64_t lora_chunks(int64_t K) { return (K + kLoraChunk - 1) / kLoraChunk; }
 const char* lora_launch(LoraArgs a, int rows, void* stream, bool pdl);
 
+// In front of a stream-K GEMM, which adds the rest (lora_quads.cuh): x a of at most kLoraRows rows; b is on its way to the L2 cache.
+struct LoraSumsArgs {
+  LoraRows of;
+  MatrixInput x;
+  int rows, K, width;
+  unsigned long long *sums, *other;  // LoraSums [kLoraRows][width]; other: for the next launch, becomes zero
+};
+constexpr int kLoraTask = 32;  // inputs of a warp
+const char* lora_sums_launch(const LoraSumsArgs& a, void* stream, bool pdl);
+
 // A sum of x a inside the products: a whole number of 64 bits, whose lowest ones count what was added. So one atomic addition is data, sum
 // and flag, and the order of additions does not change a bit. At most 2047 additions.
 constexpr int kLoraMostAdded = 2047;

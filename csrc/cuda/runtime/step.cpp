@@ -235,23 +235,21 @@ class Walker {
     int launches = 0;
     for (const Op* op = program_.first(); op; op = next(op))
       if (const uint8_t* blob = as<HeadOp>(op) ? nullptr : matrix_of(op)) {
-        if (Weight(blob).header().K > kLoraStreamKMost) return false;
+        if (Weight(blob).header().K > kLoraMostAdded * kLoraTask) return false;
         launches++;
       }
     return launches % 2 == 0;
   }
-  StreamKLora lora_of_stream_k(const GemmArgs& a) {
-    MatrixInput x;
+  // In front of a stream-K GEMM: x a. The GEMM adds the rest.
+  const char* sum_lora(const GemmArgs& a, int tokens, StreamKLora& lora) {
     const GpuHeader& h = header_of(a.head);
-    set_input(x, a.head, a.image - h.image, nullptr, stream_k_rows(s_.capacity));
     auto* const sets = reinterpret_cast<unsigned long long*>(lora_head_ + kLoraChainHead) + kLoraChainSets * lora_chain_set(s_.lora_width);
-    const int64_t set = lora_stream_k_set(s_.lora_width), own = lora_launches_++ % 2;
-    StreamKLora l{lora_of(number_), {}, x.inverse[0], h.K, 0, s_.lora_width, sets + own * set, sets + (1 - own) * set};
-    int number = number_ + 1;
-    const Op* then = next(op_);
-    for (; then && !matrix_of(then); then = next(then)) number++;
-    if (then && !as<HeadOp>(then)) l.next = lora_of(number), l.next_K = Weight(matrix_of(then)).header().K;
-    return l;
+    const int64_t set = kLoraRows * s_.lora_width, own = lora_launches_++ % 2;
+    LoraSumsArgs l{lora_of(number_), {}, a.tokens, h.K, s_.lora_width, sets + own * set, sets + (1 - own) * set};
+    set_input(l.x, a.head, a.image - h.image, const_cast<half*>(a.x), stream_k_rows(s_.capacity));
+    l.x.group = group(tokens);
+    lora = {l.of, l.sums, l.width};
+    return lora_sums_launch(l, stream_, pdl_);
   }
 
   static Epilogue epilogue_of(const Op& op) { return as<GateUpOp>(&op) ? kActivation : kStore; }
@@ -314,7 +312,8 @@ class Walker {
   // tokens: of the whole product, on which the order of its input depends.
   const char* run_stream_k(const GemmArgs& a, int tokens) {
     const bool adapted = lora_stream_k_ && !as<HeadOp>(op_);
-    const StreamKLora lora = adapted ? lora_of_stream_k(a) : StreamKLora{};
+    StreamKLora lora;
+    if (const char* wrong = adapted ? sum_lora(a, tokens, lora) : nullptr) return wrong;
     return stream_k_launch(a, group(tokens), ahead_, base_ + at_.stream_k, stream_, pdl_, adapted ? &lora : nullptr);
   }
 
@@ -620,7 +619,7 @@ class Walker {
 
 int64_t lora_sums(const Program& program, int64_t width) {
   const int64_t chunks = lora_most_chunks(program);
-  return kLoraRows * chunks * width + kLoraChainHead + 2 * (kLoraChainSets * lora_chain_set(width) + 2 * lora_stream_k_set(width));
+  return kLoraRows * chunks * width + kLoraChainHead + 2 * (kLoraChainSets * lora_chain_set(width) + 2 * kLoraRows * width);
 }
 
 std::string step_workspace(const Program& program, int capacity, size_t& bytes, int64_t& width) {

@@ -778,16 +778,10 @@ __device__ __forceinline__ void run_stream_k(const StreamKArgs& A, const Lora& l
   }
   acquire_registers();
   const RowFactors<NB> factors(A, warp, lane);
-  const auto factors_ready = [&] {
-    pdl_wait();
-    factors.load(s.factors, warp, lane);
-    __syncwarp();
-    warp_arrive(s.ready, lane);
-  };
-  if constexpr (Lora::kAny)
-    LoraShrink<StreamKArgs>(A, lora, 8 * NB, lane).run(warp, kStreamKWarps, factors_ready);
-  else
-    factors_ready();
+  pdl_wait();
+  factors.load(s.factors, warp, lane);
+  __syncwarp();
+  warp_arrive(s.ready, lane);
   const Product product(s.tokens);
   const StreamKEpilogue<NB, Lora> epilogue{A, lora, s.factors, s.last, s.ready, {s.weights + warp * kMaxItemBytes}, warp, lane};
   StreamKCursor<NB> at;
