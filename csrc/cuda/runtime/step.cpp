@@ -328,7 +328,7 @@ class Walker {
     const Op* const then = next(&op);
     const auto* o = then ? as<ResidualOp>(next(then)) : nullptr;
     PersistentOp alone{a, weight.head, weight.blob, kStore};
-    if (lora_chain_) alone.lora = &lora_args_, lora_args_.changes[0] = s_.lora.changes + number_;
+    if (lora_chain_) alone.lora = &lora_args_, lora_args_.changes[0] = s_.lora.changes + number_, lora_args_.next = nullptr;
     if (stream_k(a) || !o || !chain_tokens(*o) || persistent_tokens(&alone, 1) < (lora_chain_ ? s_.tokens : 1)) {
       if (const char* wrong = store(a)) return wrong;
       return adapt(weight, input(weight, at_.normed), a.out);
@@ -452,6 +452,7 @@ class Walker {
     if (ranks()) link[2].peers = next_exchange();
     if (count == 4) last_qkv_ = as<QkvOp>(op[3]), flag_outputs(link[3], next(op[3]), *last_qkv_);
     for (int i = 0; i < count; i++) lora_args_.changes[i] = s_.lora.changes + number_ + i;
+    lora_args_.next = count == 4 ? s_.lora.changes + number_ + 5 : nullptr;  // behind attention
     wrong = persistent_launch(link, count, base_ + at_.chain, at_.persistent_bytes, stream_, pdl_);
     chained_ = true, number_ += count - 1;
     op_ = op[count - 1];

@@ -24,6 +24,7 @@ constexpr int kLoraChainTask = 128, kLoraChainCache = 24 * 1024;  // stored rows
 
 struct LoraChain {
   const LoraChange* changes[kLoraChainGemms];  // of adapter 0, as in LoraRows
+  const LoraChange* next;                      // of the next chain's GEMMs, one after the other; null: none
   const int* features;                         // of stored rows of the first GEMM; null: the same
   int64_t ops;
   const int* adapters;  // by row, -1 for none
@@ -108,29 +109,48 @@ struct LoraWarp {
       __syncwarp();
       warp_arrive(ready, lane);
       if (q + 1 < C.count) bring(q + 1);
+      if (q == 1 && L.next) look_ahead();
       if (q == 0 && C.count > 1) clear();
     }
   }
   // Before griddepcontrol.wait: the parts of all rows and GEMMs, and what the first GEMM needs.
   __device__ __forceinline__ void begin() {
-    for (int i = lane; i < C.count * rows; i += 32) {
-      const int q = i / rows, row = i - q * rows, adapter = __ldg(L.adapters + row);
-      int n = 0;
-      if (adapter >= 0) {
-        const auto* const change = reinterpret_cast<const long long*>(L.changes[q] + adapter * L.ops);
-        const auto* const from = reinterpret_cast<const long long*>(__ldg(change));
-        n = min(static_cast<int>(__ldg(change + 1)), kLoraChainParts);
-        auto* const to = reinterpret_cast<long long*>(parts(q, row));
-        constexpr int kWords = sizeof(LoraPart) / 8;
-#pragma unroll 1
-        for (int k = 0; k < n; k++)
-#pragma unroll
-          for (int word = 0; word < kWords; word++) to[k * kWords + word] = __ldg(from + k * kWords + word);
-      }
-      count(q, row) = n;
+    for (int i = lane; i < C.count * rows * kLoraChainParts; i += 32) {
+      const int k = i % kLoraChainParts, q = i / kLoraChainParts / rows, row = i / kLoraChainParts - q * rows;
+      take_part(L.changes[q], q, row, k);
     }
     __syncwarp();
     bring(0);
+  }
+  // A change's k-th part to shared memory.
+  __device__ __forceinline__ void take_part(const LoraChange* changes, int q, int row, int k) const {
+    const int adapter = __ldg(L.adapters + row);
+    int n = 0;
+    if (adapter >= 0) {
+      const auto* const change = reinterpret_cast<const long long*>(changes + adapter * L.ops);
+      const auto* const from = reinterpret_cast<const long long*>(__ldg(change));
+      n = min(static_cast<int>(__ldg(change + 1)), kLoraChainParts);
+      constexpr int kWords = sizeof(LoraPart) / 8;
+#pragma unroll
+      for (int word = 0; k < n && word < kWords; word++)
+        reinterpret_cast<long long*>(parts(q, row) + k)[word] = __ldg(from + k * kWords + word);
+    }
+    if (k == 0) count(q, row) = n;
+  }
+  // What the next chain needs at once comes to the L2 cache while this one has time: its parts, its first GEMM's a and b. The place of this
+  // one's first parts is free by then.
+  __device__ __forceinline__ void look_ahead() {
+#pragma unroll 1
+    for (int i = lane; i < rows * kLoraChainGemms; i += 32)
+      if (const int adapter = __ldg(L.adapters + i / kLoraChainGemms); adapter >= 0) {
+        const LoraChange* const change = L.next + adapter * L.ops + i % kLoraChainGemms;
+        const auto* const from = reinterpret_cast<const uint8_t*>(change->parts);
+        for (int at = 0; at < change->num_parts * static_cast<int>(sizeof(LoraPart)); at += 128) prefetch_line(from + at);
+      }
+    for (int i = lane; i < rows * kLoraChainParts; i += 32) take_part(L.next, 0, i / kLoraChainParts, i % kLoraChainParts);
+    __syncwarp();
+    bring(0, true);
+    __syncwarp();
   }
   // The other sets become zero.
   __device__ __forceinline__ void clear() const {
@@ -142,9 +162,9 @@ struct LoraWarp {
     }
   }
 
-  // What GEMM q needs of a, then of b, as asynchronous copies; and the scales.
-  __device__ __forceinline__ void bring(int q) {
-    int used = 0;
+  // What GEMM q needs of a, then of b, as asynchronous copies; and the scales. far: to the L2 cache only.
+  __device__ __forceinline__ void bring(int q, bool far = false) {
+    int used = far ? L.cache_bytes : 0;
     if (q == 0)
       fetch(C.grid - 1 - block, used);
     else
@@ -158,8 +178,7 @@ struct LoraWarp {
             if (const int at = (strip0 + s * A.grid) * pieces + i; at < C.gemm[q].width * pieces / 16)
               take16(to ? to + (s * pieces + i) * 16 : nullptr, a + at * 8);
       });
-    async_commit();
-    b_at = used;
+    if (!far) async_commit(), b_at = used;
 #pragma unroll 1
     for (int row = 0; row < rows; row++) {
       each_b(
@@ -169,6 +188,7 @@ struct LoraWarp {
             for (int r = lane & 3; at >= 0 && r < part.rank; r += 4) take16(to ? to + r * 16 : nullptr, part.b + r * part.columns + at);
           },
           [](bool, int) {});
+      if (far) continue;
       float* to = scales(row);
 #pragma unroll 1
       for (int i = 0; i < count(q, row); i++) {
@@ -177,7 +197,7 @@ struct LoraWarp {
         to += padded(part);
       }
     }
-    async_commit();
+    if (!far) async_commit();
   }
   static __device__ __forceinline__ void take16(uint8_t* to, const uint16_t* from) {
     if (to)
