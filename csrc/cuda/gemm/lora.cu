@@ -1,12 +1,11 @@
 // y += (scale * (x a)) b for rows with adapters of their own, as in Punica's BGMV (Chen et al., 2023, arXiv:2310.18547): each row finds its
 // matrices through a table. A row's bits do not depend on the other rows.
 //
-// lora_sums, in front of stream-K GEMMs: sums over all inputs by atomic additions (LoraSum). lora_shrink: a CTA takes 256 inputs of a row
-// and every gridDim.y-th 16 columns of a; its sums go to memory, chunk by chunk. Two lanes hold a row of 16 columns. lora_expand: a thread
-// takes a column of y (two where [gate; up] becomes one input), its CTA first adds the chunks up in order. Bytes: a and b of every row
-// once, rows with the same adapter from L2; y twice. Adapters and table are written before the step, so they are read ahead of
-// griddepcontrol.wait. Every CTA waits there, even with nothing to do: the next kernel relies on it, as this kernel's predecessors are
-// complete when this one is.
+// lora_shrink, lora_sums: a CTA takes 256 inputs of a row and every gridDim.y-th 16 columns of a; its sums go to memory, chunk by chunk.
+// Two lanes hold a row of 16 columns. lora_expand: a thread takes a column of y (two where [gate; up] becomes one input), its CTA first
+// adds the chunks up in order. Bytes: a and b of every row once, rows with the same adapter from L2; y twice. Adapters and table are
+// written before the step, so they are read ahead of griddepcontrol.wait. Every CTA waits there, even with nothing to do: the next kernel
+// relies on it, as this kernel's predecessors are complete when this one is.
 #include "cuda/gemm/lora.h"
 #include "cuda/runtime/pdl.cuh"
 
@@ -14,24 +13,48 @@ namespace exl2nb {
 
 __device__ __forceinline__ int padded_rank(const LoraPart& p) { return static_cast<int>(p.rank + 15) & ~15; }
 
-// This CTA's share of a row's matrices b into the L2 cache, by one warp, unless an earlier row brings the same.
-__device__ __forceinline__ void prefetch_b(const LoraRows& of, int row, int lane) {
+// This CTA's share of a row's matrices b into the L2 cache, unless an earlier row brings the same.
+__device__ __forceinline__ void prefetch_b(const LoraRows& of, int row, const LoraChange& change) {
 #if __CUDA_ARCH__ >= 900
-  const LoraChange* const change = of.of(row);
-  bool known = !change;
-  for (int other = lane; other < row; other += 32) known |= of.of(other) == change;
-  if (__any_sync(~0u, known) || lane >= change->num_parts) return;
-  const LoraPart& part = change->parts[lane];
-  const unsigned all = static_cast<unsigned>(part.rank * part.columns) / 8, each = (all + gridDim.x - 1) / gridDim.x;  // 16 bytes each
-  const unsigned from = blockIdx.x * each;
-  if (from < all)
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0],%1;" ::"l"(reinterpret_cast<const uint4*>(part.b) + from),
-                 "r"(min(each, all - from) * 16)
+  bool known = false;
+  for (int other = threadIdx.x & 31; other < row; other += 32) known |= of.of(other) == &change;
+  if (__any_sync(~0u, known) || threadIdx.x >= change.num_parts) return;
+  const LoraPart part = change.parts[threadIdx.x];
+  const int64_t pieces = gridDim.x * gridDim.y, piece = blockIdx.x * gridDim.y + blockIdx.y, bytes = part.rank * part.columns * 2;
+  const int64_t each = (bytes / 16 + pieces - 1) / pieces * 16, from = piece * each, count = min(each, (bytes & ~15) - from);
+  if (count > 0)
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0],%1;" ::"l"(reinterpret_cast<const uint8_t*>(part.b) + from),
+                 "r"(static_cast<uint32_t>(count))
                  : "memory");
 #endif
 }
+// The CTA that is the last to have its chunk's sums of a tile adds all chunks up, in order.
+__device__ __forceinline__ void finish_tile(const LoraArgs& a, const LoraPart& part, int column, int row, int tile) {
+  constexpr int kGroups = kLoraThreads / 16;
+  __shared__ float partial[kGroups][16];
+  __shared__ bool last;
+  unsigned* const arrived = a.arrived + row * (a.width / 16) + tile;
+  if (threadIdx.x == 0) last = atomicAdd(arrived, 1u) == gridDim.x - 1;
+  __syncthreads();
+  if (!last) return;
+  __threadfence();
+  const int own = threadIdx.x & 15, group = threadIdx.x >> 4, chunks = gridDim.x;
+  const float* const sums = a.sums + static_cast<int64_t>(row) * chunks * a.width + 16 * tile + own;
+  float sum = 0.f;
+  for (int q = group; q < chunks; q += kGroups) sum += __ldcg(sums + static_cast<int64_t>(q) * a.width);
+  partial[group][own] = sum;
+  __syncthreads();
+  if (group) return;
+  float all = 0.f;
+#pragma unroll
+  for (int n = 0; n < kGroups; n++) all += partial[n][own];
+  a.low[static_cast<int64_t>(row) * a.width + 16 * tile + own] = column + own < part.rank ? all * __ldg(part.scale + column + own) : 0.f;
+  if (own == 0) *arrived = 0;
+}
 
-__global__ void __launch_bounds__(kLoraThreads) lora_shrink(const __grid_constant__ LoraArgs a) {
+// ALL: the sums over all chunks, too.
+template <bool ALL>
+__device__ __forceinline__ void shrink(const LoraArgs& a) {
   constexpr int kWarps = kLoraThreads / 32, kEach = kLoraChunk / (16 * kWarps);
   __shared__ float partial[kWarps][16];
   const int chunk = blockIdx.x, row = blockIdx.z, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -40,6 +63,7 @@ __global__ void __launch_bounds__(kLoraThreads) lora_shrink(const __grid_constan
   const half* const x = a.x.x + token_place(a.x.group, a.x.stride, row);
   const int first = chunk * kLoraChunk + warp * 16 * kEach + (lane >> 1);  // input of this lane, and every 16th after it
   float* const sums = a.sums + (static_cast<int64_t>(row) * gridDim.x + chunk) * a.width;
+  if (ALL && change) prefetch_b(a.of, row, *change);
   bool waited = false;
   int tile = 0;  // 16 columns, counted over all parts
   for (int64_t i = 0; change && i < change->num_parts; i++) {
@@ -64,7 +88,13 @@ __global__ void __launch_bounds__(kLoraThreads) lora_shrink(const __grid_constan
       for (int j = 0; j < kEach; j++) {
         const float v =
             first + 16 * j < a.K ? __half2float(__ushort_as_half(__ldcg(reinterpret_cast<const uint16_t*>(x) + place[j]))) : 0.f;
-        lora_multiply(v, w[j], sum);
+        const uint32_t words[4] = {w[j].x, w[j].y, w[j].z, w[j].w};
+#pragma unroll
+        for (int n = 0; n < 4; n++) {
+          const float low = __half2float(__ushort_as_half(static_cast<uint16_t>(words[n])));
+          const float high = __half2float(__ushort_as_half(static_cast<uint16_t>(words[n] >> 16)));
+          sum[2 * n] = fmaf(v, low, sum[2 * n]), sum[2 * n + 1] = fmaf(v, high, sum[2 * n + 1]);
+        }
       }
 #pragma unroll
       for (int n = 0; n < 8; n++) {
@@ -78,62 +108,16 @@ __global__ void __launch_bounds__(kLoraThreads) lora_shrink(const __grid_constan
 #pragma unroll
         for (int n = 0; n < kWarps; n++) all += partial[n][threadIdx.x];
         sums[16 * tile + threadIdx.x] = all;
+        if (ALL) __threadfence();
       }
       __syncthreads();
+      if (ALL) finish_tile(a, part, column, row, tile);
     }
   }
   if (!waited) pdl_wait();
 }
-
-// A warp takes 8 rows, 32 inputs and 8 columns of a at a time: lanes 4 t to 4 t + 3 have row t, 8 inputs each.
-__global__ void __launch_bounds__(kLoraThreads, 3) lora_sums(const __grid_constant__ LoraSumsArgs a) {
-  const int lane = threadIdx.x & 31, warps = gridDim.x * (kLoraThreads / 32), blocks = (a.rows + 7) / 8;
-  const int chunks = (a.K + kLoraTask - 1) / kLoraTask;
-  int task = blockIdx.x + gridDim.x * (threadIdx.x >> 5), width = 0;
-  pdl_launch_dependents();
-  for (int row = lane; row < a.rows; row += 32)
-    if (const LoraChange* const change = a.of.of(row)) width = max(width, static_cast<int>(change->width));
-#pragma unroll
-  for (int d = 16; d; d >>= 1) width = max(width, __shfl_xor_sync(~0u, width, d));
-  const int tasks = width / 8 * blocks * chunks;
-  bool waited = false;
-  do {
-    const int of_rows = task / chunks, wanted = of_rows / blocks * 8, k = (task - of_rows * chunks) * kLoraTask + 8 * (lane & 3);
-    const int token = of_rows % blocks * 8 + (lane >> 2);
-    const LoraChange* const change = task < tasks && token < a.rows ? a.of.of(token) : nullptr;
-    const uint16_t* from = nullptr;
-    int stride = 0, place[8];
-    for (int i = 0, left = wanted; change && i < change->num_parts && !from; i++) {
-      stride = padded_rank(change->parts[i]);
-      if (left < stride) from = change->parts[i].a + left;
-      left -= stride;
-    }
-    uint4 w[8];
-#pragma unroll
-    for (int j = 0; j < 8; j++) {
-      const bool has = from && k + j < a.K;
-      w[j] = has ? __ldg(reinterpret_cast<const uint4*>(from + static_cast<int64_t>(k + j) * stride)) : uint4{0, 0, 0, 0};
-      place[j] = has ? row_place(a.x.group, a.x.inverse[0] ? __ldg(a.x.inverse[0] + k + j) : k + j) : 0;
-    }
-    if (!waited) {
-      for (int row = threadIdx.x >> 5; row < a.rows; row += kLoraThreads / 32) prefetch_b(a.of, row, lane);
-      pdl_wait(), waited = true;
-    }
-    __syncwarp();
-    if (task < tasks) {
-      const half* const x = a.x.x + token_place(a.x.group, a.x.stride, min(token, a.rows - 1));
-      float y[8] = {};
-#pragma unroll
-      for (int j = 0; j < 8; j++)
-        lora_multiply(__half2float(__ushort_as_half(__ldcg(reinterpret_cast<const uint16_t*>(x) + place[j]))), w[j], y);
-      lora_halve<4>(y, lane, 2), lora_halve<2>(y, lane, 1);
-      unsigned long long* const to = a.sums + token * a.width + wanted + 4 * (lane >> 1 & 1) + 2 * (lane & 1);
-      if (from) LoraSum::add(to, y[0]), LoraSum::add(to + 1, y[1]);
-    }
-    task += warps;
-  } while (task < tasks);
-  for (int i = blockIdx.x * kLoraThreads + threadIdx.x; i < kLoraRows * a.width; i += gridDim.x * kLoraThreads) a.other[i] = 0;
-}
+__global__ void __launch_bounds__(kLoraThreads) lora_shrink(const __grid_constant__ LoraArgs a) { shrink<false>(a); }
+__global__ void __launch_bounds__(kLoraThreads) lora_sums(const __grid_constant__ LoraArgs a) { shrink<true>(a); }
 
 __global__ void __launch_bounds__(kLoraThreads) lora_expand(const __grid_constant__ LoraArgs a) {
   constexpr int kLow = 64, kGroups = kLoraThreads / 16;  // ranks at a time; threads that share a sum

@@ -44,56 +44,14 @@ struct LoraArgs {
   MatrixInput next;
   int activation;
   bool gated;
+  // Of lora_shrink_launch, instead of y: scaled sums over the chunks, [row][width], and a zero for each 16 of them, which stays one.
+  float* low;
+  unsigned* arrived;
 };
 
 inline int64_t lora_chunks(int64_t K) { return (K + kLoraChunk - 1) / kLoraChunk; }
 const char* lora_launch(LoraArgs a, int rows, void* stream, bool pdl);
-
-// In front of a stream-K GEMM, which adds the rest (lora_quads.cuh): x a of at most kLoraRows rows; b is on its way to the L2 cache.
-struct LoraSumsArgs {
-  LoraRows of;
-  MatrixInput x;
-  int rows, K, width;
-  unsigned long long *sums, *other;  // LoraSums [kLoraRows][width]; other: for the next launch, becomes zero
-};
-constexpr int kLoraTask = 32;  // inputs of a warp
-const char* lora_sums_launch(const LoraSumsArgs& a, void* stream, bool pdl);
-
-// A sum of x a inside the products: a whole number of 64 bits, whose lowest ones count what was added. So one atomic addition is data, sum
-// and flag, and the order of additions does not change a bit. At most 2047 additions.
-constexpr int kLoraMostAdded = 2047;
-#ifdef __CUDACC__
-struct LoraSum {
-  static constexpr int kCount = 11;
-  static constexpr float kOne = 1 << 26, kMost = 1 << 15;  // of one addition: the sum of all stays in 53 bits
-  static __device__ __forceinline__ void add(unsigned long long* to, float v) {
-    const auto whole = static_cast<unsigned long long>(__float2ll_rn(fminf(fmaxf(v, -kMost), kMost) * kOne));
-    asm volatile("red.relaxed.gpu.global.add.u64 [%0],%1;" ::"l"(to), "l"((whole << kCount) + 1) : "memory");
-  }
-  // Whether so many have been added.
-  static __device__ __forceinline__ bool has(unsigned long long v, unsigned count) { return (v & ((1 << kCount) - 1)) == count; }
-  static __device__ __forceinline__ float of(unsigned long long v) {
-    return __ll2float_rn(static_cast<long long>(v) >> kCount) * (1.f / kOne);
-  }
-};
-// y[n] += v * a[n], of 8 halves.
-__device__ __forceinline__ void lora_multiply(float v, const uint4& a, float* y) {
-  const uint32_t w[4] = {a.x, a.y, a.z, a.w};
-#pragma unroll
-  for (int n = 0; n < 4; n++) {
-    y[2 * n] = fmaf(v, __half2float(__ushort_as_half(static_cast<uint16_t>(w[n]))), y[2 * n]);
-    y[2 * n + 1] = fmaf(v, __half2float(__ushort_as_half(static_cast<uint16_t>(w[n] >> 16))), y[2 * n + 1]);
-  }
-}
-// Two lanes that differ in bit `d` add up 2 * N numbers; the one with the bit keeps the second N.
-template <int N>
-__device__ __forceinline__ void lora_halve(float* y, int lane, int d) {
-#pragma unroll
-  for (int n = 0; n < N; n++) {
-    const float other = __shfl_xor_sync(~0u, lane & d ? y[n] : y[n + N], d);
-    y[n] = (lane & d ? y[n + N] : y[n]) + other;
-  }
-}
-#endif
+// In front of a product that adds the rest itself (lora_quads.cuh): low, for at most kLoraRows rows; b is on its way to the L2 cache.
+const char* lora_shrink_launch(const LoraArgs& a, int rows, void* stream, bool pdl);
 
 }  // namespace exl2nb

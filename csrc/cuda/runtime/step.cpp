@@ -56,6 +56,8 @@ AttentionArgs attention_args(const GpuStep& s, const AttentionOp& op, const QkvO
   return a;
 }
 
+// In front of the sums of persistent chains: number of launches; low and arrived (LoraArgs).
+int64_t lora_head_floats(int64_t width) { return kLoraChainHead + kLoraRows * (width + width / 16); }
 int64_t lora_most_chunks(const Program& program) {
   int64_t K = 0;
   for (const Op* op = program.first(); op; op = program.next(op))
@@ -75,7 +77,7 @@ class Walker {
       lora_chain_ = chains_lora();
     }
     stream_k_ = all_stream_k();  // asks how many rows a chain takes, with adapters where it has them
-    lora_chain_ = lora_chain_ && !stream_k_, lora_stream_k_ = inside && stream_k_ && s_.tokens <= kLoraRows && takes_lora();
+    lora_chain_ = lora_chain_ && !stream_k_, lora_stream_k_ = inside && stream_k_ && s_.tokens <= kLoraRows;
   }
 
   // at: the op that failed. A persistent chain takes several ops, so a visit may move it on.
@@ -208,7 +210,7 @@ class Walker {
   // What the adapters change in the sums y of the current op's product of x.
   LoraArgs lora_args(const Weight& w, const MatrixInput& x, float* y) const {
     const int N = w.header().N;
-    return {lora_of(number_), x, w.header().K, nullptr, s_.lora_sums, s_.lora_width, y, N, N, {}, 0, false};
+    return {lora_of(number_), x, w.header().K, nullptr, s_.lora_sums, s_.lora_width, y, N, N, {}, 0, false, nullptr, nullptr};
   }
   const char* adapt(const Weight& w, const MatrixInput& x, float* y) {
     return lora() || lora_chain_ ? lora_launch(lora_args(w, x, y), s_.tokens, stream_, pdl_) : nullptr;
@@ -218,7 +220,7 @@ class Walker {
   bool chains_lora() {
     lora_args_.ops = s_.lora.ops, lora_args_.adapters = s_.lora.adapters, lora_args_.width = s_.lora_width;
     lora_args_.launches = reinterpret_cast<unsigned*>(lora_head_), lora_args_.set = static_cast<int>(lora_chain_set(s_.lora_width));
-    lora_args_.sums = reinterpret_cast<unsigned long long*>(lora_head_ + kLoraChainHead);
+    lora_args_.sums = reinterpret_cast<unsigned long long*>(lora_head_ + lora_head_floats(s_.lora_width));
     lora_chain_ = true;
     const Op* op = next(program_.first());
     while (const auto* qkv = as<QkvOp>(op)) {
@@ -230,26 +232,17 @@ class Walker {
     }
     return as<HeadOp>(op) || as<ResidualOutOp>(op);
   }
-  // Whether stream-K GEMMs take them: two sets of sums by turns need an even number of launches in a step.
-  bool takes_lora() const {
-    int launches = 0;
-    for (const Op* op = program_.first(); op; op = next(op))
-      if (const uint8_t* blob = as<HeadOp>(op) ? nullptr : matrix_of(op)) {
-        if (Weight(blob).header().K > kLoraMostAdded * kLoraTask) return false;
-        launches++;
-      }
-    return launches % 2 == 0;
-  }
   // In front of a stream-K GEMM: x a. The GEMM adds the rest.
-  const char* sum_lora(const GemmArgs& a, int tokens, StreamKLora& lora) {
+  const char* shrink_lora(const GemmArgs& a, int tokens, StreamKLora& lora) {
+    MatrixInput x;
     const GpuHeader& h = header_of(a.head);
-    auto* const sets = reinterpret_cast<unsigned long long*>(lora_head_ + kLoraChainHead) + kLoraChainSets * lora_chain_set(s_.lora_width);
-    const int64_t set = kLoraRows * s_.lora_width, own = lora_launches_++ % 2;
-    LoraSumsArgs l{lora_of(number_), {}, a.tokens, h.K, s_.lora_width, sets + own * set, sets + (1 - own) * set};
-    set_input(l.x, a.head, a.image - h.image, const_cast<half*>(a.x), stream_k_rows(s_.capacity));
-    l.x.group = group(tokens);
-    lora = {l.of, l.sums, l.width};
-    return lora_sums_launch(l, stream_, pdl_);
+    set_input(x, a.head, a.image - h.image, const_cast<half*>(a.x), stream_k_rows(s_.capacity));
+    x.group = group(tokens);
+    float* const low = lora_head_ + kLoraChainHead;
+    auto* const arrived = reinterpret_cast<unsigned*>(low + kLoraRows * s_.lora_width);
+    lora = {lora_of(number_), low, s_.lora_width};
+    const LoraArgs args{lora.of, x, h.K, nullptr, s_.lora_sums, s_.lora_width, nullptr, 0, 0, {}, 0, false, low, arrived};
+    return lora_shrink_launch(args, a.tokens, stream_, pdl_);
   }
 
   static Epilogue epilogue_of(const Op& op) { return as<GateUpOp>(&op) ? kActivation : kStore; }
@@ -303,17 +296,17 @@ class Walker {
     }
     const char* const wrong = embed_launch(a, s_.tokens, stream_, pdl_);
     if (wrong || !lora()) return wrong;
-    return lora_launch({lora_of(number_), {}, a.vocab, s_.ids, nullptr, s_.lora_width, a.x, H_, H_, {}, 0, false}, s_.tokens, stream_,
-                       pdl_);
+    return lora_launch({lora_of(number_), {}, a.vocab, s_.ids, nullptr, s_.lora_width, a.x, H_, H_, {}, 0, false, nullptr, nullptr},
+                       s_.tokens, stream_, pdl_);
   }
 
   // A product that only writes its sums.
   const char* store(const GemmArgs& a) { return stream_k(a) ? run_stream_k(a, a.tokens) : skinny_launch(a, kStore, stream_, pdl_); }
   // tokens: of the whole product, on which the order of its input depends.
   const char* run_stream_k(const GemmArgs& a, int tokens) {
-    const bool adapted = lora_stream_k_ && !as<HeadOp>(op_);
     StreamKLora lora;
-    if (const char* wrong = adapted ? sum_lora(a, tokens, lora) : nullptr) return wrong;
+    const bool adapted = lora_stream_k_ && !as<HeadOp>(op_);
+    if (const char* wrong = adapted ? shrink_lora(a, tokens, lora) : nullptr) return wrong;
     return stream_k_launch(a, group(tokens), ahead_, base_ + at_.stream_k, stream_, pdl_, adapted ? &lora : nullptr);
   }
 
@@ -328,7 +321,7 @@ class Walker {
     const Op* const then = next(&op);
     const auto* o = then ? as<ResidualOp>(next(then)) : nullptr;
     PersistentOp alone{a, weight.head, weight.blob, kStore};
-    if (lora_chain_) alone.lora = &lora_args_, lora_args_.changes[0] = s_.lora.changes + number_, lora_args_.next = nullptr;
+    if (lora_chain_) alone.lora = &lora_args_, lora_args_.changes[0] = s_.lora.changes + number_;
     if (stream_k(a) || !o || !chain_tokens(*o) || persistent_tokens(&alone, 1) < (lora_chain_ ? s_.tokens : 1)) {
       if (const char* wrong = store(a)) return wrong;
       return adapt(weight, input(weight, at_.normed), a.out);
@@ -452,7 +445,6 @@ class Walker {
     if (ranks()) link[2].peers = next_exchange();
     if (count == 4) last_qkv_ = as<QkvOp>(op[3]), flag_outputs(link[3], next(op[3]), *last_qkv_);
     for (int i = 0; i < count; i++) lora_args_.changes[i] = s_.lora.changes + number_ + i;
-    lora_args_.next = count == 4 ? s_.lora.changes + number_ + 5 : nullptr;  // behind attention
     wrong = persistent_launch(link, count, base_ + at_.chain, at_.persistent_bytes, stream_, pdl_);
     chained_ = true, number_ += count - 1;
     op_ = op[count - 1];
@@ -613,14 +605,13 @@ class Walker {
   bool lora_chain_ = false, lora_stream_k_ = false;
   float* lora_head_ = nullptr;
   LoraChain lora_args_{};
-  int lora_launches_ = 0;  // of stream-K GEMMs
 };
 
 }  // namespace
 
 int64_t lora_sums(const Program& program, int64_t width) {
   const int64_t chunks = lora_most_chunks(program);
-  return kLoraRows * chunks * width + kLoraChainHead + 2 * (kLoraChainSets * lora_chain_set(width) + 2 * kLoraRows * width);
+  return kLoraRows * chunks * width + lora_head_floats(width) + kLoraChainSets * 2 * lora_chain_set(width);
 }
 
 std::string step_workspace(const Program& program, int capacity, size_t& bytes, int64_t& width) {

@@ -24,7 +24,6 @@ constexpr int kLoraChainTask = 128, kLoraChainCache = 24 * 1024;  // stored rows
 
 struct LoraChain {
   const LoraChange* changes[kLoraChainGemms];  // of adapter 0, as in LoraRows
-  const LoraChange* next;                      // of the next chain's GEMMs, one after the other; null: none
   const int* features;                         // of stored rows of the first GEMM; null: the same
   int64_t ops;
   const int* adapters;  // by row, -1 for none
@@ -42,6 +41,39 @@ EXL2NB_BOTH constexpr int lora_parts_bytes(int rows) {
 }
 
 #if __CUDA_ARCH__ >= 900
+// A sum of x a: a whole number of 64 bits, whose lowest ones count what was added. So one atomic addition is data, sum
+// and flag, and the order of additions does not change a bit. At most 2047 additions.
+struct LoraSum {
+  static constexpr int kCount = 11;
+  static constexpr float kOne = 1 << 26, kMost = 1 << 15;  // of one addition: the sum of all stays in 53 bits
+  static __device__ __forceinline__ void add(unsigned long long* to, float v) {
+    const auto whole = static_cast<unsigned long long>(__float2ll_rn(fminf(fmaxf(v, -kMost), kMost) * kOne));
+    asm volatile("red.relaxed.gpu.global.add.u64 [%0],%1;" ::"l"(to), "l"((whole << kCount) + 1) : "memory");
+  }
+  // Whether so many have been added.
+  static __device__ __forceinline__ bool has(unsigned long long v, unsigned count) { return (v & ((1 << kCount) - 1)) == count; }
+  static __device__ __forceinline__ float of(unsigned long long v) {
+    return __ll2float_rn(static_cast<long long>(v) >> kCount) * (1.f / kOne);
+  }
+};
+// y[n] += v * a[n], of 8 halves.
+__device__ __forceinline__ void lora_multiply(float v, const uint4& a, float* y) {
+  const uint32_t w[4] = {a.x, a.y, a.z, a.w};
+#pragma unroll
+  for (int n = 0; n < 4; n++) {
+    y[2 * n] = fmaf(v, __half2float(__ushort_as_half(static_cast<uint16_t>(w[n]))), y[2 * n]);
+    y[2 * n + 1] = fmaf(v, __half2float(__ushort_as_half(static_cast<uint16_t>(w[n] >> 16))), y[2 * n + 1]);
+  }
+}
+// Two lanes that differ in bit `d` add up 2 * N numbers; the one with the bit keeps the second N.
+template <int N>
+__device__ __forceinline__ void lora_halve(float* y, int lane, int d) {
+#pragma unroll
+  for (int n = 0; n < N; n++) {
+    const float other = __shfl_xor_sync(~0u, lane & d ? y[n] : y[n + N], d);
+    y[n] = (lane & d ? y[n + N] : y[n]) + other;
+  }
+}
 // The warp. Args: PersistentArgs.
 template <class Args>
 struct LoraWarp {
@@ -109,48 +141,29 @@ struct LoraWarp {
       __syncwarp();
       warp_arrive(ready, lane);
       if (q + 1 < C.count) bring(q + 1);
-      if (q == 1 && L.next) look_ahead();
       if (q == 0 && C.count > 1) clear();
     }
   }
   // Before griddepcontrol.wait: the parts of all rows and GEMMs, and what the first GEMM needs.
   __device__ __forceinline__ void begin() {
-    for (int i = lane; i < C.count * rows * kLoraChainParts; i += 32) {
-      const int k = i % kLoraChainParts, q = i / kLoraChainParts / rows, row = i / kLoraChainParts - q * rows;
-      take_part(L.changes[q], q, row, k);
+    for (int i = lane; i < C.count * rows; i += 32) {
+      const int q = i / rows, row = i - q * rows, adapter = __ldg(L.adapters + row);
+      int n = 0;
+      if (adapter >= 0) {
+        const auto* const change = reinterpret_cast<const long long*>(L.changes[q] + adapter * L.ops);
+        const auto* const from = reinterpret_cast<const long long*>(__ldg(change));
+        n = min(static_cast<int>(__ldg(change + 1)), kLoraChainParts);
+        auto* const to = reinterpret_cast<long long*>(parts(q, row));
+        constexpr int kWords = sizeof(LoraPart) / 8;
+#pragma unroll 1
+        for (int k = 0; k < n; k++)
+#pragma unroll
+          for (int word = 0; word < kWords; word++) to[k * kWords + word] = __ldg(from + k * kWords + word);
+      }
+      count(q, row) = n;
     }
     __syncwarp();
     bring(0);
-  }
-  // A change's k-th part to shared memory.
-  __device__ __forceinline__ void take_part(const LoraChange* changes, int q, int row, int k) const {
-    const int adapter = __ldg(L.adapters + row);
-    int n = 0;
-    if (adapter >= 0) {
-      const auto* const change = reinterpret_cast<const long long*>(changes + adapter * L.ops);
-      const auto* const from = reinterpret_cast<const long long*>(__ldg(change));
-      n = min(static_cast<int>(__ldg(change + 1)), kLoraChainParts);
-      constexpr int kWords = sizeof(LoraPart) / 8;
-#pragma unroll
-      for (int word = 0; k < n && word < kWords; word++)
-        reinterpret_cast<long long*>(parts(q, row) + k)[word] = __ldg(from + k * kWords + word);
-    }
-    if (k == 0) count(q, row) = n;
-  }
-  // What the next chain needs at once comes to the L2 cache while this one has time: its parts, its first GEMM's a and b. The place of this
-  // one's first parts is free by then.
-  __device__ __forceinline__ void look_ahead() {
-#pragma unroll 1
-    for (int i = lane; i < rows * kLoraChainGemms; i += 32)
-      if (const int adapter = __ldg(L.adapters + i / kLoraChainGemms); adapter >= 0) {
-        const LoraChange* const change = L.next + adapter * L.ops + i % kLoraChainGemms;
-        const auto* const from = reinterpret_cast<const uint8_t*>(change->parts);
-        for (int at = 0; at < change->num_parts * static_cast<int>(sizeof(LoraPart)); at += 128) prefetch_line(from + at);
-      }
-    for (int i = lane; i < rows * kLoraChainParts; i += 32) take_part(L.next, 0, i / kLoraChainParts, i % kLoraChainParts);
-    __syncwarp();
-    bring(0, true);
-    __syncwarp();
   }
   // The other sets become zero.
   __device__ __forceinline__ void clear() const {
@@ -162,9 +175,9 @@ struct LoraWarp {
     }
   }
 
-  // What GEMM q needs of a, then of b, as asynchronous copies; and the scales. far: to the L2 cache only.
-  __device__ __forceinline__ void bring(int q, bool far = false) {
-    int used = far ? L.cache_bytes : 0;
+  // What GEMM q needs of a, then of b, as asynchronous copies; and the scales.
+  __device__ __forceinline__ void bring(int q) {
+    int used = 0;
     if (q == 0)
       fetch(C.grid - 1 - block, used);
     else
@@ -178,7 +191,8 @@ struct LoraWarp {
             if (const int at = (strip0 + s * A.grid) * pieces + i; at < C.gemm[q].width * pieces / 16)
               take16(to ? to + (s * pieces + i) * 16 : nullptr, a + at * 8);
       });
-    if (!far) async_commit(), b_at = used;
+    async_commit();
+    b_at = used;
 #pragma unroll 1
     for (int row = 0; row < rows; row++) {
       each_b(
@@ -188,7 +202,6 @@ struct LoraWarp {
             for (int r = lane & 3; at >= 0 && r < part.rank; r += 4) take16(to ? to + r * 16 : nullptr, part.b + r * part.columns + at);
           },
           [](bool, int) {});
-      if (far) continue;
       float* to = scales(row);
 #pragma unroll 1
       for (int i = 0; i < count(q, row); i++) {
@@ -197,7 +210,7 @@ struct LoraWarp {
         to += padded(part);
       }
     }
-    if (!far) async_commit();
+    async_commit();
   }
   static __device__ __forceinline__ void take16(uint8_t* to, const uint16_t* from) {
     if (to)

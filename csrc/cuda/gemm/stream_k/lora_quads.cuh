@@ -8,7 +8,7 @@ namespace exl2nb {
 
 struct StreamKLora {
   LoraRows of;
-  const unsigned long long* sums;  // of x a: LoraSums, [row][width], of all parts
+  const float* low;  // scaled sums of x a: [row][width], of all parts
   int width;
 };
 
@@ -26,7 +26,7 @@ struct LoraQuads {
   __device__ __forceinline__ float4 of(int first, int tokens, int64_t column, int lane) const {
     const int row = first + (lane >> 2), odd = lane & 1;
     const LoraChange* const change = row < tokens ? L.of.of(row) : nullptr;
-    const unsigned long long* sums = L.sums + static_cast<int64_t>(row) * L.width;
+    const float* low = L.low + static_cast<int64_t>(row) * L.width;
     float y[8] = {};
 #pragma unroll 1
     for (int i = 0; change && i < change->num_parts; i++) {
@@ -37,23 +37,33 @@ struct LoraQuads {
 #pragma unroll 1
         for (int r0 = odd; r0 < part.rank; r0 += 2 * kTogether) {
           uint4 b[kTogether];
-          unsigned long long s[kTogether];
-          float scale[kTogether];
+          float s[kTogether];
 #pragma unroll
           for (int j = 0; j < kTogether; j++) {
             const int r = r0 + 2 * j;
             const bool has = r < part.rank;
             b[j] = has ? __ldg(reinterpret_cast<const uint4*>(part.b + r * part.columns + at)) : uint4{0, 0, 0, 0};
-            s[j] = has ? __ldcg(sums + r) : 0, scale[j] = has ? __ldg(part.scale + r) : 0.f;
+            s[j] = has ? __ldcg(low + r) : 0.f;
           }
 #pragma unroll
-          for (int j = 0; j < kTogether; j++) lora_multiply(LoraSum::of(s[j]) * scale[j], b[j], y);
+          for (int j = 0; j < kTogether; j++) {
+            const uint32_t w[4] = {b[j].x, b[j].y, b[j].z, b[j].w};
+#pragma unroll
+            for (int n = 0; n < 4; n++) {
+              y[2 * n] = fmaf(s[j], __half2float(__ushort_as_half(static_cast<uint16_t>(w[n]))), y[2 * n]);
+              y[2 * n + 1] = fmaf(s[j], __half2float(__ushort_as_half(static_cast<uint16_t>(w[n] >> 16))), y[2 * n + 1]);
+            }
+          }
         }
       }
-      sums += (part.rank + 15) / 16 * 16;
+      low += (part.rank + 15) / 16 * 16;
     }
     __syncwarp();
-    lora_halve<4>(y, lane, 1);  // lane 4 t + q then has columns 4 q to 4 q + 3
+#pragma unroll
+    for (int n = 0; n < 4; n++) {  // lane 4 t + q then has columns 4 q to 4 q + 3
+      const float other = __shfl_xor_sync(~0u, odd ? y[n] : y[n + 4], 1);
+      y[n] = (odd ? y[n + 4] : y[n]) + other;
+    }
     float v[4];
 #pragma unroll
     for (int k = 0; k < 4; k++) {
