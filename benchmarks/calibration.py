@@ -51,7 +51,7 @@ def train(out: Path, steps: int, batch: int) -> None:
     sizes = {"hidden_size": 192, "intermediate_size": 512, "num_layers": 4, "num_heads": 3, "num_kv_heads": 1}
     shape = tool.Shape(vocab_size=tokenizer.get_vocab_size(), context=256, **sizes)
     recipe = tool.Recipe(steps=steps, batch=batch, warmup=50, peak_lr=3e-3)
-    model, loss = tool.train(tool.encode_all(tokenizer, texts), shape, recipe, device=torch.device("cpu"), compiled=False)
+    model, loss, _ = tool.train(tool.encode_all(tokenizer, texts), shape, recipe, device=torch.device("cpu"), compiled=False)
     tool.save_model(model, tokenizer, out)
     print(f"{out}: training loss {loss:.3f}")
 

@@ -6,8 +6,10 @@
 Tasks: `copy`: a passage stands in the prompt several times, and greedy decoding writes it again (what an edit of a text or of code is,
 mostly); `greedy` and `sampled`: the model goes on with pieces of a text, at temperature 0 and 0.8; `batch`: eight of them at once. Models
 that know a text from training: `tools/train_test_bed.py --models llama-60m llama-11m`. Prints one JSON object: for each task and kind of
-draft the best and median tokens a second of `--rounds`, whole requests, prompts included, taken in turns, and the ratio of the
-medians to plain decoding. `same_text`: whether every answer was that of plain decoding.
+draft the median and quartiles of tokens a second over `--rounds`, whole requests, prompts included, kinds taken in turns, and those of
+the ratio to plain decoding in the same round. `same_text`: whether every answer was that of plain decoding. N-grams look at their own
+text alone, since every round has the same prompts; `remembered` is with earlier texts. `step_us`: of the model by rows, `draft_us`: of a
+round by draft tokens, as the engine measured them on steps of one request.
 """
 
 from __future__ import annotations
@@ -24,6 +26,12 @@ import torch
 import exl2nb as ex
 
 PASSAGE = "It was a dark and stormy night. The old man had a boat and a dog. The rain fell on the roof of the house. "
+KINDS: dict[str, Any] = {
+    "off": "off",
+    "ngram": {"kind": "ngram", "earlier": False},
+    "remembered": {"kind": "ngram"},
+    "draft": {"kind": "draft"},
+}
 DEMO = Path(ex.__file__).parent / "demo_model"
 PROMPT = 64  # tokens of each piece of a text
 TASKS: dict[str, dict[str, Any]] = {
@@ -45,17 +53,18 @@ def prompts_of(task: str, llm: ex.LLM, args: argparse.Namespace) -> list[list[in
     return [ids[at : at + PROMPT] for at in range(0, stride * count, stride)]
 
 
-def measure(llm: ex.LLM, task: str, prompts: list[list[int]], tokens: int, kind: str) -> tuple[float, list[Any]]:
+def measure(llm: ex.LLM, task: str, prompts: list[list[int]], args: argparse.Namespace, kind: str) -> tuple[float, list[Any]]:
     """Tokens a second over all requests, and the answers."""
-    options = {"max_tokens": tokens, "ignore_eos": True, "speculation": kind, **TASKS[task]}
+    clock = time.process_time if args.processor_time else time.perf_counter
+    options = {"max_tokens": args.tokens, "ignore_eos": True, "speculation": KINDS[kind], **TASKS[task]}
     llm.cache.clear()
-    start = time.perf_counter()
+    start = clock()
     if task == "batch":
         found = llm.batch(prompts, **options).run()
         answers = [found[i] for i in range(len(prompts))]
     else:
         answers = [llm.generate(prompt, **options) for prompt in prompts]
-    return sum(len(answer.tokens) for answer in answers) / (time.perf_counter() - start), answers
+    return sum(len(answer.tokens) for answer in answers) / (clock() - start), answers
 
 
 def run_task(llm: ex.LLM, task: str, kinds: list[str], args: argparse.Namespace) -> dict[str, Any]:
@@ -66,26 +75,42 @@ def run_task(llm: ex.LLM, task: str, kinds: list[str], args: argparse.Namespace)
     stats: dict[str, list[Any]] = {}
     for number in range(args.rounds + 1):
         for kind in kinds:
-            speed, answers = measure(llm, task, prompts, args.tokens, kind)
+            speed, answers = measure(llm, task, prompts, args, kind)
             if number:
                 speeds[kind].append(speed)
             texts[kind] = [[token.id for token in answer.tokens] for answer in answers]
             stats[kind] = [answer.speculation for answer in answers if answer.speculation is not None]
-    plain, found = statistics.median(speeds["off"]), {}
+    found: dict[str, Any] = {}
     for kind, each in speeds.items():
-        found[kind] = {"best_tok_s": round(max(each), 1), "median_tok_s": round(statistics.median(each), 1)}
+        found[kind] = {"median_tok_s": round(statistics.median(each), 1), "quartiles_tok_s": quartiles(each, 1)}
         if kind == "off":
             continue
+        ratios = [one / plain for one, plain in zip(each, speeds["off"])]
         proposed, accepted = (sum(getattr(one, name) for one in stats[kind]) for name in ("proposed", "accepted"))
         steps = sum(one.steps + one.plain_steps for one in stats[kind])
         found[kind] |= {
-            "ratio": round(statistics.median(each) / plain, 3),
-            "best_ratio": round(max(each) / max(speeds["off"]), 3),
+            "ratio": round(statistics.median(ratios), 3),
+            "quartiles": quartiles(ratios, 3),
             "same_text": texts[kind] == texts["off"],
             "acceptance": round(accepted / max(1, proposed), 3),
             "proposed_per_step": round(proposed / max(1, steps), 2),
             "tokens_per_step": round((steps + accepted) / max(1, steps), 2),
         }
+    return found
+
+
+def quartiles(values: list[float], digits: int) -> list[float]:
+    """The first and the third."""
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else (values[0],) * 3
+    return [round(low, digits), round(high, digits)]
+
+
+def parts(llm: ex.LLM) -> dict[str, Any]:
+    """What the engine measured: microseconds of a step by rows, and of a round of the draft model by draft tokens."""
+    engine = llm.engine
+    found = {"step_us": {rows: round(engine.step_times.seconds(rows) * 1e6, 1) for rows in range(1, 65) if engine.step_times.knows(rows)}}
+    if engine.drafter is not None:
+        found["draft_us"] = {count: round(engine.drafter.seconds(count) * 1e6, 1) for count in range(1, 8)}
     return found
 
 
@@ -101,6 +126,9 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=6)
     parser.add_argument("--copies", type=int, default=4, help="times the passage stands in the prompt")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--processor-time", action="store_true", help="of the process instead of wall time: for one thread, on a shared machine"
+    )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -108,8 +136,8 @@ def main() -> None:
         found: dict[str, Any] = {"target": llm.name, "draft": args.draft and Path(args.draft).name, "device": llm.model.device}
         found |= {"threads": args.threads, "tokens": args.tokens}
         for task in args.tasks or (list(TASKS) if args.draft else ["copy"]):
-            kinds = ["off", "ngram", *(["draft"] if args.draft and task != "copy" else [])]
-            found[task] = run_task(llm, task, kinds, args)
+            kinds = ["off", "ngram", "remembered"] if task == "copy" else ["off", "ngram", *(["draft"] if args.draft else [])]
+            found[task] = run_task(llm, task, kinds, args) | parts(llm)
             print(json.dumps({task: found[task]}), flush=True)
     print(json.dumps(found, ensure_ascii=False, indent=1))
 

@@ -30,6 +30,8 @@ from torch import Tensor, nn
 
 SPECIAL = ["<unk>", "<s>", "</s>"]
 BOS, EOS = 1, 2
+PIECE = 1 << 16  # characters that are encoded at once
+PROBED = 5  # steps before the time of one is measured
 ASCII = str.maketrans(
     {"\u2018": "'", "\u2019": "'", "\u201c": '"', "\u201d": '"', "\u2013": "-", "\u2014": "--", "\u2026": "...", "\u00a0": " "}
 )
@@ -221,9 +223,22 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
 def encode_all(tokenizer: Tokenizer, texts: list[str]) -> Tensor:
     """All documents as one int32 stream, each with BOS before and EOS after it."""
     ids: list[int] = []
-    for encoding in tokenizer.encode_batch(texts):
-        ids += [*encoding.ids, EOS]
+    for text in texts:
+        ids.append(BOS)
+        for encoding in tokenizer.encode_batch(list(pieces(text)), add_special_tokens=False):  # on all cores
+            ids += encoding.ids
+        ids.append(EOS)
     return torch.tensor(ids, dtype=torch.int32)
+
+
+def pieces(text: str) -> Iterator[str]:
+    """A text cut before blank lines, where no token of it is cut."""
+    start = 0
+    while start < len(text):
+        end = text.find("\n\n", start + PIECE)
+        end = len(text) if end < 0 else end
+        yield text[start:end]
+        start = end
 
 
 # ---------------------------------------------------------------- training
@@ -255,37 +270,75 @@ def learning_rate(step: int, recipe: Recipe) -> float:
     return recipe.peak_lr * (recipe.final_lr_fraction + (1 - recipe.final_lr_fraction) * 0.5 * (1 + math.cos(math.pi * done)))
 
 
-def train(stream: Tensor, shape: Shape, recipe: Recipe, *, device: torch.device, compiled: bool) -> tuple[Llama, float]:
-    """Train on `stream` int32 `(tokens,)`. Returns the model (fp32) and the mean loss in nats over the last tenth of the steps."""
+def train(
+    stream: Tensor,
+    shape: Shape,
+    recipe: Recipe,
+    *,
+    device: torch.device,
+    compiled: bool,
+    seconds: float | None = None,
+    teacher: Llama | None = None,
+    name: str = "",
+) -> tuple[Llama, float, int]:
+    """Train on `stream` int32 `(tokens,)`.
+
+    Args:
+        seconds: take fewer steps than the recipe's where they would need longer; how long one takes is measured all along.
+        teacher: learn its distribution at every place instead of the token there (distillation). On `device`, of the same vocabulary.
+        name: for the lines of progress.
+
+    Returns:
+        The model (fp32), the mean loss over the last tenth of the steps, and how many there were. The loss is in nats: of the text, or the
+        KL divergence from the teacher.
+    """
     if len(stream) <= shape.context + 1:
         raise SystemExit(
             f"train_demo_model: {len(stream)} tokens of text, but one row takes {shape.context + 1}; give more text or --context"
         )
     torch.manual_seed(recipe.seed)
     model = Llama(shape).to(device)
-    optimizer, forward = make_optimizer(model, recipe, device), torch.compile(model) if compiled else model
+
+    def loss_of(window: Tensor) -> Tensor:
+        logits = model(window[:, :-1]).flatten(0, 1).float()
+        if teacher is None:
+            return F.cross_entropy(logits, window[:, 1:].flatten())
+        with torch.no_grad():
+            goal = teacher(window[:, :-1]).flatten(0, 1).float().log_softmax(-1)
+        return F.kl_div(logits.log_softmax(-1), goal, reduction="batchmean", log_target=True)
+
+    optimizer = make_optimizer(model, recipe, device)
+    for block in (*model.model["layers"], *(() if teacher is None else teacher.model["layers"])) if compiled else ():
+        block.compile()  # once for all layers: seconds; the whole network would take a minute
     amp = torch.autocast("cuda", dtype=torch.bfloat16) if device.type == "cuda" else nullcontext()
-    start, losses, source = time.monotonic(), [], batches(stream, shape, recipe, device)
-    for step in range(recipe.steps):
+    start, losses, source, warm = time.monotonic(), [], batches(stream, shape, recipe, device), 0.0
+    step, most = 0, recipe.steps
+    while step < recipe.steps:
         window = next(source)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, recipe)
         with amp:
-            logits = forward(window[:, :-1])
-            loss = F.cross_entropy(logits.flatten(0, 1).float(), window[:, 1:].flatten())
+            loss = loss_of(window)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), recipe.grad_clip)
         optimizer.step()
         losses.append(loss.detach())
-        if step % max(1, recipe.steps // 40) == 0 or step == recipe.steps - 1:
-            elapsed = time.monotonic() - start
-            rate = (step + 1) * recipe.batch * shape.context / max(elapsed, 1e-9)
-            print(
-                f"step {step + 1}/{recipe.steps}  loss {loss.item():.4f}  {elapsed:.0f} s  {rate:,.0f} tok/s", file=sys.stderr, flush=True
-            )
+        step += 1
+        if seconds is not None and step % PROBED == 0:
+            loss.item()
+            now = time.monotonic()
+            if step == PROBED:  # the first ones compile, and fill the allocator
+                warm = now
+            elif step % (3 * PROBED) == 0:
+                left = (seconds - (now - start)) * (step - PROBED) / (now - warm)
+                recipe = replace(recipe, steps=max(step, min(most, step + int(left))))
+        if step % max(1, recipe.steps // 40) == 0 or step == recipe.steps:
+            said, elapsed = loss.item(), time.monotonic() - start
+            rate = step * recipe.batch * shape.context / max(elapsed, 1e-9)
+            print(f"{name} step {step}/{recipe.steps}  loss {said:.4f}  {elapsed:.0f} s  {rate:,.0f} tok/s", file=sys.stderr, flush=True)
     tail = losses[-max(1, len(losses) // 10) :]
-    return model, torch.stack(tail).mean().item()
+    return model, torch.stack(tail).mean().item(), step
 
 
 # ---------------------------------------------------------------- files
@@ -410,7 +463,7 @@ def main(argv: list[str] | None = None) -> int:
     print(
         f"{len(texts)} texts, {sum(map(len, texts)):,} characters, {len(stream):,} tokens, vocabulary {shape.vocab_size}", file=sys.stderr
     )
-    model, loss = train(stream, shape, recipe, device=device, compiled=args.compile)
+    model, loss, _ = train(stream, shape, recipe, device=device, compiled=args.compile)
     save_model(model, tokenizer, args.out)
     parameters = sum(p.numel() for p in model.parameters())
     print(f"{args.out}: {parameters:,} parameters, training loss {loss:.4f} nats (perplexity {math.exp(loss):.2f})")

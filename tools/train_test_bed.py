@@ -19,11 +19,14 @@ import lzma
 import math
 import sys
 import time
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from train_demo_model import Recipe, Shape, clean, encode_all, save_model, train, train_tokenizer
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from train_demo_model import Llama, Recipe, Shape, clean, encode_all, save_model, train, train_tokenizer
 
 SHAPES = {
     "llama-60m": Shape(8192, hidden_size=512, intermediate_size=1664, num_layers=16, num_heads=8, num_kv_heads=2),
@@ -32,14 +35,15 @@ SHAPES = {
     ),
     "llama-11m": Shape(8192, hidden_size=384, intermediate_size=1696, num_layers=2, num_heads=6, num_kv_heads=2),  # few steps: a draft
 }
+TARGETS = {"llama-11m": "llama-60m"}  # whose drafts they are: they learn from it, where both are trained
 FACTS = "training.json"  # in a model's directory, written last
 RECIPE = Recipe(steps=3000, batch=64, peak_lr=1e-3)
+WRITTEN, ROWS, TEMPERATURE = 512, 1024, 0.8  # tokens of a text that a target writes, of which an eighth are given; rows at once
 TOY_VOCABULARY = 512
 TOY = {"hidden_size": 64, "intermediate_size": 96, "num_layers": 2, "num_heads": 4, "context": 64}
 TOY_RECIPE = Recipe(steps=60, batch=8, warmup=10)
 PASSES = 20  # of the text, at most
-PROBED = 5  # steps that are timed, after as many that are not
-SPARE = 0.85  # of the time is planned with
+DRAFT_SHARE = 0.3  # of the time, for a draft: half of it for what its target writes
 
 
 def read_text(path: Path) -> str:
@@ -51,21 +55,54 @@ def read_text(path: Path) -> str:
     return text
 
 
-def steps_within(stream: torch.Tensor, shape: Shape, recipe: Recipe, seconds: float, device: torch.device, *, compiled: bool) -> int:
-    """Steps of the recipe, or as many as fit: the cost of one is measured first, at the price of 3 * PROBED of them."""
-    begin = time.monotonic()
-    train(stream, shape, replace(recipe, steps=PROBED), device=device, compiled=compiled)
-    middle = time.monotonic()
-    train(stream, shape, replace(recipe, steps=2 * PROBED), device=device, compiled=compiled)
-    end = time.monotonic()
-    each = max((end - middle) / (2 * PROBED), 1e-6)  # what is compiled by then is not compiled again
-    return max(1, min(recipe.steps, int(SPARE * (seconds - (end - begin)) / each)))
+@torch.no_grad()
+def written_by(model: Llama, stream: torch.Tensor, tokens: int, *, device: torch.device, seed: int = 0) -> torch.Tensor:
+    """What a model writes behind pieces of a text: int32 `(tokens,)`, rows of WRITTEN tokens; half of them greedy, half at TEMPERATURE."""
+    shape, length = model.shape, min(WRITTEN, model.shape.context)
+    rows, given = min(ROWS, max(2, -(-tokens // length))), length // 8
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    writer = Llama(shape).to(device, dtype)
+    writer.load_state_dict(model.state_dict())
+    writer.cos, writer.sin = model.cos, model.sin
+    past = torch.zeros(shape.num_layers, 2, rows, shape.num_kv_heads, length, shape.head_dim, dtype=dtype, device=device)
+    generator, drawn = torch.Generator().manual_seed(seed), torch.Generator(device).manual_seed(seed)
+    texts: list[torch.Tensor] = []
+    while sum(text.numel() for text in texts) < tokens:
+        starts = torch.randint(len(stream) - given, (rows, 1), generator=generator)
+        ids = torch.zeros(rows, length, dtype=torch.int64, device=device)
+        ids[:, :given] = stream[starts + torch.arange(given)].to(device)
+        for at in range(length - 1):
+            logits = writer(ids[:, at : at + 1], start=at, past=past)[:, 0].float()
+            if at + 1 >= given:
+                logits[rows // 2 :] /= TEMPERATURE
+                noise = torch.empty_like(logits[rows // 2 :]).exponential_(generator=drawn).log_()
+                logits[rows // 2 :] -= noise  # Gumbel: the largest one is a draw
+                ids[:, at + 1] = logits.argmax(-1)
+        texts.append(ids.int().cpu().flatten())
+    return torch.cat(texts)[:tokens]
 
 
 def parameters_of(shape: Shape) -> int:
     """Weights of the matrices."""
     attention = 2 * shape.hidden_size * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
     return 2 * shape.vocab_size * shape.hidden_size + shape.num_layers * (attention + 3 * shape.hidden_size * shape.intermediate_size)
+
+
+def load_bed(folder: Path, shape: Shape, device: torch.device) -> Llama:
+    """A model that was written before."""
+    model = Llama(shape)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    for file in sorted(set(index["weight_map"].values())):
+        model.load_state_dict(load_file(folder / file), strict=False)
+    return model.to(device)
+
+
+def weight_of(name: str, trained: Collection[str], missing: Collection[str]) -> float:
+    """Its share of the time, beside others': by size, or what a draft of one that is trained in the same run needs."""
+    target = TARGETS.get(name)
+    if target in trained or target in missing:
+        return DRAFT_SHARE * parameters_of(SHAPES[str(target)]) / (1 - DRAFT_SHARE)
+    return parameters_of(SHAPES[name])
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -76,6 +113,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=["llama-60m", "qwen2-40m"])
     parser.add_argument("--seconds", type=float, default=900.0, help="for all models together, by size; each trains as many steps as fit")
     parser.add_argument("--steps", type=int, help=f"at most (default {RECIPE.steps})")
+    parser.add_argument("--batch", type=int, help=f"rows of a step (default {RECIPE.batch})")
+    parser.add_argument("--peak-lr", type=float, help=f"learning rate after warm-up (default {RECIPE.peak_lr})")
+    parser.add_argument("--written", type=int, default=4 << 20, help="tokens that a target writes for its draft, at most (default 4 Mi)")
     parser.add_argument("--passes", type=float, default=PASSES, help=f"of the text, at most (default {PASSES})")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--toy", action="store_true", help="tiny networks, few steps, to see that it works")
@@ -88,30 +128,50 @@ def main(argv: list[str] | None = None) -> int:
     """Train and write the model directories; returns the exit code."""
     args = parse(argv)
     begin, device, recipe = time.monotonic(), torch.device(args.device), TOY_RECIPE if args.toy else RECIPE
-    recipe = replace(recipe, seed=args.seed, steps=recipe.steps if args.steps is None else args.steps)
+    given = {"steps": args.steps, "batch": args.batch, "peak_lr": args.peak_lr}
+    recipe = replace(recipe, seed=args.seed, **{name: value for name, value in given.items() if value is not None})
     missing = [name for name in args.models if not (args.out / name / FACTS).exists()]
     if not missing:
         print(f"{args.out}: every model is there")
         return 0
     text = read_text(args.text)
-    tokenizer = train_tokenizer([text], TOY_VOCABULARY if args.toy else SHAPES[missing[0]].vocab_size)
+    there = [name for name in SHAPES if (args.out / name / FACTS).exists()]
+    if there:  # all models of a folder have one tokenizer
+        tokenizer = Tokenizer.from_file(str(args.out / there[0] / "tokenizer.json"))
+    else:
+        size = TOY_VOCABULARY if args.toy else SHAPES[missing[0]].vocab_size
+        tokenizer = train_tokenizer([text[at : at + (1 << 20)] for at in range(0, len(text), max(1 << 20, len(text) // 6))], size)
     stream = encode_all(tokenizer, [text])
-    print(f"{len(text):,} characters, {len(stream):,} tokens, vocabulary {tokenizer.get_vocab_size()}", file=sys.stderr)
+    seen = f"{len(text):,} characters, {len(stream):,} tokens, vocabulary {tokenizer.get_vocab_size()}, {time.monotonic() - begin:.0f} s"
+    print(seen, file=sys.stderr, flush=True)
+    toy = {"vocab_size": tokenizer.get_vocab_size(), **(TOY if args.toy else {})}
+    models = {name: load_bed(args.out / name, replace(SHAPES[name], **toy), device) for name in there if name in TARGETS.values()}
     for at, name in enumerate(missing):
-        shape = replace(SHAPES[name], vocab_size=tokenizer.get_vocab_size(), **(TOY if args.toy else {}))
-        share = parameters_of(SHAPES[name]) / sum(parameters_of(SHAPES[one]) for one in missing[at:])
-        seconds = (args.seconds - (time.monotonic() - begin)) * share
+        shape = replace(SHAPES[name], **toy)
+        teacher, rows, left = models.get(TARGETS.get(name, "")), stream, args.seconds - (time.monotonic() - begin)
+        if teacher is not None:
+            written = written_by(teacher, stream, min(len(stream), args.written), device=device, seed=args.seed)
+            print(f"{len(written):,} tokens written, {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
+            rows, left = torch.cat([stream[-len(written) :], written, written]), args.seconds - (time.monotonic() - begin)
+        shares = [weight_of(one, models, missing) for one in missing[at:]]
+        seconds = left * shares[0] / sum(shares)
         most = max(1, int(args.passes * len(stream) / (recipe.batch * shape.context)))
-        steps = steps_within(stream, shape, replace(recipe, steps=min(recipe.steps, most)), seconds, device, compiled=args.compile)
-        model, loss = train(stream, shape, replace(recipe, steps=steps), device=device, compiled=args.compile)
+        model, loss, steps = train(
+            rows, shape, replace(recipe, steps=min(recipe.steps, most)), device=device, compiled=args.compile, seconds=seconds,
+            teacher=teacher, name=name,
+        )  # fmt: skip
+        models[name] = model
         save_model(model, tokenizer, args.out / name, max_shard_bytes=1 << 30)
-        parameters, passes = sum(p.numel() for p in model.parameters()), steps * recipe.batch * shape.context / len(stream)
+        parameters, passes = sum(p.numel() for p in model.parameters()), steps * recipe.batch * shape.context / len(rows)
         facts = {"parameters": parameters, "steps": steps, "passes": round(passes, 2), "training_loss": loss, "seed": args.seed}
+        facts |= {} if teacher is None else {"teacher": TARGETS[name], "written_tokens": len(written)}
         (args.out / name / FACTS).write_text(json.dumps(facts, indent=1) + "\n")
-        print(
-            f"{args.out / name}: {parameters:,} parameters, {steps} steps ({passes:.1f} passes of the text), "
+        what = (
             f"training loss {loss:.4f} nats (perplexity {math.exp(loss):.2f})"
+            if teacher is None
+            else f"KL from {TARGETS[name]} {loss:.4f} nats"
         )
+        print(f"{args.out / name}: {parameters:,} parameters, {steps} steps ({passes:.1f} passes of the text), {what}", flush=True)
     return 0
 
 

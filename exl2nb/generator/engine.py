@@ -38,7 +38,7 @@ from exl2nb.generator.pager import Pager
 from exl2nb.generator.request import Request
 from exl2nb.generator.scheduler import MAX_CHUNK, Scheduler
 from exl2nb.generator.sequence import Sequence
-from exl2nb.generator.speculation import Drafter, Speculator, proposer_for
+from exl2nb.generator.speculation import Drafter, Speculator, StepTimes, proposer_for
 from exl2nb.model.batch import Batch
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
@@ -322,6 +322,11 @@ class Engine:
     def shared_model(self) -> Any:
         """The model for code on other threads: its forward passes go through `call`."""
         return SharedModel(self)
+
+    @property
+    def step_times(self) -> StepTimes:
+        """Times of steps by rows, as speculation measures them."""
+        return self._speculator.times
 
     @property
     def closed(self) -> bool:

@@ -31,6 +31,7 @@ TRIED, TRIED_RIGHT = (3, 7), 0.3  # draft tokens whose step is measured once, wh
 LEARNED, PIECE, LEARNED_AGAIN = 1 << 15, 512, 64  # tokens of a prompt that are looked at; between two steps; after the text was cut back
 REMEMBERED = 1024  # tokens at the end of a text that later ones may repeat
 LONG = 8  # tokens that must agree for a draft token to count as a right one
+SURPRISE = 1.5  # a first time is believed up to so many times what others say of it: one that was disturbed must not end the trying
 STALE = 512  # steps after which the measured time of a number of rows, not seen since, is dropped
 FORGET = 0.9  # weight of earlier observations, per verified step
 GAIN = 1.03  # least estimated speed-up for which draft tokens are proposed
@@ -152,6 +153,8 @@ class StepTimes:
     def record(self, rows: int, seconds: float) -> None:
         """Add the time of a step with `rows` rows and no prompt. A time far longer than usual counts little: something disturbed it."""
         self._count += 1
+        if rows not in self._seen and self._seen:
+            seconds = min(seconds, SURPRISE * self.seconds(rows))
         if rows in self._seen:
             known, _ = self._seen[rows]
             seconds = known + (0.2 if seconds > known else 0.5) * (min(seconds, 2.0 * known) - known)

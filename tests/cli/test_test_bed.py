@@ -74,8 +74,15 @@ def test_time_and_passes_limit_the_steps(tool, tmp_path, monkeypatch):
     assert tool.main(words) == 0
     facts = json.loads((tmp_path / "llama-60m" / "training.json").read_text())
     assert facts["passes"] <= 0.1 or facts["steps"] == 1
-    stream, shape = torch.arange(500, dtype=torch.int32) % 7, tool.replace(tool.SHAPES["llama-60m"], vocab_size=8, **tool.TOY)
-    assert tool.steps_within(stream, shape, tool.TOY_RECIPE, 0.0, torch.device("cpu"), compiled=False) == 1
+
+
+def test_a_draft_learns_from_its_target(tool, tmp_path):
+    (tmp_path / "text.txt").write_text(TEXT)
+    words = [str(tmp_path / "text.txt"), str(tmp_path), "--toy", "--models", "llama-60m", "llama-11m", "--device", "cpu"]
+    assert tool.main([*words, "--steps", "4", "--written", "500"]) == 0
+    facts = json.loads((tmp_path / "llama-11m" / "training.json").read_text())
+    assert (facts["teacher"], facts["written_tokens"]) == ("llama-60m", 500)
+    assert (tmp_path / "llama-11m" / "tokenizer.json").read_text() == (tmp_path / "llama-60m" / "tokenizer.json").read_text()
 
 
 def test_empty_text_is_refused(tool, tmp_path):

@@ -33,8 +33,24 @@ def trained(tool, tmp_path_factory):
 def test_it_learns(tool):
     stream = torch.arange(4000, dtype=torch.int32) % 7 + 3
     shape = tool.Shape(**SMALL)
-    _, loss = tool.train(stream, shape, tool.Recipe(steps=40, batch=8, warmup=5, peak_lr=1e-2), device=torch.device("cpu"), compiled=False)
+    recipe = tool.Recipe(steps=40, batch=8, warmup=5, peak_lr=1e-2)
+    model, loss, steps = tool.train(stream, shape, recipe, device=torch.device("cpu"), compiled=False)
+    assert steps == 40
     assert loss < 0.2, "a cycle of seven tokens is predictable"
+    other = torch.randint(3, 16, (4000,), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+    _, apart, _ = tool.train(other, shape, recipe, device=torch.device("cpu"), compiled=False, teacher=model)
+    assert apart < 0.2, "it learns what its teacher says, not the text"
+    assert tool.train(stream, shape, recipe, device=torch.device("cpu"), compiled=False, seconds=0.0)[2] == 3 * tool.PROBED
+
+
+def test_a_text_in_pieces_has_the_same_tokens(tool, monkeypatch):
+    text = "\n\n".join(f"Chapter {i}. The sea was calm, and ship {i * i} lay still." for i in range(200))
+    tokenizer = tool.train_tokenizer([text], 320)
+    monkeypatch.setattr(tool, "PIECE", 100)
+    assert len(list(tool.pieces(text))) > 50
+    assert tool.encode_all(tokenizer, [text, "One."]).tolist() == [
+        *tokenizer.encode(text).ids, tool.EOS, *tokenizer.encode("One.").ids, tool.EOS
+    ]  # fmt: skip
 
 
 def test_same_seed_same_weights(tool):

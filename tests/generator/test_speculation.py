@@ -164,10 +164,26 @@ def test_pace_follows_the_outcomes():
     assert bad.acceptance("draft").plain_steps > 30
 
 
+def test_a_disturbed_first_step_does_not_end_the_trying():
+    """The first step of two rows took 20 times as long; those after it count."""
+    times = StepTimes()
+    pace = AdaptiveLength(Speculation(), times=times)
+    for _ in range(5):
+        times.record(1, 0.01)
+    times.record(2, 0.2)
+    proposed = 0
+    for _ in range(200):
+        n = pace.length(100)
+        pace.record(n, n)
+        times.record(1 + n, 0.01 + 0.001 * n)
+        proposed += n
+    assert proposed > 500
+
+
 def test_pace_follows_the_time_that_rows_take():
     """Rows that cost nothing: as many as there are; rows as dear as steps: none, however often they are right."""
     cheap, dear, steps = StepTimes(), StepTimes(), StepTimes()
-    for rows in range(1, 9):
+    for rows in 6 * [*range(1, 9)]:  # a first time alone is not believed
         cheap.record(rows, 0.01)
         dear.record(rows, 0.01 if rows == 1 else 0.015 * rows)
         steps.record(rows, 0.01 if rows <= 4 else 0.03)
