@@ -73,7 +73,7 @@ demo: build
 ON_EITHER := tests/cache tests/sampling tests/constraint tests/generator tests/llm tests/test_bad_input.py
 
 test: build $(VENV)/.dev
-	$(BIN)/python -m pytest tests -n $(TESTS_AT_ONCE) --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -n $(TESTS_AT_ONCE) --dist worksteal
 
 test-gpu: build $(VENV)/.dev
 	$(BIN)/python -m pytest tests -m gpu

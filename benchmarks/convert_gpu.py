@@ -34,7 +34,7 @@ import exl2nb
 from exl2nb.converter import sensitivity
 from exl2nb.converter.job import ConversionJob
 from exl2nb.converter.measurement import Measurement
-from exl2nb.converter.memory import planned_on_gpu
+from exl2nb.converter.memory import Asked, planned_on_gpu
 from exl2nb.converter.result import Conversion
 from exl2nb.converter.settings import EFFORTS, REPORT_ROWS
 from exl2nb.core.progress import Progress
@@ -210,7 +210,7 @@ def bound(shape: Shape, model: Path, effort: str) -> int:
     """What `ConversionJob.gpu_memory` states for the whole model."""
     layers = shape.num_hidden_layers
     config = dataclasses.replace(read_model_config(model), num_layers=layers, windows=(0,) * layers)
-    return planned_on_gpu(config, rows=EFFORTS[effort].rows, length=EFFORTS[effort].length, report_rows=REPORT_ROWS).nbytes
+    return planned_on_gpu(config, Asked(rows=EFFORTS[effort].rows, length=EFFORTS[effort].length, report_rows=REPORT_ROWS)).nbytes
 
 
 def unlimited(work: Path, layers: int, options: dict[str, Any]) -> bool:

@@ -22,7 +22,7 @@ from pathlib import Path
 from make_random_model import SHAPES
 
 from exl2nb.converter.job import ConversionJob
-from exl2nb.converter.memory import SLACK, Planned, planned
+from exl2nb.converter.memory import SLACK, Asked, Planned, planned
 from exl2nb.converter.settings import EFFORTS, REPORT_ROWS
 from exl2nb.core.progress import Progress
 from exl2nb.model.config import ModelConfig
@@ -70,7 +70,7 @@ def child(args: argparse.Namespace) -> None:
 def plan_of(config: ModelConfig, layers: int, rows: int, length: int) -> Planned:
     """The plan of a model with so many of these layers."""
     config = dataclasses.replace(config, num_layers=layers, windows=(0,) * layers)
-    return planned(config, rows=rows, length=length, report_rows=REPORT_ROWS)
+    return planned(config, Asked(rows=rows, length=length, report_rows=REPORT_ROWS))
 
 
 def convert(args: argparse.Namespace, layers: int, work: Path) -> dict[str, object]:

@@ -146,6 +146,7 @@ def main(argv: list[str] | None = None) -> int:
     print(seen, file=sys.stderr, flush=True)
     toy = {"vocab_size": tokenizer.get_vocab_size(), **(TOY if args.toy else {})}
     models = {name: load_bed(args.out / name, replace(SHAPES[name], **toy), device) for name in there if name in TARGETS.values()}
+    missing.sort(key=lambda name: name in TARGETS)  # those that a draft learns from come first
     for at, name in enumerate(missing):
         shape = replace(SHAPES[name], **toy)
         teacher, rows, left = models.get(TARGETS.get(name, "")), stream, args.seconds - (time.monotonic() - begin)

@@ -3,6 +3,7 @@
 
 #include <cstring>
 #include <optional>
+#include <vector>
 
 #include "cuda/gemm/elementwise.h"
 #include "cuda/runtime/launch.h"
@@ -79,6 +80,27 @@ void rotate_rows_cuda(Tensor& qkv, const Tensor& cos, const Tensor& sin, const T
   require_ok(op, rotate_rows_launch(args, stream_of(qkv)), qkv, k_pool, v_pool);
 }
 
+Tensor merge_parts_cuda(std::vector<Tensor> parts, std::vector<Tensor> lse) {
+  const char* op = "merge_parts";
+  STD_TORCH_CHECK(!parts.empty() && parts.size() <= kMostRuns && lse.size() == parts.size(), op, ": got ", parts.size(), " parts and ",
+                  lse.size(), " lse; expected 1 to ", kMostRuns, " of each");
+  const Tensor& like = parts[0];
+  STD_TORCH_CHECK(like.dim() == 3 && like.size(2) % 8 == 0, op, ": a part has ", like.dim(),
+                  " dimensions; expected f16 (tokens, heads, head_dim), head_dim a multiple of 8");
+  MergePartsArgs args{};
+  args.count = int(parts.size()), args.tokens = like.size(0), args.heads = int(like.size(1)), args.head_dim = int(like.size(2));
+  for (size_t p = 0; p < parts.size(); p++) {
+    require(op, "parts", parts[p], ScalarType::Half, like.numel());
+    require(op, "lse", lse[p], ScalarType::Float, like.size(0) * like.size(1));
+    args.part[p] = parts[p].const_data_ptr(), args.lse[p] = lse[p].const_data_ptr<float>();
+  }
+  const DeviceGuard guard(like.get_device_index());
+  Tensor out = empty_on(like, {like.size(0), like.size(1), like.size(2)}, ScalarType::Half);
+  args.out = out.mutable_data_ptr();
+  require_ok(op, merge_parts_launch(args, stream_of(like)), like, out);
+  return out;
+}
+
 // As `linear`, without reading the head back and waiting for it: `head` is what gpu_blob_head returned.
 Tensor linear_of(const Tensor& head, const Tensor& x, const std::optional<Tensor>& bias, bool stream_k) {
   const char* op = "gpu_linear";
@@ -109,6 +131,7 @@ Tensor linear_of(const Tensor& head, const Tensor& x, const std::optional<Tensor
 STABLE_TORCH_LIBRARY_IMPL(exl2nb, CUDA, m) {
   m.impl("norm_rows", TORCH_BOX(&exl2nb::norm_rows_cuda));
   m.impl("gate_rows", TORCH_BOX(&exl2nb::gate_rows_cuda));
+  m.impl("merge_parts", TORCH_BOX(&exl2nb::merge_parts_cuda));
   m.impl("gpu_linear", TORCH_BOX(&exl2nb::linear_of));
   m.impl("rotate_rows", TORCH_BOX(&exl2nb::rotate_rows_cuda));
 }

@@ -469,18 +469,31 @@ def split_rows(encoder: Tokenizer, text: str, *, rows: int, extra: int, length: 
 
 
 def tuning_rows(
-    encoder: Tokenizer, text: str, *, rows: int, tuning: int, choosing: int, extra: int, length: int, seed: int = 0
+    encoder: Tokenizer,
+    text: str,
+    *,
+    rows: int,
+    tuning: int,
+    choosing: int,
+    extra: int,
+    length: int,
+    seed: int = 0,
+    least: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Rows for a conversion that is tuned: as many for tuning as the text gives, up to `tuning` and at least `rows`.
+    """Rows for a conversion that is tuned: as many for tuning as the text gives, up to `tuning` and at least `least`.
+
+    Args:
+        least: of `rows`, where the text has fewer; None: all of them.
 
     Returns:
         int32 `(n, length)` each: calibration rows, which are among the next; rows for tuning, for choosing, for the report.
 
     Raises:
-        OptionError: the text has too few tokens for `rows` and those for choosing.
+        OptionError: the text has too few tokens for `least` and those for choosing.
     """
-    choosing = min(choosing, max(2, rows // 4))
-    wanted, least = max(rows, tuning) + choosing + extra, rows + choosing
+    needed = rows if least is None else least
+    choosing = min(choosing, max(2, needed // 4))
+    wanted, least = max(rows, tuning) + choosing + extra, needed + choosing
     found = calibration_rows(encoder, text, rows=wanted, length=length, seed=seed, at_least=least)
     extra = min(extra, len(found) - least)
     kept, report = part(found, extra)

@@ -16,8 +16,9 @@ import torch
 
 from exl2nb.converter.allocation import Frozen, Override
 from exl2nb.converter.calibration import Source
+from exl2nb.converter.keywords import EFFORTS
 from exl2nb.converter.measurement import Measurement
-from exl2nb.converter.memory import Planned, planned, planned_on_gpu
+from exl2nb.converter.memory import Asked, Planned, planned, planned_on_gpu
 from exl2nb.converter.pipeline import Pipeline
 from exl2nb.converter.quantization import Rounding
 from exl2nb.converter.result import Conversion
@@ -139,6 +140,11 @@ class ConversionJob:
         self.device = pick_device(device)
         if self.settings.tuning is not None:
             self.settings = dataclasses.replace(self.settings, tuning=self.settings.tuning.on(self.device))
+        more = EFFORTS[effort].gpu_rows if rows is None and self.device.type == "cuda" else 0
+        if more and self.settings.tuning is not None and self.settings.tuning.rows is not None:
+            more = min(more, self.settings.tuning.rows)  # of all that is seen
+        if more > self.settings.rows:
+            self.settings = dataclasses.replace(self.settings, rows=more, least_rows=self.settings.rows)
         self._cancelled, self._go = False, threading.Event()
         self._go.set()
         self.result: Conversion | None = None
@@ -212,8 +218,7 @@ class ConversionJob:
         tuning = (
             None if asked.tuning is None else fitting(asked.tuning, config, device, min(asked.length, config.max_position_embeddings))[0]
         )
-        return plan(
-            config,
+        work = Asked(
             rows=asked.rows,
             length=asked.length,
             report_rows=asked.report_rows,
@@ -222,6 +227,7 @@ class ConversionJob:
             descent=asked.sweeps > 0,
             blocks=tuning is not None and bool(tuning.blocks),
         )
+        return plan(config, work)
 
     def measure(self, sink: Sink | None = None) -> Measurement:
         """Only measure: what `run` would do first. Writes nothing under `dst`.

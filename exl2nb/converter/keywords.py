@@ -22,14 +22,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Effort:
-    """How much calibration: rows and tokens per row; and whether the result is tuned (converter.tuning)."""
+    """How much calibration: rows and tokens per row; and whether the result is tuned (converter.tuning).
+
+    gpu_rows: on a GPU, where the text has so many; 0: rows.
+    """
 
     rows: int
     length: int
     tuned: bool = False
+    gpu_rows: int = 0
 
 
-EFFORTS = {"quick": Effort(32, 512), "full": Effort(80, 512), "thorough": Effort(128, 1024), "tuned": Effort(128, 512, tuned=True)}
+EFFORTS = {
+    "quick": Effort(32, 512),
+    "full": Effort(80, 512),
+    "thorough": Effort(128, 1024),
+    "tuned": Effort(128, 512, tuned=True, gpu_rows=256),
+}
 
 
 class MeasureOptions(TypedDict, total=False):

@@ -53,6 +53,23 @@ class Planned:
         return int(SLACK * (self.held + max(self.sweep, self.measure, self.polish, self.quantize, self.tune)))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What a conversion does.
+
+    rows, length: of calibration; report_rows: beside them. polish: whether allocations are tried. tuned: whether it is tuned end to end.
+    descent: whether coordinate descent follows GPTQ. blocks: whether layers learn then.
+    """
+
+    rows: int
+    length: int
+    report_rows: int = 0
+    polish: bool = False
+    tuned: bool = False
+    descent: bool = False
+    blocks: bool = False
+
+
 class _Sizes:
     """What both bounds are made of.
 
@@ -62,8 +79,9 @@ class _Sizes:
     tried: bytes of the streams of allocations that are tried.
     """
 
-    def __init__(self, config: ModelConfig, rows: int, length: int, report_rows: int) -> None:
-        self.length, hidden = min(length, config.max_position_embeddings), config.hidden_size
+    def __init__(self, config: ModelConfig, asked: Asked) -> None:
+        self.length, hidden = min(asked.length, config.max_position_embeddings), config.hidden_size
+        rows, report_rows = asked.rows, asked.report_rows + (CHOOSING if asked.blocks else 0)
         self.layers = [list(layer_linears(config, layer).values()) for layer in range(config.num_layers)]
         self.head = _weights(head_linear(config))
         self.weights = max(sum(map(_weights, layer)) for layer in self.layers)
@@ -82,31 +100,17 @@ class _Sizes:
         self.sparse = any(config.experts(layer) is not None for layer in range(config.num_layers))
 
 
-def planned(
-    config: ModelConfig,
-    *,
-    rows: int,
-    length: int,
-    report_rows: int = 0,
-    polish: bool = False,
-    tuned: bool = False,
-    descent: bool = False,
-    blocks: bool = False,
-) -> Planned:
-    """What a conversion on the CPU will take.
-
-    Args:
-        tuned: whether it is tuned end to end. descent: whether coordinate descent follows GPTQ. blocks: whether layers learn then.
-    """
-    s = _Sizes(config, rows, length, report_rows + (CHOOSING if blocks else 0))
-    learning = block_bytes(config, torch.device("cpu"), s.length) if blocks else 0
+def planned(config: ModelConfig, asked: Asked) -> Planned:
+    """What a conversion on the CPU will take."""
+    s = _Sizes(config, asked)
+    learning = block_bytes(config, torch.device("cpu"), s.length) if asked.blocks else 0
     factor, square = FACTOR * s.widest * s.widest, FLOAT * s.widest * s.widest
     logits, judged = (count * FLOAT * s.length * config.vocab_size for count in (8, 6))
-    statistics = [sum(_statistics(linear, rows * s.length) for linear in layer) for layer in s.layers]
+    statistics = [sum(_statistics(linear, asked.rows * s.length) for linear in layer) for layer in s.layers]
     each, kept, disk = _kept(s.sweep, config.num_layers, STREAM_BYTES)
     forward, backward = (ROWS_PER_BATCH * s.length * FLOAT * count for count in _floats(config))
     stream = FLOAT * math.prod(s.sweep)
-    partly_run = 2 * stream + 2 * FLOAT * rows * s.length * max(s.widest, config.q_size)  # layers
+    partly_run = 2 * stream + 2 * FLOAT * asked.rows * s.length * max(s.widest, config.q_size)  # layers
     layer = (2 * FLOAT + 1) * s.weights + (partly_run if partly_run <= HELD_BYTES else 0) + (4 * stream if s.sparse else 0)
     head, rounding = FLOAT * s.head, factor + PER_WEIGHT * s.largest
     rounded = head + PER_HEAD_WEIGHT * s.head + FACTOR * config.hidden_size**2
@@ -115,47 +119,37 @@ def planned(
         held=min(sum(statistics), HELD_STATISTICS) + max(statistics),
         sweep=kept + max(each + 2 * head, 2 * each + head + logits, 3 * each + FLOAT * s.weights + forward, gradients),
         measure=kept + each + max(rounded, FLOAT * s.weights + s.inputs + s.products + rounding),
-        polish=max(rounded + logits, (PROBED + PACKED) * s.weights + s.inputs + rounding) + s.tried if polish and not s.sparse else 0,
+        polish=max(rounded + logits, (PROBED + PACKED) * s.weights + s.inputs + rounding) + s.tried if asked.polish and not s.sparse else 0,
         quantize=BOTH * _in_memory(s.quantize, BOTH)
         + max(
-            head + max(rounded, PER_HEAD_WEIGHT * s.head, head + judged, head + s.descended_head if descent else 0),
+            head + max(rounded, PER_HEAD_WEIGHT * s.head, head + judged, head + s.descended_head if asked.descent else 0),
             layer
             + max(
                 2 * forward + 3 * s.moment + s.lacking,
                 s.moment + s.lacking + factor,
                 PER_WEIGHT * s.largest + square,
-                s.descended if descent else 0,
+                s.descended if asked.descent else 0,
             ),
             learning,
         ),
         disk=max(disk, BOTH * (FLOAT * math.prod(s.quantize) - _in_memory(s.quantize, BOTH))),
-        tune=needed_bytes(config, torch.device("cpu"), s.length) if tuned else 0,
+        tune=needed_bytes(config, torch.device("cpu"), s.length) if asked.tuned else 0,
     )
 
 
-def planned_on_gpu(
-    config: ModelConfig,
-    *,
-    rows: int,
-    length: int,
-    report_rows: int = 0,
-    polish: bool = False,
-    tuned: bool = False,
-    descent: bool = False,
-    blocks: bool = False,
-) -> Planned:
+def planned_on_gpu(config: ModelConfig, asked: Asked) -> Planned:
     """GPU memory of a conversion, not counting the driver and the libraries (0.8 GiB on an H200) and what torch keeps for later.
 
     Arguments as of `planned`. Partly run layers are not counted: they are held only where a sixth of the GPU is enough for them
     (quantization._held_limit).
     """
-    s = _Sizes(config, rows, length, report_rows + (CHOOSING if blocks else 0))
-    learning = block_bytes(config, torch.device("cuda"), s.length) if blocks else 0
+    s = _Sizes(config, asked)
+    learning = block_bytes(config, torch.device("cuda"), s.length) if asked.blocks else 0
     head, weights, largest, square = FLOAT * s.head, FLOAT * s.weights, FLOAT * s.largest, FLOAT * s.widest * s.widest
     each, held, disk = _kept(s.sweep, config.num_layers, HOST_BYTES)
     if FLOAT * math.prod(s.sweep) * config.num_layers > STREAM_BYTES:
         held = 0  # those are on the host
-    batch = min(rows, gpu_rows(config, s.length))
+    batch = min(asked.rows, gpu_rows(config, s.length))
     forward, backward = (batch * s.length * FLOAT * count for count in _floats(config))
     backward += 5 * FLOAT * batch * config.num_heads * s.length * s.length  # scores
     logits = 8 * FLOAT * s.length * config.vocab_size
@@ -170,17 +164,19 @@ def planned_on_gpu(
     gradients = 2 * each + weights + s.inputs + 2 * s.products + backward
     trial = max(3 * head + pieces + logits, s.weights * PROBED + s.inputs + max(rounding, forward)) + s.tried
     layer = (
-        2 * weights + s.moment + max(square + s.moment + s.lacking + forward + pieces, s.lacking + rounding, s.descended if descent else 0)
+        2 * weights
+        + s.moment
+        + max(square + s.moment + s.lacking + forward + pieces, s.lacking + rounding, s.descended if asked.descent else 0)
     )
-    rounded = max(rounded, 2 * head + s.descended_head if descent else 0)
+    rounded = max(rounded, 2 * head + s.descended_head if asked.descent else 0)
     return Planned(
         held=0,
         sweep=held + max(each + 2 * head, 2 * each + head + logits, 3 * each + weights + forward, gradients) + pieces,
         measure=held + each + max(2 * head + max(head, copies) + pieces, weights + s.inputs + max(rounding, s.moment + copies)),
-        polish=trial if polish and not s.sparse else 0,
+        polish=trial if asked.polish and not s.sparse else 0,
         quantize=BOTH * _in_memory(s.quantize, BOTH) + max(rounded, 2 * head + max(head // 2, logits), layer, learning),
         disk=disk,
-        tune=needed_bytes(config, torch.device("cuda"), s.length) if tuned else 0,
+        tune=needed_bytes(config, torch.device("cuda"), s.length) if asked.tuned else 0,
     )
 
 

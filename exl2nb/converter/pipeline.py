@@ -420,7 +420,13 @@ class Pipeline(Run[Context]):
         """The same, with rows to learn from, to choose by, and of a second text."""
         asked, tuning = self.settings, self.settings.tuning
         assert tuning is not None
-        counts = {"rows": asked.rows, "tuning": tuning.most_rows(self.device), "choosing": CHOOSING, "extra": asked.report_rows}
+        counts = {
+            "rows": asked.rows,
+            "least": asked.least_rows,
+            "tuning": tuning.most_rows(self.device),
+            "choosing": CHOOSING,
+            "extra": asked.report_rows,
+        }
         if asked.calibration == SELF:
             written = write_text(self.src, tokenizer, rows=asked.rows + 8 + asked.report_rows, length=self.length, seed=asked.seed)
             kept, report = part(written, asked.report_rows)

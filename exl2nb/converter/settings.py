@@ -63,7 +63,10 @@ REPORT_ROWS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The options of `job.ConversionJob` after their checks. wanted: keywords of `Measurement.solve`; length: before the model caps it."""
+    """The options of `job.ConversionJob` after their checks. wanted: keywords of `Measurement.solve`; length: before the model caps it.
+
+    least_rows: if the text is short, for a conversion that is tuned; None: rows.
+    """
 
     wanted: dict[str, Any]
     calibration: Source
@@ -76,6 +79,7 @@ class Settings:
     measurement: Measurement | str | os.PathLike[str] | None
     vision_bits: int | None = None
     tuning: Tuning | None = None
+    least_rows: int | None = None
 
     @property
     def sweeps(self) -> int:

@@ -16,7 +16,9 @@ import itertools
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -46,6 +48,7 @@ Weights = dict[str, Tensor]
 SEEN = {"cpu": 1280, "cuda": 6144}
 SWEEPS = {"cpu": 2, "cuda": 0}
 STEP_TOKENS = 8192  # of one step
+LEARNING = 2  # of what is filed after each part: one more where that, or the rule of a step, changes
 PARTS = 8  # of the way: after each one the model is judged and filed
 CHOOSING = 32  # rows
 # how far a number may go if every gradient points the same way, over the square root of the steps that different rows make: codes in steps
@@ -224,10 +227,9 @@ class _Student:
         table = {f"{names.embed}.weight", f"{names.positions}.weight"}
         error = _relative_error(self.grids, dense)
         travel = {name: far * math.sqrt(steps) * error for name, far in TRAVEL.items()} | {"codes": tuning.travel * math.sqrt(steps)}
-        learning: list[tuple[Tensor, Tensor | float]] = []  # with how far each may go
+        codes = list(self.grids.values()) if tuning.codes else []
+        learning: list[tuple[Tensor, Tensor | float]] = [(grid.latent, travel["codes"]) for grid in codes]  # with how far each may go
         for grid in self.grids.values():
-            if tuning.codes:
-                learning.append((grid.latent, grid.latent.new_tensor(travel["codes"])))
             if tuning.scales:
                 learning.append((grid.scale_max, travel["scales"] * grid.scale_max.clone()))
             if tuning.vectors and grid.bias is not None:
@@ -236,7 +238,7 @@ class _Student:
             part = "embedding" if name in table else "vectors"
             if getattr(tuning, part):
                 learning.append((tensor, travel[part] * tensor.abs().mean()))
-        self.adam = Adam(learning)
+        self.adam = Adam(learning, pooled=len(codes))
 
     def weights(self) -> Weights:
         """All tensors of the network as it is loaded; differentiable."""
@@ -266,6 +268,29 @@ def _relative_error(grids: Mapping[str, Grid], dense: Weights) -> float:
         apart += float((grid.weight() - weight).square().sum(dtype=torch.float64))
         whole += float(weight.square().sum(dtype=torch.float64))
     return math.sqrt(apart / whole) if whole else 0.0
+
+
+_SETTING = threading.Lock()  # of the process: two conversions at once would take each other's value for that of before
+
+
+@contextmanager
+def _tensor_cores(device: torch.device) -> Iterator[None]:
+    """Products of f32 matrices run on a GPU's tensor cores meanwhile: TF32, whose error is far below that of an 8-bit code."""
+    if device.type != "cuda":
+        yield
+        return
+    settings = torch.backends.cuda.matmul
+    with _SETTING:
+        try:
+            before = settings.allow_tf32
+        except RuntimeError:  # chosen through torch's other switch of the same thing: it stays as it is
+            yield
+            return
+        settings.allow_tf32 = True
+        try:
+            yield
+        finally:
+            settings.allow_tf32 = before
 
 
 def _learned(text: Tensor, written: Tensor, passes: int) -> Tensor:
@@ -338,7 +363,7 @@ class _Trainer:
         names = [name for name, leaf in leaves.items() if leaf.requires_grad]
         total, loss = [torch.zeros_like(leaves[name]) for name in names], torch.zeros((), device=ids.device)
         for part in batches(config, teacher[f"{config.names.embed}.weight"].new_empty(*ids.shape, 0), 0, len(ids)):
-            with repeatable(leaves[names[0]]):
+            with repeatable(leaves[names[0]]), _tensor_cores(ids.device):
                 with torch.enable_grad():
                     found = _divergence(config, teacher, leaves, ids[part]).sum() / ids.numel()
                 for sums, gradient in zip(total, torch.autograd.grad(found, [leaves[name] for name in names], allow_unused=True)):
@@ -408,7 +433,7 @@ def tune(context: Context, rows: Rows, made: Made, tuning: Tuning, seed: int) ->
     """
     weights, work, config = context.weights, context.work, context.weights.config
     texts = [found.numpy().tobytes() for found in (rows.tuning, rows.choosing)]
-    key = hash_of("tuned", made.key, tuning, seed, weights.device.type, *texts)
+    key = hash_of("tuned", LEARNING, made.key, tuning, seed, weights.device.type, *texts)
     packed = _packed(context, made.key)
     teacher = _dense(weights)
     written = _written(context, teacher, rows.tuning, tuning.to_write(len(rows.tuning), weights.device), seed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -107,6 +107,8 @@ def write_counts(counts: Tensor, draws: Sequence[Draw], fresh: tuple[Sequence[in
 
 RING = 8  # results of as many steps are kept: more than may be unread, the steps of a draft model included
 MOST = 64  # sequences of the largest graph
+VERIFYING = 16  # graphs with draft tokens, of all numbers of rows, sequences and pages; llm.memory counts those of one sequence
+IDLE = 256  # such steps without it, after which a graph makes room for another
 PROMPT_KERNELS = [
     kernel_code.KernelId(source, name)
     for source, name in (
@@ -115,6 +117,7 @@ PROMPT_KERNELS = [
         ("gemm/prefill.cu", "rotate_rows"),
         ("gemm/prefill.cu", "norm_rows<4>"),
         ("gemm/prefill.cu", "gate_rows<8>"),
+        ("gemm/prefill.cu", "merge_parts"),
     )
 ]
 DRAWN = frozenset(("temperature", "top_k", "top_p", "min_p", "seed")) | PENALTIES | BIASES  # what the sampling kernel does
@@ -138,6 +141,7 @@ class GpuExecutor:
         self._drawn: Tensor | None = None  # ids drawn by the last launch, by logit row
         self._last: _Graph | None = None
         self.prepared = 0
+        self._verified, self._used = 0, dict[tuple[Any, ...], int]()  # steps with draft tokens; which of them ran a graph last
 
     def prepare(self, progress: Sink | None) -> None:
         """Compile the kernels of prompts and of decode steps of one request, as many at a time as there are cores; others are compiled when
@@ -222,15 +226,32 @@ class GpuExecutor:
             lora = self._model.adapter_buffers()
         sizes = _sizes(len(draws), len(step.batch.context_lens))
         key = (*sizes, 1 << (width - 1).bit_length(), counted, moved, lora is not None and lora.inside, lora)
+        if sizes[1]:
+            self._verified += 1
+            if key not in self._graphs and self._graphed and not self._has_room():
+                return None
+            self._used[key] = self._verified
         if key not in self._graphs:
             self.prepared += 1
             if lora is not None:  # those that know buffers which are no longer used
                 self._graphs = {known: graph for known, graph in self._graphs.items() if known[-1] in (None, lora)}
+                self._used = {known: last for known, last in self._used.items() if known[-1] in (None, lora)}
             self._graphs[key] = self._capture(*key[:5], lora) if self._graphed else None
         graph = self._graphs[key]
         if graph is not None:
             graph.set(step, draws, self._drawn)
         return graph
+
+    def _has_room(self) -> bool:
+        """Whether one more graph with draft tokens may be captured; the one that was used longest ago goes for it, if that is long ago."""
+        verifying = [key for key, graph in self._graphs.items() if key[1] and graph is not None]
+        if len(verifying) < VERIFYING:
+            return True
+        oldest = min(verifying, key=self._used.__getitem__)
+        if self._verified - self._used[oldest] < IDLE:
+            return False
+        del self._graphs[oldest], self._used[oldest]  # the GPU waits for it: a capture begins with that
+        return True
 
     def _capture(self, rows: int, sequences: int, width: int, counted: bool, moved: bool, lora: LoraBuffers | None) -> _Graph | None:
         before = torch.cuda.current_stream(self._device)

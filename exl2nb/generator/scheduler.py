@@ -9,7 +9,7 @@ from exl2nb.core.errors import ContextOverflow
 from exl2nb.generator.pager import Pager
 from exl2nb.generator.sequence import Sequence
 
-STEP_S = 0.15  # a step of prompt tokens alone is sized to take about this long, so that cancelling is quick on a slow machine
+STEP_S = 0.15  # a step of prompt tokens alone is sized to take about this long on a CPU, so that cancelling is quick on a slow machine
 BESIDE_S = 0.05  # and one with decodes, so that their text keeps flowing
 MIN_CHUNK, MAX_CHUNK = 32, 512  # prompt tokens per step
 GPU_SHARE = 1024  # of one prompt, and of a step, on a GPU: what a step costs whatever is in it would else leave little for prompts
@@ -113,9 +113,15 @@ class Scheduler:
         return spans
 
     def measured(self, tokens: int, seconds: float) -> None:
-        """Size the next chunk of prompt tokens by the time of a step of `tokens`."""
+        """Size the next chunk of prompt tokens by the time of a step of `tokens`; on a GPU that counts only beside decodes.
+
+        There a piece unpacks all weights, however short it is, and what is cut alike has the same bits.
+        """
         if tokens >= MIN_CHUNK and seconds > 0:
             self._speed = tokens / seconds
+            if self.share == GPU_SHARE:  # whole pieces, also some time after one that did not fit the memory
+                self.chunk = min(self.max_chunk, 2 * self.chunk)
+                return
             fitting = max(self._fitting(STEP_S), self.chunk // 2)  # a first step also loads kernels: once is no reason to halve it twice
             if seconds < STEP_S:
                 fitting = max(fitting, self.chunk)  # a short prompt that was quick says nothing against long ones
@@ -279,10 +285,10 @@ class Scheduler:
         return bool(held)
 
     def _budget(self, beside: bool) -> int:
-        return max(self.share, min(self.chunk, self._fitting(BESIDE_S))) if beside and self._speed else self.chunk
+        return min(self.chunk, max(self.share, self._fitting(BESIDE_S))) if beside and self._speed else self.chunk
 
     def _fitting(self, seconds: float) -> int:
-        return int(self._speed * seconds) // MIN_CHUNK * MIN_CHUNK
+        return int(self._speed * seconds) // self.share * self.share
 
 
 _span = tuple.__new__  # half the time of `Span(...)`

@@ -18,7 +18,7 @@ from exl2nb.core.progress import Sink, showing
 from exl2nb.generator.draft import DraftModel, check_same_tokenizer
 from exl2nb.io import hub
 from exl2nb.llm.keywords import PARALLEL
-from exl2nb.llm.model import LLM
+from exl2nb.llm.model import GPU_CHUNK, LLM
 from exl2nb.model.loader import load_model
 from exl2nb.model.model import Model, Span
 from exl2nb.model.rope import RopeOverride
@@ -73,8 +73,8 @@ def load(
         parallel: "layers": each device has whole layers. "tensor": a process for each device, all of which run every layer together, each
             with some of its heads and channels; all on GPUs (["cuda:0", "cuda:1"]), or all on the CPU.
         stream_from: with layers or experts on the CPU beside a GPU: from so many prompt tokens in a step on, copy them to the GPU layer
-            by layer and compute them there; 0: never. None: by what copying and computing take, at least 65. The bits are then those
-            of a GPU; with deterministic=True it is never done.
+            by layer and compute them there, at most 2048, which is what a step has (1024 beside decodes); 0: never. None: by what copying
+            and computing take, at least 65. The bits are then those of a GPU; with deterministic=True it is never done.
         cache: how keys and values are kept: "fp16" or "fp32"; "q8", "q6" (keys in 8 bits, values in 4) or "q4", which hold 1.9, 2.5 and 3.6
             times the tokens of fp16 in the same memory; "fp8"; or the bits of keys and values apart, as "k8v4" (4, 8 or 16 each).
         context: tokens of prompt and answer together; None = what the model allows, at most 4096. A RuntimeWarning where it is longer than
@@ -116,7 +116,7 @@ def load(
     exact = env.get("EXL2NB_DETERMINISTIC", "0") == "1" if deterministic is None else deterministic
     check_flag("load: deterministic", exact)
     if stream_from is not None:
-        check_integer("load: stream_from", stream_from, 0, 1 << 24)
+        check_integer("load: stream_from", stream_from, 0, GPU_CHUNK)  # a step has no more tokens of prompts
     check_flag("load: vision", vision)
     with showing(progress, f"load {Path(hub.name_of(path)).name}") as sink:
         folder = hub.resolve(path, revision=revision, progress=sink)

@@ -19,6 +19,7 @@ from exl2nb.cache.spec import PAGE_SIZE, CacheSpec
 from exl2nb.core.errors import DeviceError, OptionError
 from exl2nb.core.show import size_text
 from exl2nb.model.config import ModelConfig
+from exl2nb.model.gpu import SHORT
 from exl2nb.model.gpu_memory import kept_bytes
 from exl2nb.model.inspect import Inspection
 from exl2nb.ops.memory import partial_sums_bytes
@@ -27,6 +28,8 @@ CHUNKS = {"cpu": 512, "cuda": 2048}
 """Prompt tokens that a step takes at most."""
 PRODUCTS_BYTES = 32 * 2**20  # what the library of matrix products keeps on the GPU
 CODE_BYTES = 146 * 2**20  # kernels that CUDA loads when they are first used; H200, torch 2.11, 2026-11-21
+DRAFT_ROWS = sum(range(2, SHORT + 1))  # of one sequence's captured steps with draft tokens: of 2 to SHORT rows
+RUNS = 7  # of keys that prefill attends to apart: as many as 131,072 tokens need, one more for each doubling
 GRAPH_BYTES = 8 * 2**20  # of the first captured step, whatever its model
 MULTIPROCESSORS = 132  # of the GPU that is assumed where there is none: an H100 or H200
 MIB = 2**20
@@ -153,13 +156,19 @@ def rows(batch: int) -> int:
 
 
 def formula_of(
-    config: ModelConfig, found: Inspection, device: str, modes: tuple[str, ...] = (), *, multiprocessors: int = MULTIPROCESSORS
+    config: ModelConfig,
+    found: Inspection,
+    device: str,
+    modes: tuple[str, ...] = (),
+    *,
+    multiprocessors: int = MULTIPROCESSORS,
+    groups: bool = True,
 ) -> Formula:
     """The plan of a model on a device.
 
     Args:
         config: of the model. found: its headers. device: "cpu" or "cuda". modes: cache modes to know besides those with a name.
-        multiprocessors: of the GPU.
+        multiprocessors: of the GPU. groups: torch's attention reads grouped heads there as they are.
     """
     pages = {mode: size for mode in (*MODES, *modes) if (size := _page_bytes(config, mode)) is not None}
     common = {"page_tokens": PAGE_SIZE, "page_bytes": pages, "chunk": CHUNKS[device], "longest": config.max_position_embeddings}
@@ -169,8 +178,8 @@ def formula_of(
     return Formula(
         weights=kept_bytes(config, found),
         segments=1,
-        stages=_gpu_stages(config),
-        graph_fixed=CODE_BYTES + GRAPH_BYTES,
+        stages=_gpu_stages(config, groups),
+        graph_fixed=CODE_BYTES + GRAPH_BYTES + DRAFT_ROWS * _graph_row(config, multiprocessors) // 2,
         graph_row=_graph_row(config, multiprocessors),
         logits_row=logits,
         **common,
@@ -210,17 +219,17 @@ def _cpu_stage(config: ModelConfig) -> Stage:
 # ---- the GPU: model.gpu_memory says what the weights take; what ops.gpu_prefill holds at once, what generator.gpu_executor captures
 
 
-def _gpu_stages(config: ModelConfig) -> tuple[Stage, ...]:
-    """Residual f32, inputs fp16, room for the largest unpacked matrix; attention reads back the cache of earlier chunks."""
+def _gpu_stages(config: ModelConfig, groups: bool) -> tuple[Stage, ...]:
+    """Residual f32, inputs fp16, room for the largest unpacked matrix; attention reads back what earlier chunks cached, in runs."""
     hidden, inner, q, kv = config.hidden_size, _inner(config), config.q_size, config.kv_size
     up, tables = inner * (2 if config.gated else 1), 4 * config.head_dim
-    spread = 4 * q if config.q_per_kv > 1 else 0
+    spread = 4 * q if config.q_per_kv > 1 and not groups else 0
     one = config.intermediate_size if config.moe is None else max(config.moe.intermediate_size, config.moe.shared_size or 0)
     fixed = PRODUCTS_BYTES + 2 * hidden * max(q + 2 * kv, one * (2 if config.gated else 1))
     holes = 2 * (q + 2 * kv) + 2 * q  # that torch's allocator leaves between them: about q, k, v and what attention read, gone by then
     return (
         Stage(fixed, 6 * hidden + 6 * (q + 2 * kv), tables),
-        Stage(fixed, 4 * hidden + 2 * (q + 2 * kv) + 4 * q, tables + 4 * kv + spread),
+        Stage(fixed, 4 * hidden + 2 * (q + 2 * kv) + 2 * q * (RUNS + 1), tables + 4 * kv + spread),
         Stage(fixed, 8 * hidden + 2 * inner, tables),
         Stage(fixed, 4 * hidden + 2 * up + max(2 * inner, 2 * hidden) + holes, tables),
     )
@@ -400,6 +409,11 @@ class MemoryPlan:
 def multiprocessors() -> int:
     """Of the GPU here, or of the one that is assumed."""
     return torch.cuda.get_device_properties().multi_processor_count if torch.cuda.is_available() else MULTIPROCESSORS
+
+
+def reads_groups() -> bool:
+    """Whether torch's attention on the GPU here, or on the one that is assumed, reads grouped heads as they are."""
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 0)
 
 
 def free_bytes(device: str = "cpu") -> int | None:

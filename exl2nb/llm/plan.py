@@ -24,7 +24,7 @@ from exl2nb.core.show import size_text
 from exl2nb.io.hub import display_name
 from exl2nb.io.metadata import metadata_folder
 from exl2nb.llm.keywords import PARALLEL
-from exl2nb.llm.memory import CONTEXT, LIMITS, MemoryPlan, Stage, formula_of, free_bytes, multiprocessors
+from exl2nb.llm.memory import CONTEXT, LIMITS, MemoryPlan, Stage, formula_of, free_bytes, multiprocessors, reads_groups
 from exl2nb.llm.split_plan import Holder, KindFormula, Share, Sizes, SplitFormula, SplitPlan
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.gpu_memory import kept_by_layer
@@ -147,7 +147,7 @@ def kind_formula(
         weights[0] = 0 if found.embedding is None else found.embedding.nbytes
         head = found.head or found.embedding
         weights[-1] = 0 if head is None else head.nbytes
-    formula = formula_of(config, found, kind, modes=modes)
+    formula = formula_of(config, found, kind, modes=modes, groups=reads_groups())
     if kind == "cuda" and not experts:  # a part for each sparse layer, with a captured step and its workspace; the last has the logits
         parts, logits = 1 + sum(config.experts(layer) is not None for layer in range(config.num_layers)), 2 * 4 * config.vocab_size
         fixed, row = formula.graph_fixed + (parts - 1) * PART_BYTES, parts * (formula.graph_row - logits) + logits
@@ -509,7 +509,7 @@ def plan(
                 adapters += adapter_bytes(place, config)
         tower = plan_encoder(folder, config, device=device)
         name = display_name(folder) if Path(path).expanduser().exists() else f"{path}@{revision}" if revision else str(path)
-    formula = formula_of(config, found, device, modes=(mode,), multiprocessors=multiprocessors())
+    formula = formula_of(config, found, device, modes=(mode,), multiprocessors=multiprocessors(), groups=reads_groups())
     made = MemoryPlan.of(
         replace(formula, weights=formula.weights + tower.nbytes, adapters=adapters),
         name=name,

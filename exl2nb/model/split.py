@@ -164,7 +164,7 @@ class SplitModel(Model):
 
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         """As `Model.forward`; logits f32 `(R, V)` on the host."""
-        return self._in_turn(batch, cache, self._run).to("cpu")
+        return _fetched(self._in_turn(batch, cache, self._run))
 
     def forward_gpu(self, batch: Batch, cache: KVCache, *, ids: Tensor | None = None) -> Tensor:
         """As `Model.forward_gpu`, where all layers are on GPUs."""
@@ -251,7 +251,7 @@ class SplitModel(Model):
             if index:
                 part = self._with_room(index, tokens)
                 assert part.stream is not None
-                part.stream[:tokens].copy_(x)
+                _hand_over(x, part.stream[:tokens])
                 mine = replace(mine, input_ids=rows)
             if part is not self._parts[-1]:
                 mine = replace(mine, logit_rows=rows)
@@ -462,11 +462,30 @@ def _streams_of(
     return streams, experts
 
 
+def _fetched(x: Tensor) -> Tensor:
+    """Rows on the host; a few through locked memory, which a GPU writes to by itself."""
+    if x.device.type != "cuda" or len(x) > MOST:
+        return x.to("cpu")
+    held = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+    torch.cuda.current_stream(x.device).synchronize()
+    return held
+
+
+def _hand_over(x: Tensor, to: Tensor) -> None:
+    """Copy the rows of one part to the next; to a GPU in the order of its stream, so that the host goes on meanwhile."""
+    if to.device.type == "cpu":
+        to.copy_(_fetched(x))
+    elif x.device.type == "cpu" and len(x) <= MOST:
+        to.copy_(x.pin_memory(), non_blocking=True)
+    else:
+        to.copy_(x)
+
+
 def _then_experts(part: Part, x: Tensor, observe: Observe | None = None) -> Tensor:
     """The stream behind the part's experts, where it has any: then on the CPU."""
     if part.experts is None:
         return x
-    x = x.to("cpu")
+    x = _fetched(x)
     part.experts(x)
     if observe is not None:
         observe(f"layers.{part.piece.last - 1}.output", x)
@@ -547,7 +566,7 @@ class Captured:
     def run(self, batch: Batch) -> Tensor:
         """Rows f32 `(T, outputs)`, overwritten by the next step."""
         n, rows = len(batch.input_ids), self.rows
-        host = torch.zeros(len(self._state), dtype=torch.int32).pin_memory()
+        host = torch.zeros(len(self._state), dtype=torch.int32, pin_memory=True)
         host[:n] = batch.input_ids
         host[rows : rows + n] = batch.positions
         host[2 * rows : 2 * rows + n] = batch.context_lens

@@ -181,3 +181,16 @@ rotate_rows = define(
     reference=_rotate,
 )
 """qkv f16 `(T, (Hq + 2 Hkv) * D)`: q and k rotated in place, all D dims; k, v to `slots` of f16 pools (negative: none)."""
+
+
+def _merge(parts: list[Tensor], lse: list[Tensor]) -> Tensor:
+    weights = torch.stack(lse).softmax(0).transpose(1, 2)[..., None]
+    return (weights * torch.stack(parts)).sum(0).half()
+
+
+merge_parts = define(
+    "merge_parts(Tensor[] parts, Tensor[] lse) -> Tensor",
+    fake=lambda parts, _: torch.empty_like(parts[0]),
+    reference=_merge,
+)
+"""Attention over all keys from that over up to 16 runs of them: f16 `(T, Hq, D)` each, lse f32 `(Hq, T)`, the logarithm of a run's sum."""

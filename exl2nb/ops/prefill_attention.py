@@ -2,14 +2,18 @@
 
 flash-attn (2.3 or later, Ampere or later) is never needed. It reads grouped heads, windows and, from 2.6 on, capped scores, which torch's
 kernels do not; its function is called as published: tensors (1, tokens, heads, head_dim), the mask aligned to the last key. On Hopper torch
-has a quicker kernel for whole prompts of a usual length. flash-attn 2.8.3 on an H100 (2026-11-26, benchmarks/flash_attn.py), 32 heads, 8 of
-keys: 0.16 ms a layer for 2048 tokens and 1.57 for 8192, torch 0.13 and 1.06; 2000 tokens 0.17 and 0.22; with a window or capped scores our
-paged kernel, which computes those without flash-attn, takes 3 to 4 times as long at 2048 and 18 to 20 times at 8192.
+has a quicker kernel, cuDNN's, for prompts and pieces of a usual length: it knows no mask aligned to the last key, so the keys before a
+piece are read apart, whole, and the parts are weighted by their sums.
+
+flash-attn 2.8.3 on an H100 (2026-11-26, benchmarks/flash_attn.py), 32 heads, 8 of keys: 0.16 ms a layer for 2048 tokens and 1.57 for 8192,
+torch 0.12 and 1.06; 2000 tokens 0.17 and 0.22; with a window or capped scores our paged kernel, which computes those without flash-attn,
+takes 3 to 4 times as long at 2048 and 18 to 20 times at 8192.
 """
 
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable
 from functools import lru_cache
 from importlib.util import find_spec
@@ -18,13 +22,18 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.backends.cuda import SDPAParams, can_use_flash_attention
+from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_flash_attention
 
 from exl2nb.ops import kv_codes
+from exl2nb.ops.cuda_attention import merge_parts
 
 WIDEST = 256  # head_dim
-HOPPER_FROM = 2048  # tokens of a usual prompt from which on torch's kernel is quicker on Hopper although it repeats grouped keys
+HOPPER_FROM = (
+    2048  # tokens of a usual prompt from which on torch's kernel is known to be quicker on Hopper than flash-attn's with grouped heads
+)
 USUAL = 512  # prompts of a multiple of this many tokens have lengths that recur
+PIECE = 1024  # so do pieces of long prompts
+BLOCK = 2048  # keys before a piece, a power of two; as few as can take longer to compile for (60 ms a length) than they save
 
 
 class FlashAttention(NamedTuple):
@@ -78,6 +87,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int = 0, so
     """
     flash, (n, length) = flash_attention(), (q.shape[0], k.shape[0])
     share = q.shape[1] // k.shape[1]
+    if not window and not softcap and (blocks := blocks_before(n, length)) and _can_use_cudnn(q, k, v):
+        return _in_blocks(q, k, v, scale, blocks)
     # torch's quickest kernel is compiled for every new length, which takes longer than all of a short prompt
     usual = n == length and n % USUAL == 0
     torchs = flash.hopper and usual and not window and not softcap and (share == 1 or n >= HOPPER_FROM)
@@ -85,11 +96,59 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int = 0, so
         options = {"softcap": softcap} if softcap else {}
         sides = (window - 1, 0) if window else (-1, -1)
         return flash.call(q[None], k[None], v[None], softmax_scale=scale, causal=True, window_size=sides, **options)[0].flatten(1)
-    if share > 1:
+    if share > 1 and not _reads_groups(q, k, v):
         k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
     q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
-    y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale) if usual else _behind(q, k, v, scale)
+    grouped = q.shape[1] != k.shape[1]
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped) if usual else _behind(q, k, v, scale)
     return y[0].transpose(0, 1).reshape(n, -1)
+
+
+def blocks_before(n: int, length: int) -> list[int]:
+    """Runs of keys before the last n tokens to be attended to apart: each `BLOCK` times a power of two, the longest first.
+
+    Empty where the keys are too few for that to be quicker, or n is no usual number. Keys that are left over go with the n.
+
+    Example:
+        >>> blocks_before(2048, 30000)
+        [16384, 8192, 2048]
+    """
+    left, blocks = (length - n) // BLOCK * BLOCK, []
+    while n % PIECE == 0 and left:
+        blocks.append(1 << (left.bit_length() - 1))
+        left -= blocks[-1]
+    return blocks
+
+
+def _params(q: Tensor, k: Tensor, v: Tensor) -> SDPAParams:
+    one, keys, values = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
+    return SDPAParams(one, keys, values, None, 0.0, False, q.shape[1] != k.shape[1])
+
+
+def _reads_groups(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether torch has a kernel here that reads grouped heads as they are."""
+    return q.shape[-1] % 8 == 0 and can_use_flash_attention(_params(q, k, v))
+
+
+def _can_use_cudnn(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether cuDNN's attention, which is quick on Hopper, can be used here, and FlashAttention beside it."""
+    hopper = q.is_cuda and torch.cuda.get_device_capability(q.device)[0] == 9
+    return hopper and _reads_groups(q, k, v) and can_use_cudnn_attention(_params(q, k, v))
+
+
+def _in_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float, blocks: list[int]) -> Tensor:
+    """Attention to runs of keys, each read whole by cuDNN's kernel, and to the rest up to a token itself, put together."""
+    n, begin, done = len(q), 0, []
+    qs, ks, vs = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
+    for end in [*itertools.accumulate(blocks), len(k)]:
+        keys, values, last = ks[:, :, begin:end], vs[:, :, begin:end], end == len(k)
+        if last and end - begin != n:
+            done.append(torch.ops.aten._scaled_dot_product_flash_attention(qs, keys, values, 0.0, True, False, scale=scale)[:2])
+        else:
+            done.append(torch.ops.aten._scaled_dot_product_cudnn_attention(qs, keys, values, None, True, 0.0, last, False, scale=scale)[:2])
+        begin = end
+    parts, lse = [y[0].transpose(0, 1).contiguous() for y, _ in done], [each.reshape(-1, n) for _, each in done]
+    return merge_parts(parts, lse).flatten(1)
 
 
 def attend_whole(
@@ -122,11 +181,12 @@ def attend_whole(
 
 
 def _behind(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Causal attention where the queries `(1, Hq, n, D)` are at the end of the keys `(1, Hq, length, D)`.
+    """Causal attention where the queries `(1, Hq, n, D)` are at the end of the keys `(1, Hkv, length, D)`.
 
-    As torch.nn.attention.bias.causal_lower_right has it, whose import takes seconds: it brings torch's compiler along.
+    Hkv may be less than Hq where `_reads_groups`. As torch.nn.attention.bias.causal_lower_right has it, whose import takes seconds: it
+    brings torch's compiler along.
     """
-    params = SDPAParams(q, k, v, None, 0.0, False, False)
+    params = SDPAParams(q, k, v, None, 0.0, False, q.shape[1] != k.shape[1])
     if q.shape[-1] % 8 == 0 and can_use_flash_attention(params):
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False, scale=scale)[0]
     if q.shape[2] == k.shape[2]:

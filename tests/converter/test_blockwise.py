@@ -9,7 +9,7 @@ import torch
 from exl2nb.converter import blockwise, quantization, tuning
 from exl2nb.converter.blockwise import Metric
 from exl2nb.converter.job import ConversionJob
-from exl2nb.converter.memory import planned, planned_on_gpu
+from exl2nb.converter.memory import Asked, planned, planned_on_gpu
 from exl2nb.converter.quantization import Rounding
 from exl2nb.converter.tuning import Tuning, fitting
 from exl2nb.core.errors import ConversionError, Interrupted, OptionError
@@ -143,7 +143,7 @@ def test_both_stages_follow_each_other(source, tmp_path):
 def test_an_8b_shape_fits_24_gb():
     config, options = parse_config(EIGHT_B), {"rows": 128, "length": 512, "report_rows": 8, "descent": True}
     for plan in (planned, planned_on_gpu):
-        assert plan(config, **options).nbytes < plan(config, **options, blocks=True).nbytes < 24e9
+        assert plan(config, Asked(**options)).nbytes < plan(config, Asked(**options, blocks=True)).nbytes < 24e9
 
 
 def test_o_and_down_make_up_for_the_stream(source, tmp_path, monkeypatch):

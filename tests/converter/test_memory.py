@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten
 
 from exl2nb.converter import hessian, memory, pipeline, quantization, sensitivity
 from exl2nb.converter.job import ConversionJob
-from exl2nb.converter.memory import planned, planned_on_gpu
+from exl2nb.converter.memory import Asked, planned, planned_on_gpu
 from exl2nb.converter.sensitivity import DISK_BYTES
 from exl2nb.converter.settings import EFFORTS
 from exl2nb.model.archs import parse_config
@@ -63,21 +63,24 @@ print(peak - before, job.memory().nbytes)
 @pytest.mark.parametrize("effort", EFFORTS.values(), ids=EFFORTS)
 def test_seven_b_fits_in_16_gb_however_deep(effort):
     options = {"rows": effort.rows, "length": effort.length, "report_rows": 8}
-    shallow = planned(parse_config(SEVEN_B), **options)
+    shallow = planned(parse_config(SEVEN_B), Asked(**options))
     assert shallow.nbytes < 10e9
-    deep = planned(parse_config({**SEVEN_B, "num_hidden_layers": 128}), **options)
+    deep = planned(parse_config({**SEVEN_B, "num_hidden_layers": 128}), Asked(**options))
     assert deep.nbytes == pytest.approx(shallow.nbytes, abs=2e9)  # never weights: those of 96 more layers are 78 GB
     assert deep.disk < 70e9
     for changes in (
         {"vocab_size": 128256, "intermediate_size": 14336},
         {"vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944},
     ):
-        assert planned(parse_config({**SEVEN_B, "num_attention_heads": 28, "num_key_value_heads": 4, **changes}), **options).nbytes < 15.6e9
-    assert planned(parse_config(SEVEN_B), **options, polish=True).nbytes < 16e9
+        assert (
+            planned(parse_config({**SEVEN_B, "num_attention_heads": 28, "num_key_value_heads": 4, **changes}), Asked(**options)).nbytes
+            < 15.6e9
+        )
+    assert planned(parse_config(SEVEN_B), Asked(**options, polish=True)).nbytes < 16e9
 
 
 def test_what_memory_has_no_room_for_is_on_the_disk():
-    few, many = (planned(parse_config(SEVEN_B), rows=rows, length=1024) for rows in (4, 256))
+    few, many = (planned(parse_config(SEVEN_B), Asked(rows=rows, length=1024)) for rows in (4, 256))
     stream = 4 * 256 * 1024 * 4096
     assert few.disk == 0
     assert 2 * stream <= many.disk <= 12 * stream + DISK_BYTES
@@ -86,9 +89,9 @@ def test_what_memory_has_no_room_for_is_on_the_disk():
 
 @pytest.mark.parametrize("rows", [32, 80])
 def test_seven_b_fits_on_a_gpu_of_8_gb_however_deep(rows):
-    shallow = planned_on_gpu(parse_config(SEVEN_B), rows=rows, length=512, report_rows=8).nbytes
+    shallow = planned_on_gpu(parse_config(SEVEN_B), Asked(rows=rows, length=512, report_rows=8)).nbytes
     assert shallow < 7.5 * 2**30  # the driver and torch take half a GB
-    deep = planned_on_gpu(parse_config({**SEVEN_B, "num_hidden_layers": 128}), rows=rows, length=512, report_rows=8).nbytes
+    deep = planned_on_gpu(parse_config({**SEVEN_B, "num_hidden_layers": 128}), Asked(rows=rows, length=512, report_rows=8)).nbytes
     assert deep == shallow
 
 
@@ -115,10 +118,10 @@ def test_a_gpu_stays_within_its_bound(tmp_path):
 
 def test_sparse_models_and_the_job(source, tmp_path):
     mixtral = {**CONFIG, "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_experts_per_tok": 2}
-    few, many = (planned(parse_config({**mixtral, "num_local_experts": count}), rows=4, length=32) for count in (2, 16))
+    few, many = (planned(parse_config({**mixtral, "num_local_experts": count}), Asked(rows=4, length=32)) for count in (2, 16))
     assert 0 < few.nbytes < many.nbytes
     job = ConversionJob(source, tmp_path / "out", bpw=4.0, **OPTIONS)
-    assert job.memory() == planned(parse_config(CONFIG), rows=6, length=32, report_rows=8)
+    assert job.memory() == planned(parse_config(CONFIG), Asked(rows=6, length=32, report_rows=8))
 
 
 @pytest.mark.slow
@@ -201,7 +204,7 @@ def test_what_is_alive_at_once_is_below_the_stated_bound(gpu_in_small, tmp_path)
 
     with live:
         ConversionJob(source, tmp_path / "out", bpw=4.0, calibration=[text], device="cpu", **ROWS).run(sink)
-    plan = memory.planned_on_gpu(read_model_config(source), **ROWS)
+    plan = memory.planned_on_gpu(read_model_config(source), Asked(**ROWS))
     assert 0.4 * plan.sweep < peaks["measure"] < max(plan.sweep, plan.measure)
     assert 0.4 * plan.quantize < peaks["quantize"] < memory.SLACK * plan.quantize
     assert memory.SLACK * SMALLER * max(plan.sweep, plan.measure, plan.quantize) < 7.5 * 2**30

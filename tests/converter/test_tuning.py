@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from exl2nb.cli import main
+from exl2nb.converter import job as job_module
 from exl2nb.converter import tuning as stage
 from exl2nb.converter.calibration import calibration_rows, tuning_rows
 from exl2nb.converter.grid import Grid
@@ -175,11 +176,58 @@ def test_rows_of_a_short_text(source):
     assert len(ids) == 6 <= len(learned) < 10
     assert (len(choosing), len(report)) == (2, 2)
     assert {tuple(row) for row in ids.tolist()} <= {tuple(row) for row in learned.tolist()}
+    text, many = " ".join(f"w{i % 90}" for i in range(400)), {**options, "rows": 100}
+    ids, learned, _, _ = tuning_rows(tokenizer, text, tuning=100, extra=2, **many, least=6)
+    assert 6 <= len(ids) == len(learned) < 10
+    with pytest.raises(OptionError, match="rows of 32 tokens need"):
+        tuning_rows(tokenizer, text, tuning=100, extra=2, **many)
     with pytest.raises(OptionError, match="rows of 32 tokens need"):
         tuning_rows(tokenizer, "w1 w2 w3", tuning=100, extra=2, **options)
     assert rows_per_step(1600, 512) == 16
     assert rows_per_step(4, 512) == 1
     assert len(calibration_rows(tokenizer, " ".join(f"w{i % 90}" for i in range(400)), rows=3, length=32)) == 3
+
+
+def test_a_gpu_rounds_on_more_rows(source, tmp_path, monkeypatch):
+    def asked(device, **options):
+        monkeypatch.setattr(job_module, "pick_device", lambda name: torch.device(device))
+        found = ConversionJob(source, tmp_path / "out", bpw=4.0, **options).settings
+        return found.rows, found.least_rows
+
+    assert asked("cuda", effort="tuned") == (256, 128)
+    assert asked("cpu", effort="tuned") == (128, None)
+    assert asked("cuda", effort="tuned", rows=40) == (40, None)
+    assert asked("cuda", effort="tuned", tuning=Tuning(rows=200)) == (200, 128)
+    assert asked("cuda", effort="tuned", tuning=Tuning(rows=100)) == (128, None)
+    assert asked("cuda", effort="full") == (80, None)
+
+
+def test_tensor_cores_are_left_as_they_were():
+    before = torch.backends.cuda.matmul.allow_tf32
+
+    def fail():
+        with stage._tensor_cores(torch.device("cuda")):
+            assert torch.backends.cuda.matmul.allow_tf32
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert torch.backends.cuda.matmul.allow_tf32 == before
+    with stage._tensor_cores(torch.device("cpu")):
+        assert torch.backends.cuda.matmul.allow_tf32 == before
+
+
+def test_another_switch_of_tensor_cores_stays(monkeypatch):
+    """torch refuses to tell what was chosen through its newer one."""
+
+    class Mixed:
+        @property
+        def allow_tf32(self):
+            raise RuntimeError("mix of the legacy and new APIs")
+
+    monkeypatch.setattr(torch.backends.cuda, "matmul", Mixed())
+    with stage._tensor_cores(torch.device("cuda")):
+        pass
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import exl2nb as ex
 from exl2nb.core.errors import OutOfMemory
 from exl2nb.generator import gpu_executor
 from exl2nb.generator.executor import Draw
-from exl2nb.generator.gpu_executor import IN_PROMPT, biased, penalised, writable, write_bias, write_counts
+from exl2nb.generator.gpu_executor import IN_PROMPT, VERIFYING, GpuExecutor, biased, penalised, writable, write_bias, write_counts
 from exl2nb.generator.speculation import Speculation
 from exl2nb.sampling.filters import ALL_TOKENS
 from exl2nb.sampling.params import SamplingParams
@@ -269,3 +270,39 @@ def test_a_draft_model_draws_what_the_target_would():
         made = vars(vars(drafter)["_executor"])["_graphs"]
         assert made
         assert None not in made.values()
+
+
+class Step(SimpleNamespace):
+    """Of so many tokens in so many sequences."""
+
+    @classmethod
+    def of(cls, tokens: int, sequences: int, pages: int = 1):
+        return cls(
+            same=False, batch=SimpleNamespace(context_lens=[9] * sequences, block_table=torch.zeros(sequences, pages), adapters=None)
+        )
+
+
+def test_steps_with_draft_tokens_are_kept_up_to_a_number(monkeypatch):
+    """One that was not used for long makes room; what finds none is launched kernel by kernel; plain decode steps stay."""
+    monkeypatch.setattr(gpu_executor, "IDLE", 21)
+    monkeypatch.setattr(GpuExecutor, "_capture", lambda self, *key: SimpleNamespace(key=key, set=lambda *_: None))
+    executor = GpuExecutor(SimpleNamespace(draw_device="cpu", ranks=None, placement="cpu"), None)
+    draw = Draw(SamplerState(SamplingParams(temperature=0), [1]), 0, 0)
+
+    def run(tokens, sequences, pages=1):
+        return executor._graph(Step.of(tokens, sequences, pages), [draw] * tokens)
+
+    plain = [run(count, count) for count in (1, 2, 4, 8, 16)]
+    first = run(2, 1)
+    shapes = [(tokens, pages) for pages in (1, 2, 4) for tokens in range(2, 9)]  # 21
+    made = [first, *(run(tokens, 1, pages) for tokens, pages in shapes[1:])]
+    assert None not in made[:VERIFYING]
+    assert made[VERIFYING:] == [None] * 5
+    assert executor.prepared == len(plain) + VERIFYING
+    assert run(3, 1) is made[1], "known"
+    replaced = run(2, 1, 8)
+    assert replaced is not None, "for the first one, which was not used for as long as that"
+    assert run(2, 1) not in (None, first), "captured again, for the one that is the oldest now"
+    assert run(3, 1) is made[1]
+    assert [run(count, count) for count in (1, 2, 4, 8, 16)] == plain
+    assert len([key for key in executor._graphs if key[1]]) == VERIFYING

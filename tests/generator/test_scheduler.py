@@ -112,6 +112,22 @@ def test_chunk_follows_the_speed():
     assert scheduler.chunk == MIN_CHUNK
 
 
+def test_a_gpu_takes_whole_pieces_however_slow():
+    scheduler = Scheduler(pager_of(2000), max_sequences=8, max_chunk=2048)
+    assert scheduler.chunk == 2048
+    scheduler.measured(2048, 10.0)
+    assert scheduler.chunk == 2048
+    scheduler.chunk = MIN_CHUNK  # a piece did not fit the memory
+    for want in (64, 128, 256, 512, 1024, 2048, 2048):
+        scheduler.measured(scheduler.chunk, 0.001)
+        assert scheduler.chunk == want
+    for speed, want in ((10_000, 1024), (30_000, 1024), (50_000, 2048), (10**6, 2048)):  # beside decodes, with one of few lengths
+        scheduler.measured(speed, 1.0)
+        assert scheduler._budget(True) == want
+    scheduler.chunk = MIN_CHUNK  # also beside decodes
+    assert scheduler._budget(True) == MIN_CHUNK
+
+
 def test_prompts_of_one_step():
     """A processor shares a step among the prompts; a GPU reads few of them at a time."""
     for max_chunk, want in ((MAX_CHUNK, [32, 32]), (2048, [1024, 1024])):

@@ -213,9 +213,9 @@ def test_the_plan_says_what_loading_does(split: ex.LLM) -> None:
 
 
 def test_the_plan_knows_a_card_that_is_not_there() -> None:
-    planned = ex.plan(DEMO, devices={"cuda:0": "230MiB", "cpu": "rest"})
+    planned = ex.plan(DEMO, devices={"cuda:0": "250MiB", "cpu": "rest"})
     assert [share.device for share in planned.shares] == ["cpu", "cuda:0"]
-    assert all(share.total <= 230 << 20 for share in planned.shares if share.device != "cpu")
+    assert all(share.total <= 250 << 20 for share in planned.shares if share.device != "cpu")
 
 
 def test_the_plan_of_ranks() -> None:

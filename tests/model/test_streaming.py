@@ -271,8 +271,9 @@ def test_who_streams() -> None:
     for spans, rows, exact in ((both, 0, False), (both, None, True), (gpu, None, False), (cpu, None, False), ([], 5, False)):
         assert _streaming(spans, rows, apart=False, exact=exact) is None
     assert _streaming(gpu, None, apart=True, exact=False) == Streaming("cuda", None), "experts are on the CPU"
-    with pytest.raises(OptionError, match="stream_from"):
-        ex.load(DEMO, devices=["cpu", "cpu"], stream_from=-1, progress=None)
+    for wrong in (-1, 2049):  # a step has at most 2048 tokens of prompts
+        with pytest.raises(OptionError, match="stream_from"):
+            ex.load(DEMO, devices=["cpu", "cpu"], stream_from=wrong, progress=None)
     with ex.load(DEMO, devices=["cpu", "cpu"], stream_from=100, progress=None) as llm:
         assert llm.model.prompt_device == "cpu" and llm.model.streaming is None
 

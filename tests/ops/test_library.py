@@ -73,6 +73,7 @@ CASES = {
     "norm_rows": lambda: (torch.randn(3, 8), torch.ones(8), None, 1e-5, False),
     "gate_rows": lambda: (torch.randn(3, 8).half(), 0, True),
     "rotate_rows": rotation,
+    "merge_parts": lambda: ([torch.randn(3, 2, 8).half() for _ in range(2)], [torch.randn(2, 3) for _ in range(2)]),
     "draw_rows": draw,
     "mask_logits": lambda: (torch.randn(100), torch.tensor([5, -1, 0, 7], dtype=torch.int32)),
     "decode_step": lambda: (NET.program.code, *single(0, [1, 2], [0]), *NET.pools()),

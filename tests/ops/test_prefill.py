@@ -139,6 +139,60 @@ def test_on_hopper_torch_computes_what_it_computes_sooner(installed, monkeypatch
         assert len(sys.modules["flash_attn"].CALLS) == calls
 
 
+def test_runs_of_keys_are_put_together():
+    """Attention to runs of keys, weighted by their sums, is attention to all of them."""
+    q, k, v = (t.float() for t in heads(5, 40, 4, 4))
+    whole, parts, lse = torch.einsum("qhd,khd->hqk", q, k), [], []
+    for first, end in ((0, 24), (24, 32), (32, 40)):
+        scores = whole[:, :, first:end]
+        parts.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v[first:end]).half())
+        lse.append(scores.logsumexp(-1))
+    want = torch.einsum("hqk,khd->qhd", whole.softmax(-1), v)
+    assert float((cuda_attention.merge_parts(parts, lse).float() - want).abs().max()) < 4e-3
+
+
+def test_blocks_of_keys_have_lengths_that_recur():
+    assert prefill_attention.blocks_before(2048, 32768) == [16384, 8192, 4096, 2048]
+    assert prefill_attention.blocks_before(1024, 1024 + 2048 + 700) == [2048]  # the rest goes with the piece
+    assert prefill_attention.blocks_before(2048, 2048 + 2047) == []
+    assert prefill_attention.blocks_before(1000, 20000) == []
+    seen = {block for length in range(2048, 1 << 17, 256) for block in prefill_attention.blocks_before(2048, length)}
+    assert seen == {2048, 4096, 8192, 16384, 32768, 65536}
+
+
+def dense(q, k, v, scale):
+    """Causal attention of the last tokens in fp32, `(n, Hq * D)`."""
+    share = q.shape[1] // k.shape[1]
+    k, v = (t.float().repeat_interleave(share, 1) for t in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.float(), k) * scale
+    seen = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril(len(k) - len(q))
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill_(~seen, -torch.inf).softmax(-1), v).flatten(1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("Hq", "Hkv", "D"), [(8, 2, 128), (4, 4, 64), (6, 2, 80)])
+@pytest.mark.parametrize(("n", "length"), [(1024, 1024), (1024, 3072), (1024, 7400), (2048, 8192), (1000, 7000), (77, 500)])
+def test_attention_of_a_piece(n, length, Hq, Hkv, D):
+    """Whatever kernels run: near fp32, the same bits twice."""
+    q, k, v = (t.cuda() for t in heads(n, length, Hq, Hkv, D))
+    want, got = dense(q, k, v, D**-0.5), prefill_attention.attend(q, k, v, scale=D**-0.5)
+    assert float((got.float() - want).abs().max()) < 2e-3 * float(want.abs().max())
+    assert torch.equal(prefill_attention.attend(q, k, v, scale=D**-0.5), got)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [1, 3, 16])
+def test_runs_of_keys_on_the_gpu(count):
+    g = torch.Generator().manual_seed(count)
+    parts, lse = (
+        [torch.randn(70, 6, 40, generator=g).half() for _ in range(count)],
+        [9 * torch.randn(6, 70, generator=g) for _ in range(count)],
+    )
+    want = REFERENCES["merge_parts"](parts, lse).float()
+    got = OPS.merge_parts([t.cuda() for t in parts], [t.cuda() for t in lse]).cpu().float()
+    assert float((got - want).abs().max()) <= 2e-3 * float(want.abs().max())
+
+
 def test_a_flash_attn_that_is_too_old(installed):
     installed("def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False): ...")
     assert "window_size" in prefill_attention.flash_attention().why

@@ -142,7 +142,7 @@ def test_borders_push_each_other_and_limits_fill(page, screenshots):
 
 def test_filling_is_what_load_does(page):
     """The page's borders are those that Python gives the same budget."""
-    asked = {"cuda:0": "230MiB", "cuda:1": "225MiB", "cpu": "rest"}
+    asked = {"cuda:0": "250MiB", "cuda:1": "245MiB", "cpu": "rest"}
     planned = ex.plan(DEMO, devices=asked, cache="q8")
     host = MockHost(page, "plan", state_of(MemoryPlan(planned.at(borders=[12, 12]))))
     page.get_by_role("button", name="Fill cuda:0, cuda:1").click()

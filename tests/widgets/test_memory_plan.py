@@ -83,7 +83,7 @@ def test_static_twin_and_export(planned, tmp_path):
 
 # ---- several devices
 
-CARDS = {"cuda:0": "235MiB", "cuda:1": "230MiB", "cpu": "rest"}
+CARDS = {"cuda:0": "255MiB", "cuda:1": "250MiB", "cpu": "rest"}
 
 
 @pytest.fixture(scope="module")

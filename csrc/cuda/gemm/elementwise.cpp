@@ -16,6 +16,7 @@ const Kernel<NormRowsArgs> norm_rows{kPrefill, "norm_rows<4>", false}, norm_long
 const Kernel<const half*, int64_t, int, bool, int, half*> gate_rows{kPrefill, "gate_rows<1>", false},
     gate_eights{kPrefill, "gate_rows<8>", false};
 const Kernel<RotateRowsArgs> rotate_rows{kPrefill, "rotate_rows", false};
+const Kernel<MergePartsArgs> merge_parts{kPrefill, "merge_parts", false};
 
 }  // namespace
 
@@ -49,6 +50,11 @@ const char* rotate_rows_launch(const RotateRowsArgs& a, void* stream) {
   if (a.tokens == 0) return nullptr;
   const int64_t threads = a.tokens * (a.num_heads + 2 * a.num_kv_heads) * (a.head_dim / 16);
   return rotate_rows({unsigned((threads + kGateThreads - 1) / kGateThreads), kGateThreads, 0, stream}, a);
+}
+
+const char* merge_parts_launch(const MergePartsArgs& a, void* stream) {
+  const int64_t threads = a.tokens * a.heads * (a.head_dim / 8);
+  return threads == 0 ? nullptr : merge_parts({unsigned((threads + kGateThreads - 1) / kGateThreads), kGateThreads, 0, stream}, a);
 }
 
 }  // namespace exl2nb

@@ -65,5 +65,16 @@ struct RotateRowsArgs {
   int num_heads, num_kv_heads, head_dim;
 };
 const char* rotate_rows_launch(const RotateRowsArgs& args, void* stream);
+// Attention over all keys from that over each of `count` runs of them: parts f16 (tokens, heads, head_dim), weighted by the exponentials of
+// their lse f32 (heads, tokens), the logarithms of their sums; out as a part. head_dim: a multiple of 8.
+constexpr int kMostRuns = 16;
+struct MergePartsArgs {
+  const void* part[kMostRuns];
+  const float* lse[kMostRuns];
+  int count, heads, head_dim;
+  int64_t tokens;
+  void* out;
+};
+const char* merge_parts_launch(const MergePartsArgs& args, void* stream);
 
 }  // namespace exl2nb

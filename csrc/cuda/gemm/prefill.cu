@@ -1,6 +1,8 @@
-// Element-wise kernels of prefill, one pass over the rows each: norm (f32 to f16), gate, rotary embedding with cache write.
+// Element-wise kernels of prefill, one pass over the rows each: norm (f32 to f16), gate, rotary embedding with cache write;
+// and attention over several runs of keys put together.
 #include "cuda/gemm/elementwise.h"
 
+#include <cmath>
 #include <type_traits>
 
 #include "cuda/gemm/norm.cuh"
@@ -99,6 +101,27 @@ __global__ void __launch_bounds__(kGateThreads) rotate_rows(const __grid_constan
   half* const to = pool + ((static_cast<int64_t>(slot / kPage) * a.num_kv_heads + kv_head) * kPage + slot % kPage) * a.head_dim + first;
   *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(x);
   *reinterpret_cast<uint4*>(to + half_way) = *reinterpret_cast<const uint4*>(y);
+}
+
+// One thread: eight dims of one head of a token.
+__global__ void __launch_bounds__(kGateThreads) merge_parts(const __grid_constant__ MergePartsArgs a) {
+  const int64_t number = static_cast<int64_t>(blockIdx.x) * kGateThreads + threadIdx.x, row = number / (a.head_dim / 8);
+  const int64_t token = row / a.heads, at = row % a.heads * a.tokens + token;
+  if (token >= a.tokens) return;
+  float most = -INFINITY, total = 0.f, y[8] = {};
+  for (int p = 0; p < a.count; p++) most = fmaxf(most, __ldg(a.lse[p] + at));
+  for (int p = 0; p < a.count; p++) {
+    const float weight = expf(__ldg(a.lse[p] + at) - most);
+    alignas(16) half x[8];
+    *reinterpret_cast<uint4*>(x) = __ldcs(static_cast<const uint4*>(a.part[p]) + number);
+    total += weight;
+#pragma unroll
+    for (int i = 0; i < 8; i++) y[i] = fmaf(weight, __half2float(x[i]), y[i]);
+  }
+  alignas(16) half made[8];
+#pragma unroll
+  for (int i = 0; i < 8; i++) made[i] = __float2half_rn(y[i] / total);
+  static_cast<uint4*>(a.out)[number] = *reinterpret_cast<const uint4*>(made);
 }
 
 }  // namespace exl2nb

@@ -1,0 +1,41 @@
+"""Adam of what learns: how far numbers go, alone and pooled."""
+
+import torch
+
+from exl2nb.converter.adam import Adam, shares
+
+
+def walk(gradients, pooled, far=0.5):
+    """Where numbers stand that begin at 0, after one step for each of the gradients f32 `(steps, n)`."""
+    learning = torch.zeros(gradients.shape[1])
+    adam, way = Adam([(learning, far)], pooled=1 if pooled else 0), shares(len(gradients))
+    with torch.no_grad():
+        for step, (share, gradient) in enumerate(zip(way, gradients)):
+            adam.pace(step, share)
+            adam.move([gradient])
+    return learning.detach()
+
+
+def test_gradients_that_all_point_one_way_go_the_whole_distance():
+    gradients = torch.full((50, 3), 0.01)
+    for pooled in (False, True):
+        torch.testing.assert_close(walk(gradients, pooled), torch.full((3,), -0.5), rtol=1e-3, atol=0)
+
+
+def test_what_hardly_matters_goes_less_far_where_numbers_are_pooled():
+    noise = torch.randn(400, 2000, generator=torch.Generator().manual_seed(0))
+    size = torch.logspace(-2, 0, 2000)
+    alone, pooled = (walk(noise * size, together, far=2.0).abs() for together in (False, True))
+    small, middle = size < 0.05, (size.square() / size.square().mean() - 1).abs() < 0.1
+    assert pooled[small].mean() < 0.3 * alone[small].mean()
+    assert pooled[middle].mean() > 0.95 * alone[middle].mean()
+
+
+def test_only_the_first_are_pooled():
+    learning = [torch.zeros(1), torch.zeros(1)]
+    adam = Adam([(learning[0], 1.0), (learning[1], 1.0)], pooled=1)
+    with torch.no_grad():
+        adam.pace(0, 1.0)
+        adam.move([torch.full((1,), 1e-6), torch.full((1,), 1e3)])
+    for moved in learning:  # each by its own size
+        torch.testing.assert_close(moved.detach(), torch.full((1,), -1.0), rtol=1e-3, atol=0)
