@@ -11,6 +11,7 @@
 namespace exl2nb {
 
 constexpr int kLoraThreads = 256, kLoraChunk = 256, kLoraRows = 64;  // of a CTA; inputs of a CTA; rows of a launch
+constexpr int kLoraSumsThreads = 128, kLoraSlots = 4;  // of a CTA of lora_sums; launches whose results have places of their own
 
 // What the adapters change in one op, by row.
 struct LoraRows {
@@ -44,14 +45,53 @@ struct LoraArgs {
   MatrixInput next;
   int activation;
   bool gated;
-  // Of lora_shrink_launch, instead of y: scaled sums over the chunks, [row][width], and a zero for each 16 of them, which stays one.
+};
+
+// Scaled sums of x a of at most kLoraRows rows, for a product that adds the rest itself (lora_quads.cuh) and runs beside this launch, which
+// comes before it. `begun` becomes 1 when x is there; low, [row][width], has Lamport flags. Both have kLoraSlots places, used by turns.
+struct LoraSumsArgs {
+  LoraRows of;
+  MatrixInput x;
+  int K, rows;
+  float* sums;  // as in LoraArgs
+  int width;
+  unsigned* arrived;  // a zero for each 16 of low, which stays one
   float* low;
-  unsigned* arrived;
+  unsigned* begun;
+  float* later_low;  // of the launch after the next, [kLoraRows][width]: become zero
+  unsigned* later_begun;
 };
 
 inline int64_t lora_chunks(int64_t K) { return (K + kLoraChunk - 1) / kLoraChunk; }
 const char* lora_launch(LoraArgs a, int rows, void* stream, bool pdl);
-// In front of a product that adds the rest itself (lora_quads.cuh): low, for at most kLoraRows rows; b is on its way to the L2 cache.
-const char* lora_shrink_launch(const LoraArgs& a, int rows, void* stream, bool pdl);
+const char* lora_sums_launch(const LoraSumsArgs& a, void* stream, bool pdl);
+
+#ifdef __CUDACC__
+// y[n] += v * a[n], of 8 halves.
+__device__ __forceinline__ void lora_multiply(float v, const uint4& a, float* y) {
+  const uint32_t w[4] = {a.x, a.y, a.z, a.w};
+#pragma unroll
+  for (int n = 0; n < 4; n++) {
+    y[2 * n] = fmaf(v, __half2float(__ushort_as_half(static_cast<uint16_t>(w[n]))), y[2 * n]);
+    y[2 * n + 1] = fmaf(v, __half2float(__ushort_as_half(static_cast<uint16_t>(w[n] >> 16))), y[2 * n + 1]);
+  }
+}
+// Two lanes that differ in bit `d` add up 2 * N numbers; the one with the bit keeps the second N.
+template <int N>
+__device__ __forceinline__ void lora_halve(float* y, int lane, int d) {
+#pragma unroll
+  for (int n = 0; n < N; n++) {
+    const float other = __shfl_xor_sync(~0u, lane & d ? y[n] : y[n + N], d);
+    y[n] = (lane & d ? y[n + N] : y[n]) + other;
+  }
+}
+// Adds what the lanes have of 16 columns: every other lane the first eight, the others the second. Lanes without bit 1 then have the sum
+// of a column, the one returned, in y[0].
+__device__ __forceinline__ int lora_reduce(float (&y)[8], int lane) {
+  lora_halve<4>(y, lane, 16), lora_halve<2>(y, lane, 8), lora_halve<1>(y, lane, 4);
+  y[0] += __shfl_xor_sync(~0u, y[0], 2);
+  return 8 * (lane & 1) + (lane >> 4) * 4 + (lane >> 3 & 1) * 2 + (lane >> 2 & 1);
+}
+#endif
 
 }  // namespace exl2nb
