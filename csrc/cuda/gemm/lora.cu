@@ -74,42 +74,22 @@ __global__ void __launch_bounds__(kLoraThreads) lora_shrink(const __grid_constan
   if (!waited) pdl_wait();
 }
 
-// This CTA's share of all rows' matrices a, or b, into the L2 cache, unless an earlier row brings the same.
-template <bool B>
-__device__ __forceinline__ void prefetch_share(const LoraSumsArgs& a) {
-#if __CUDA_ARCH__ >= 900
-  constexpr int kParts = 6;  // LoraTable.fits_inside: most of a change
-#pragma unroll 1
-  for (int i = threadIdx.x; i < a.rows * kParts; i += kLoraSumsThreads) {
-    const int row = i / kParts, number = i - row * kParts;
-    const LoraChange* const change = a.of.of(row);
-    bool skips = !change || number >= change->num_parts;
-#pragma unroll 1
-    for (int other = 0; !skips && other < row; other++) skips = a.of.of(other) == change;
-    if (skips) continue;
-    const LoraPart& part = change->parts[number];
-    const int pieces = static_cast<int>(B ? part.rank * part.columns : a.K * part.width()) / 8;  // of 16 bytes
-    const int each = (pieces + static_cast<int>(gridDim.x) - 1) / static_cast<int>(gridDim.x), from = static_cast<int>(blockIdx.x) * each;
-    if (const int count = min(each, pieces - from); count > 0)
-      asm volatile("cp.async.bulk.prefetch.L2.global [%0],%1;" ::"l"((B ? part.b : part.a) + from * 8), "r"(count * 16) : "memory");
-  }
-#endif
-}
-// One CTA a multiprocessor, in the registers that stream-K GEMMs leave: it starts during the GEMM before and ends during the one that needs
-// its sums. Task of a warp: a row, 256 inputs, 16 columns of a. The last of a row's and columns' warps adds the chunks up, in order.
+// One CTA a multiprocessor, in the registers and shared memory that stream-K GEMMs leave: it starts during the GEMM before, when it brings
+// its share of a to the L2 cache, and ends during the one that needs its sums. Task of a warp: a row, 256 inputs, 16 columns of a. The last
+// of a row's and columns' warps adds the chunks up, in order.
 __global__ void __launch_bounds__(kLoraSumsThreads, 16) lora_sums(const __grid_constant__ LoraSumsArgs a) {
+  constexpr int kWarps = kLoraSumsThreads / 32, kTogether = 4;  // loads in flight
+  __shared__ __align__(16) uint16_t inputs[kWarps][kLoraChunk];
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, chunks = (a.K + kLoraChunk - 1) / kLoraChunk;
   pdl_launch_dependents();
-  prefetch_share<false>(a);
+  for (int row = warp; row < a.rows; row += kWarps) lora_prefetch<false>(a.of, row, a.K, lane);
   pdl_wait();
   if (blockIdx.x == 0 && threadIdx.x == 0) {
     *a.later_begun = 0;
     st_release(a.begun, 1);
   }
-  for (int i = blockIdx.x * kLoraSumsThreads + threadIdx.x; i < kLoraRows * a.width; i += gridDim.x * kLoraSumsThreads)
-    a.later_low[i] = 0.f;
-  const int lane = threadIdx.x & 31, warps = gridDim.x * (kLoraSumsThreads / 32), chunks = (a.K + kLoraChunk - 1) / kLoraChunk;
 #pragma unroll 1
-  for (int task = blockIdx.x * (kLoraSumsThreads / 32) + (threadIdx.x >> 5); task < a.width / 16 * a.rows * chunks; task += warps) {
+  for (int task = blockIdx.x * kWarps + warp; task < a.width / 16 * a.rows * chunks; task += gridDim.x * kWarps) {
     const int of_rows = task / chunks, chunk = task - of_rows * chunks, tile = of_rows / a.rows, row = of_rows - tile * a.rows;
     const LoraChange* const change = a.of.of(row);
     if (!change) continue;
@@ -118,26 +98,31 @@ __global__ void __launch_bounds__(kLoraSumsThreads, 16) lora_sums(const __grid_c
 #pragma unroll 1
     for (; left && column >= padded_rank(*part); left--, part++) column -= padded_rank(*part);
     if (!left) continue;
-    const int width = padded_rank(*part), first = chunk * kLoraChunk + (lane >> 1);
-    const uint16_t* from = part->a + static_cast<int64_t>(first) * width + column + 8 * (lane & 1);
-    const auto* const x = reinterpret_cast<const uint16_t*>(a.x.x + token_place(a.x.group, a.x.stride, row));
+    {
+      const auto* const x = reinterpret_cast<const uint16_t*>(a.x.x + token_place(a.x.group, a.x.stride, row));
+      const int k = chunk * kLoraChunk + lane * 8;
+      int place[8];
+      uint16_t v[8];
+#pragma unroll
+      for (int j = 0; j < 8; j++) place[j] = a.x.inverse[0] && k + j < a.K ? __ldg(a.x.inverse[0] + k + j) : k + j;
+#pragma unroll
+      for (int j = 0; j < 8; j++) v[j] = k + j < a.K ? __ldcg(x + row_place(a.x.group, place[j])) : 0;
+      __syncwarp();
+      const auto two = [&](int j) { return v[j] | static_cast<uint32_t>(v[j + 1]) << 16; };
+      *reinterpret_cast<uint4*>(inputs[warp] + lane * 8) = uint4{two(0), two(2), two(4), two(6)};
+      __syncwarp();
+    }
+    const int width = padded_rank(*part), begin = chunk * kLoraChunk, inner = min(kLoraChunk, a.K - begin);
+    const uint16_t* from = part->a + static_cast<int64_t>(begin + (lane >> 1)) * width + column + 8 * (lane & 1);
     float y[8] = {};
-    constexpr int kTogether = 2;  // loads in flight
 #pragma unroll 1
-    for (int k = first; k < chunk * kLoraChunk + kLoraChunk; k += 16 * kTogether) {
+    for (int k = lane >> 1; k < inner; k += 16 * kTogether) {
       uint4 w[kTogether];
-      float v[kTogether];
 #pragma unroll
-      for (int j = 0; j < kTogether; j++, from += 16 * width) {
-        const int at = k + 16 * j;
-        w[j] = uint4{0, 0, 0, 0}, v[j] = 0.f;
-        if (at < a.K) {
-          w[j] = __ldg(reinterpret_cast<const uint4*>(from));
-          v[j] = __half2float(__ushort_as_half(__ldcg(x + row_place(a.x.group, a.x.inverse[0] ? __ldg(a.x.inverse[0] + at) : at))));
-        }
-      }
+      for (int j = 0; j < kTogether; j++, from += 16 * width)
+        w[j] = k + 16 * j < inner ? __ldg(reinterpret_cast<const uint4*>(from)) : uint4{0, 0, 0, 0};
 #pragma unroll
-      for (int j = 0; j < kTogether; j++) lora_multiply(v[j], w[j], y);
+      for (int j = 0; j < kTogether; j++) lora_multiply(__half2float(__ushort_as_half(inputs[warp][k + 16 * j])), w[j], y);
     }
     __syncwarp();
     const int own = lora_reduce(y, lane);
@@ -151,14 +136,13 @@ __global__ void __launch_bounds__(kLoraSumsThreads, 16) lora_sums(const __grid_c
     if (__shfl_sync(~0u, before, 0) != chunks - 1) continue;
     __threadfence();
     float all = 0.f;
-#pragma unroll 4
+#pragma unroll 8
     for (int q = lane >> 4; q < chunks; q += 2) all += __ldcg(sums + q * a.width + (lane & 15));
     all += __shfl_xor_sync(~0u, all, 16);
     const int r = column + (lane & 15);
-    if (lane < 16) st_relaxed(a.low + row * a.width + 16 * tile + lane, lamport_value(r < part->rank ? all * __ldg(part->scale + r) : 0.f));
+    if (lane < 16) a.low[row * a.width + 16 * tile + lane] = r < part->rank ? all * __ldg(part->scale + r) : 0.f;
     if (lane == 0) *arrived = 0;
   }
-  prefetch_share<true>(a);
 }
 
 __global__ void __launch_bounds__(kLoraThreads) lora_expand(const __grid_constant__ LoraArgs a) {

@@ -11,7 +11,7 @@
 namespace exl2nb {
 
 constexpr int kLoraThreads = 256, kLoraChunk = 256, kLoraRows = 64;  // of a CTA; inputs of a CTA; rows of a launch
-constexpr int kLoraSumsThreads = 128, kLoraSlots = 4;  // of a CTA of lora_sums; launches whose results have places of their own
+constexpr int kLoraSumsThreads = 128, kLoraSlots = 4;                // of a CTA of lora_sums; places of `begun`
 
 // What the adapters change in one op, by row.
 struct LoraRows {
@@ -48,7 +48,7 @@ struct LoraArgs {
 };
 
 // Scaled sums of x a of at most kLoraRows rows, for a product that adds the rest itself (lora_quads.cuh) and runs beside this launch, which
-// comes before it. `begun` becomes 1 when x is there; low, [row][width], has Lamport flags. Both have kLoraSlots places, used by turns.
+// comes before it. `begun` becomes 1 when x is there; it has kLoraSlots places, used by turns.
 struct LoraSumsArgs {
   LoraRows of;
   MatrixInput x;
@@ -56,10 +56,9 @@ struct LoraSumsArgs {
   float* sums;  // as in LoraArgs
   int width;
   unsigned* arrived;  // a zero for each 16 of low, which stays one
-  float* low;
+  float* low;         // [row][width]
   unsigned* begun;
-  float* later_low;  // of the launch after the next, [kLoraRows][width]: become zero
-  unsigned* later_begun;
+  unsigned* later_begun;  // of the launch after the next: becomes 0
 };
 
 inline int64_t lora_chunks(int64_t K) { return (K + kLoraChunk - 1) / kLoraChunk; }
@@ -67,6 +66,21 @@ const char* lora_launch(LoraArgs a, int rows, void* stream, bool pdl);
 const char* lora_sums_launch(const LoraSumsArgs& a, void* stream, bool pdl);
 
 #ifdef __CUDACC__
+// By a warp: this CTA's share of a row's matrices a, or b, into the L2 cache, unless an earlier row brings the same.
+template <bool B>
+__device__ __forceinline__ void lora_prefetch(const LoraRows& of, int row, int K, int lane) {
+#if __CUDA_ARCH__ >= 900
+  const LoraChange* const change = of.of(row);
+  bool known = false;
+  for (int other = lane; other < row; other += 32) known |= of.of(other) == change;
+  if (__any_sync(~0u, known) || !change || lane >= change->num_parts) return;
+  const LoraPart& part = change->parts[lane];
+  const int pieces = static_cast<int>(B ? part.rank * part.columns : K * ((part.rank + 15) & ~15)) / 8;  // of 16 bytes
+  const int each = (pieces + static_cast<int>(gridDim.x) - 1) / static_cast<int>(gridDim.x), from = static_cast<int>(blockIdx.x) * each;
+  if (const int count = min(each, pieces - from); count > 0)
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0],%1;" ::"l"((B ? part.b : part.a) + from * 8), "r"(count * 16) : "memory");
+#endif
+}
 // y[n] += v * a[n], of 8 halves.
 __device__ __forceinline__ void lora_multiply(float v, const uint4& a, float* y) {
   const uint32_t w[4] = {a.x, a.y, a.z, a.w};

@@ -59,7 +59,7 @@ AttentionArgs attention_args(const GpuStep& s, const AttentionOp& op, const QkvO
 // In front of the sums of persistent chains: number of launches, then `begun`, kLoraFlag words each; low and arrived (LoraSumsArgs).
 constexpr int kLoraFlag = 8;
 static_assert((1 + kLoraSlots) * kLoraFlag <= kLoraChainHead, "room");
-int64_t lora_head_floats(int64_t width) { return kLoraChainHead + kLoraRows * (kLoraSlots * width + width / 16); }
+int64_t lora_head_floats(int64_t width) { return kLoraChainHead + kLoraRows * (width + width / 16); }
 int64_t lora_most_chunks(const Program& program) {
   int64_t K = 0;
   for (const Op* op = program.first(); op; op = program.next(op))
@@ -95,11 +95,11 @@ class Walker {
     return ranks() ? exchanges_done(s_.peers, exchanges_, stream_, pdl_) : nullptr;
   }
 
-  // When a step was not launched to its end: `begun` and low are as at the beginning.
+  // When a step was not launched to its end: `begun` as at the beginning.
   void clear_lora() const {
     if (!lora_head_) return;
-    const int64_t floats = kLoraChainHead - kLoraFlag + kLoraSlots * kLoraRows * s_.lora_width;
-    driver()->fill(reinterpret_cast<uintptr_t>(lora_head_ + kLoraFlag), 0, floats * sizeof(float), static_cast<CudaStream>(stream_));
+    constexpr size_t kBytes = kLoraSlots * kLoraFlag * sizeof(float);
+    driver()->fill(reinterpret_cast<uintptr_t>(lora_head_ + kLoraFlag), 0, kBytes, static_cast<CudaStream>(stream_));
   }
 
   enum Ready { kNothing, kNormed, kUnscaled, kRouted };  // contents of the buffer of normed inputs; kRouted: and the router has run
@@ -242,7 +242,7 @@ class Walker {
     }
     return as<HeadOp>(op) || as<ResidualOutOp>(op);
   }
-  // Matrices of the layers. Steps take the places of LoraSumsArgs by turns from the first on, so these must come out even.
+  // Matrices of the layers. Steps take the places of `begun` by turns from the first on, so these must come out even.
   int products() const {
     int n = 0;
     for (const Op* op = program_.first(); op; op = next(op)) n += matrix_of(op) && !as<HeadOp>(op);
@@ -254,13 +254,12 @@ class Walker {
     const GpuHeader& h = header_of(a.head);
     set_input(x, a.head, a.image - h.image, const_cast<half*>(a.x), stream_k_rows(s_.capacity));
     x.group = group(tokens);
-    const auto low = [&](int slot) { return lora_head_ + kLoraChainHead + slot * kLoraRows * s_.lora_width; };
+    float* const low = lora_head_ + kLoraChainHead;
+    auto* const arrived = reinterpret_cast<unsigned*>(low + kLoraRows * s_.lora_width);
     const auto begun = [&](int slot) { return reinterpret_cast<unsigned*>(lora_head_ + kLoraFlag * (1 + slot)); };
     const int slot = lora_launches_++ % kLoraSlots, later = (slot + 2) % kLoraSlots;
-    lora = {lora_of(number_), low(slot), s_.lora_width, begun(slot)};
-    auto* const arrived = reinterpret_cast<unsigned*>(low(kLoraSlots));
-    const LoraSumsArgs args{lora.of, x,         h.K,         a.tokens,   s_.lora_sums, s_.lora_width,
-                            arrived, low(slot), begun(slot), low(later), begun(later)};
+    lora = {lora_of(number_), low, s_.lora_width, begun(slot)};
+    const LoraSumsArgs args{lora.of, x, h.K, a.tokens, s_.lora_sums, s_.lora_width, arrived, low, begun(slot), begun(later)};
     return lora_sums_launch(args, stream_, pdl_);
   }
 
