@@ -84,10 +84,8 @@ __global__ void __launch_bounds__(kLoraSumsThreads, 16) lora_sums(const __grid_c
   pdl_launch_dependents();
   for (int row = warp; row < a.rows; row += kWarps) lora_prefetch<false>(a.of, row, a.K, lane);
   pdl_wait();
-  if (blockIdx.x == 0 && threadIdx.x == 0) {
-    *a.later_begun = 0;
-    st_release(a.begun, 1);
-  }
+  if (blockIdx.x == 0 && threadIdx.x == 0) st_release(a.begun, 1);
+  if (blockIdx.x == 0 && threadIdx.x == 32) *a.later_begun = 0;
 #pragma unroll 1
   for (int task = blockIdx.x * kWarps + warp; task < a.width / 16 * a.rows * chunks; task += gridDim.x * kWarps) {
     const int of_rows = task / chunks, chunk = task - of_rows * chunks, tile = of_rows / a.rows, row = of_rows - tile * a.rows;

@@ -38,8 +38,8 @@ struct LoraQuads {
     if (threadIdx.x < 2) barrier_init(barriers + threadIdx.x, kWarpArrivals), barrier_fence();
   }
   __device__ __forceinline__ void watch(uint64_t* barriers, int lane) const {
-    if (lane == 0)
-      while (!ld_acquire(L.begun)) {}
+    if (lane == 0)  // an acquire would drop L1 each time; what is read from here on comes from L2
+      while (!ld_relaxed(L.begun)) {}
     __syncwarp();
     asm volatile("fence.proxy.async.global;" ::: "memory");
     warp_arrive(barriers + 1, lane);
