@@ -1,20 +1,60 @@
 // y += (scale * (x a)) b for rows with adapters of their own, as in Punica's BGMV (Chen et al., 2023, arXiv:2310.18547): each row finds its
 // matrices through a table. A row's bits do not depend on the other rows.
 //
-// lora_shrink: a CTA takes 256 inputs of a row and every gridDim.y-th 16 columns of a; its sums go to memory, chunk by chunk.
+// lora_shrink, lora_sums: a CTA takes 256 inputs of a row and every gridDim.y-th 16 columns of a; its sums go to memory, chunk by chunk.
 // Two lanes hold a row of 16 columns. lora_expand: a thread takes a column of y (two where [gate; up] becomes one input), its CTA first
 // adds the chunks up in order. Bytes: a and b of every row once, rows with the same adapter from L2; y twice. Adapters and table are
 // written before the step, so they are read ahead of griddepcontrol.wait. Every CTA waits there, even with nothing to do: the next kernel
 // relies on it, as this kernel's predecessors are complete when this one is.
 #include "cuda/gemm/lora.h"
-#include "cuda/runtime/lamport.cuh"
 #include "cuda/runtime/pdl.cuh"
 
 namespace exl2nb {
 
 __device__ __forceinline__ int padded_rank(const LoraPart& p) { return static_cast<int>(p.rank + 15) & ~15; }
 
-__global__ void __launch_bounds__(kLoraThreads) lora_shrink(const __grid_constant__ LoraArgs a) {
+// This CTA's share of a row's matrices b into the L2 cache, unless an earlier row brings the same.
+__device__ __forceinline__ void prefetch_b(const LoraRows& of, int row, const LoraChange& change) {
+#if __CUDA_ARCH__ >= 900
+  bool known = false;
+  for (int other = threadIdx.x & 31; other < row; other += 32) known |= of.of(other) == &change;
+  if (__any_sync(~0u, known) || threadIdx.x >= change.num_parts) return;
+  const LoraPart part = change.parts[threadIdx.x];
+  const int64_t pieces = gridDim.x * gridDim.y, piece = blockIdx.x * gridDim.y + blockIdx.y, bytes = part.rank * part.columns * 2;
+  const int64_t each = (bytes / 16 + pieces - 1) / pieces * 16, from = piece * each, count = min(each, (bytes & ~15) - from);
+  if (count > 0)
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0],%1;" ::"l"(reinterpret_cast<const uint8_t*>(part.b) + from),
+                 "r"(static_cast<uint32_t>(count))
+                 : "memory");
+#endif
+}
+// The CTA that is the last to have its chunk's sums of a tile adds all chunks up, in order.
+__device__ __forceinline__ void finish_tile(const LoraArgs& a, const LoraPart& part, int column, int row, int tile) {
+  constexpr int kGroups = kLoraThreads / 16;
+  __shared__ float partial[kGroups][16];
+  __shared__ bool last;
+  unsigned* const arrived = a.arrived + row * (a.width / 16) + tile;
+  if (threadIdx.x == 0) last = atomicAdd(arrived, 1u) == gridDim.x - 1;
+  __syncthreads();
+  if (!last) return;
+  __threadfence();
+  const int own = threadIdx.x & 15, group = threadIdx.x >> 4, chunks = gridDim.x;
+  const float* const sums = a.sums + static_cast<int64_t>(row) * chunks * a.width + 16 * tile + own;
+  float sum = 0.f;
+  for (int q = group; q < chunks; q += kGroups) sum += __ldcg(sums + static_cast<int64_t>(q) * a.width);
+  partial[group][own] = sum;
+  __syncthreads();
+  if (group) return;
+  float all = 0.f;
+#pragma unroll
+  for (int n = 0; n < kGroups; n++) all += partial[n][own];
+  a.low[static_cast<int64_t>(row) * a.width + 16 * tile + own] = column + own < part.rank ? all * __ldg(part.scale + column + own) : 0.f;
+  if (own == 0) *arrived = 0;
+}
+
+// ALL: the sums over all chunks, too.
+template <bool ALL>
+__device__ __forceinline__ void shrink(const LoraArgs& a) {
   constexpr int kWarps = kLoraThreads / 32, kEach = kLoraChunk / (16 * kWarps);
   __shared__ float partial[kWarps][16];
   const int chunk = blockIdx.x, row = blockIdx.z, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -23,6 +63,7 @@ __global__ void __launch_bounds__(kLoraThreads) lora_shrink(const __grid_constan
   const half* const x = a.x.x + token_place(a.x.group, a.x.stride, row);
   const int first = chunk * kLoraChunk + warp * 16 * kEach + (lane >> 1);  // input of this lane, and every 16th after it
   float* const sums = a.sums + (static_cast<int64_t>(row) * gridDim.x + chunk) * a.width;
+  if (ALL && change) prefetch_b(a.of, row, *change);
   bool waited = false;
   int tile = 0;  // 16 columns, counted over all parts
   for (int64_t i = 0; change && i < change->num_parts; i++) {
@@ -67,81 +108,16 @@ __global__ void __launch_bounds__(kLoraThreads) lora_shrink(const __grid_constan
 #pragma unroll
         for (int n = 0; n < kWarps; n++) all += partial[n][threadIdx.x];
         sums[16 * tile + threadIdx.x] = all;
+        if (ALL) __threadfence();
       }
       __syncthreads();
+      if (ALL) finish_tile(a, part, column, row, tile);
     }
   }
   if (!waited) pdl_wait();
 }
-
-// One CTA a multiprocessor, in the registers and shared memory that stream-K GEMMs leave: it starts during the GEMM before, when it brings
-// its share of a to the L2 cache, and ends during the one that needs its sums. Task of a warp: a row, 256 inputs, 16 columns of a. The last
-// of a row's and columns' warps adds the chunks up, in order.
-__global__ void __launch_bounds__(kLoraSumsThreads, 16) lora_sums(const __grid_constant__ LoraSumsArgs a) {
-  constexpr int kWarps = kLoraSumsThreads / 32, kTogether = 4;  // loads in flight
-  __shared__ __align__(16) uint16_t inputs[kWarps][kLoraChunk];
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, chunks = (a.K + kLoraChunk - 1) / kLoraChunk;
-  pdl_launch_dependents();
-  for (int row = warp; row < a.rows; row += kWarps) lora_prefetch<false>(a.of, row, a.K, lane);
-  pdl_wait();
-  if (blockIdx.x == 0 && threadIdx.x == 0) st_release(a.begun, 1);
-  if (blockIdx.x == 0 && threadIdx.x == 32) *a.later_begun = 0;
-#pragma unroll 1
-  for (int task = blockIdx.x * kWarps + warp; task < a.width / 16 * a.rows * chunks; task += gridDim.x * kWarps) {
-    const int of_rows = task / chunks, chunk = task - of_rows * chunks, tile = of_rows / a.rows, row = of_rows - tile * a.rows;
-    const LoraChange* const change = a.of.of(row);
-    if (!change) continue;
-    int column = 16 * tile, left = static_cast<int>(change->num_parts);
-    const LoraPart* part = change->parts;
-#pragma unroll 1
-    for (; left && column >= padded_rank(*part); left--, part++) column -= padded_rank(*part);
-    if (!left) continue;
-    {
-      const auto* const x = reinterpret_cast<const uint16_t*>(a.x.x + token_place(a.x.group, a.x.stride, row));
-      const int k = chunk * kLoraChunk + lane * 8;
-      int place[8];
-      uint16_t v[8];
-#pragma unroll
-      for (int j = 0; j < 8; j++) place[j] = a.x.inverse[0] && k + j < a.K ? __ldg(a.x.inverse[0] + k + j) : k + j;
-#pragma unroll
-      for (int j = 0; j < 8; j++) v[j] = k + j < a.K ? __ldcg(x + row_place(a.x.group, place[j])) : 0;
-      __syncwarp();
-      const auto two = [&](int j) { return v[j] | static_cast<uint32_t>(v[j + 1]) << 16; };
-      *reinterpret_cast<uint4*>(inputs[warp] + lane * 8) = uint4{two(0), two(2), two(4), two(6)};
-      __syncwarp();
-    }
-    const int width = padded_rank(*part), begin = chunk * kLoraChunk, inner = min(kLoraChunk, a.K - begin);
-    const uint16_t* from = part->a + static_cast<int64_t>(begin + (lane >> 1)) * width + column + 8 * (lane & 1);
-    float y[8] = {};
-#pragma unroll 1
-    for (int k = lane >> 1; k < inner; k += 16 * kTogether) {
-      uint4 w[kTogether];
-#pragma unroll
-      for (int j = 0; j < kTogether; j++, from += 16 * width)
-        w[j] = k + 16 * j < inner ? __ldg(reinterpret_cast<const uint4*>(from)) : uint4{0, 0, 0, 0};
-#pragma unroll
-      for (int j = 0; j < kTogether; j++) lora_multiply(__half2float(__ushort_as_half(inputs[warp][k + 16 * j])), w[j], y);
-    }
-    __syncwarp();
-    const int own = lora_reduce(y, lane);
-    float* const sums = a.sums + static_cast<int64_t>(row) * chunks * a.width + 16 * tile;
-    if (!(lane & 2)) __stcg(sums + chunk * a.width + own, y[0]);
-    __threadfence();
-    __syncwarp();
-    unsigned* const arrived = a.arrived + row * (a.width / 16) + tile;
-    unsigned before = 0;
-    if (lane == 0) before = atomicAdd(arrived, 1u);
-    if (__shfl_sync(~0u, before, 0) != chunks - 1) continue;
-    __threadfence();
-    float all = 0.f;
-#pragma unroll 8
-    for (int q = lane >> 4; q < chunks; q += 2) all += __ldcg(sums + q * a.width + (lane & 15));
-    all += __shfl_xor_sync(~0u, all, 16);
-    const int r = column + (lane & 15);
-    if (lane < 16) a.low[row * a.width + 16 * tile + lane] = r < part->rank ? all * __ldg(part->scale + r) : 0.f;
-    if (lane == 0) *arrived = 0;
-  }
-}
+__global__ void __launch_bounds__(kLoraThreads) lora_shrink(const __grid_constant__ LoraArgs a) { shrink<false>(a); }
+__global__ void __launch_bounds__(kLoraThreads) lora_sums(const __grid_constant__ LoraArgs a) { shrink<true>(a); }
 
 __global__ void __launch_bounds__(kLoraThreads) lora_expand(const __grid_constant__ LoraArgs a) {
   constexpr int kLow = 64, kGroups = kLoraThreads / 16;  // ranks at a time; threads that share a sum

@@ -23,10 +23,6 @@ __device__ __forceinline__ uint4 ld_relaxed(const half* p) {
   asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
   return v;
 }
-// A flag for other data, which the writer has written or waited for.
-__device__ __forceinline__ void st_release(unsigned* p, unsigned v) {
-  asm volatile("st.release.gpu.global.u32 [%0],%1;" ::"l"(p), "r"(v) : "memory");
-}
 __device__ __forceinline__ void st_relaxed(half* p, half v) {
   asm volatile("st.relaxed.gpu.global.u16 [%0],%1;" ::"l"(p), "h"(__half_as_ushort(v)) : "memory");
 }

@@ -56,9 +56,7 @@ AttentionArgs attention_args(const GpuStep& s, const AttentionOp& op, const QkvO
   return a;
 }
 
-// In front of the sums of persistent chains: number of launches, then `begun`, kLoraFlag words each; low and arrived (LoraSumsArgs).
-constexpr int kLoraFlag = 8;
-static_assert((1 + kLoraSlots) * kLoraFlag <= kLoraChainHead, "room");
+// In front of the sums of persistent chains: number of launches; low and arrived (LoraArgs).
 int64_t lora_head_floats(int64_t width) { return kLoraChainHead + kLoraRows * (width + width / 16); }
 int64_t lora_most_chunks(const Program& program) {
   int64_t K = 0;
@@ -79,8 +77,7 @@ class Walker {
       lora_chain_ = chains_lora();
     }
     stream_k_ = all_stream_k();  // asks how many rows a chain takes, with adapters where it has them
-    lora_chain_ = lora_chain_ && !stream_k_;
-    lora_stream_k_ = inside && stream_k_ && s_.tokens <= kLoraRows && products() % kLoraSlots == 0;
+    lora_chain_ = lora_chain_ && !stream_k_, lora_stream_k_ = inside && stream_k_ && s_.tokens <= kLoraRows;
   }
 
   // at: the op that failed. A persistent chain takes several ops, so a visit may move it on.
@@ -93,13 +90,6 @@ class Walker {
       at = op_;
     }
     return ranks() ? exchanges_done(s_.peers, exchanges_, stream_, pdl_) : nullptr;
-  }
-
-  // When a step was not launched to its end: `begun` as at the beginning.
-  void clear_lora() const {
-    if (!lora_head_) return;
-    constexpr size_t kBytes = kLoraSlots * kLoraFlag * sizeof(float);
-    driver()->fill(reinterpret_cast<uintptr_t>(lora_head_ + kLoraFlag), 0, kBytes, static_cast<CudaStream>(stream_));
   }
 
   enum Ready { kNothing, kNormed, kUnscaled, kRouted };  // contents of the buffer of normed inputs; kRouted: and the router has run
@@ -220,7 +210,7 @@ class Walker {
   // What the adapters change in the sums y of the current op's product of x.
   LoraArgs lora_args(const Weight& w, const MatrixInput& x, float* y) const {
     const int N = w.header().N;
-    return {lora_of(number_), x, w.header().K, nullptr, s_.lora_sums, s_.lora_width, y, N, N, {}, 0, false};
+    return {lora_of(number_), x, w.header().K, nullptr, s_.lora_sums, s_.lora_width, y, N, N, {}, 0, false, nullptr, nullptr};
   }
   const char* adapt(const Weight& w, const MatrixInput& x, float* y) {
     return lora() || lora_chain_ ? lora_launch(lora_args(w, x, y), s_.tokens, stream_, pdl_) : nullptr;
@@ -242,12 +232,6 @@ class Walker {
     }
     return as<HeadOp>(op) || as<ResidualOutOp>(op);
   }
-  // Matrices of the layers. Steps take the places of `begun` by turns from the first on, so these must come out even.
-  int products() const {
-    int n = 0;
-    for (const Op* op = program_.first(); op; op = next(op)) n += matrix_of(op) && !as<HeadOp>(op);
-    return n;
-  }
   // In front of a stream-K GEMM: x a. The GEMM adds the rest.
   const char* shrink_lora(const GemmArgs& a, int tokens, StreamKLora& lora) {
     MatrixInput x;
@@ -256,11 +240,9 @@ class Walker {
     x.group = group(tokens);
     float* const low = lora_head_ + kLoraChainHead;
     auto* const arrived = reinterpret_cast<unsigned*>(low + kLoraRows * s_.lora_width);
-    const auto begun = [&](int slot) { return reinterpret_cast<unsigned*>(lora_head_ + kLoraFlag * (1 + slot)); };
-    const int slot = lora_launches_++ % kLoraSlots, later = (slot + 2) % kLoraSlots;
-    lora = {lora_of(number_), low, s_.lora_width, begun(slot)};
-    const LoraSumsArgs args{lora.of, x, h.K, a.tokens, s_.lora_sums, s_.lora_width, arrived, low, begun(slot), begun(later)};
-    return lora_sums_launch(args, stream_, pdl_);
+    lora = {lora_of(number_), low, s_.lora_width};
+    const LoraArgs args{lora.of, x, h.K, nullptr, s_.lora_sums, s_.lora_width, nullptr, 0, 0, {}, 0, false, low, arrived};
+    return lora_shrink_launch(args, a.tokens, stream_, pdl_);
   }
 
   static Epilogue epilogue_of(const Op& op) { return as<GateUpOp>(&op) ? kActivation : kStore; }
@@ -314,8 +296,8 @@ class Walker {
     }
     const char* const wrong = embed_launch(a, s_.tokens, stream_, pdl_);
     if (wrong || !lora()) return wrong;
-    return lora_launch({lora_of(number_), {}, a.vocab, s_.ids, nullptr, s_.lora_width, a.x, H_, H_, {}, 0, false}, s_.tokens, stream_,
-                       pdl_);
+    return lora_launch({lora_of(number_), {}, a.vocab, s_.ids, nullptr, s_.lora_width, a.x, H_, H_, {}, 0, false, nullptr, nullptr},
+                       s_.tokens, stream_, pdl_);
   }
 
   // A product that only writes its sums.
@@ -621,7 +603,6 @@ class Walker {
   int number_ = 0;          // of the current op
   // Adapters inside the products: of persistent chains; of stream-K GEMMs. lora_head_: memory of both (step.h).
   bool lora_chain_ = false, lora_stream_k_ = false;
-  int lora_launches_ = 0;  // of lora_sums
   float* lora_head_ = nullptr;
   LoraChain lora_args_{};
 };
@@ -655,7 +636,6 @@ std::string step_launch(const Program& program, const GpuStep& step, void* works
   if (!failed) return "";
   for (const size_t offset : layout.lamport_qkv)
     driver()->fill(reinterpret_cast<uintptr_t>(workspace) + offset, 0, layout.lamport_bytes, static_cast<CudaStream>(stream));
-  walker.clear_lora();
   int number = 0;
   for (const Op* op = program.first(); op != at; op = program.next(op)) number++;
   return std::string(op_name(at)) + ", op " + std::to_string(number) + " of the program: " + failed;

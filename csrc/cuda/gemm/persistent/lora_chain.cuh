@@ -56,6 +56,24 @@ struct LoraSum {
     return __ll2float_rn(static_cast<long long>(v) >> kCount) * (1.f / kOne);
   }
 };
+// y[n] += v * a[n], of 8 halves.
+__device__ __forceinline__ void lora_multiply(float v, const uint4& a, float* y) {
+  const uint32_t w[4] = {a.x, a.y, a.z, a.w};
+#pragma unroll
+  for (int n = 0; n < 4; n++) {
+    y[2 * n] = fmaf(v, __half2float(__ushort_as_half(static_cast<uint16_t>(w[n]))), y[2 * n]);
+    y[2 * n + 1] = fmaf(v, __half2float(__ushort_as_half(static_cast<uint16_t>(w[n] >> 16))), y[2 * n + 1]);
+  }
+}
+// Two lanes that differ in bit `d` add up 2 * N numbers; the one with the bit keeps the second N.
+template <int N>
+__device__ __forceinline__ void lora_halve(float* y, int lane, int d) {
+#pragma unroll
+  for (int n = 0; n < N; n++) {
+    const float other = __shfl_xor_sync(~0u, lane & d ? y[n] : y[n + N], d);
+    y[n] = (lane & d ? y[n + N] : y[n]) + other;
+  }
+}
 // The warp. Args: PersistentArgs.
 template <class Args>
 struct LoraWarp {
@@ -302,11 +320,12 @@ struct LoraWarp {
     }
     put(y, sums_of(0, m) + column);
   }
-  // Adds what the lanes have of 16 columns (lora_reduce).
+  // Adds what the lanes have of 16 columns: every other lane the first eight, the others the second.
   __device__ __forceinline__ void put(float (&y)[8], unsigned long long* to) const {
     __syncwarp();
-    const int c = lora_reduce(y, lane);
-    if (!(lane & 2)) LoraSum::add(to + c, y[0]);
+    lora_halve<4>(y, lane, 16), lora_halve<2>(y, lane, 8), lora_halve<1>(y, lane, 4);
+    y[0] += __shfl_xor_sync(~0u, y[0], 2);
+    if (!(lane & 2)) LoraSum::add(to + 8 * (lane & 1) + (lane >> 4) * 4 + (lane >> 3 & 1) * 2 + (lane >> 2 & 1), y[0]);
   }
   static __device__ __forceinline__ float first(uint32_t w) { return __half2float(__ushort_as_half(static_cast<uint16_t>(w))); }
   static __device__ __forceinline__ float high(uint32_t w) { return __half2float(__ushort_as_half(static_cast<uint16_t>(w >> 16))); }

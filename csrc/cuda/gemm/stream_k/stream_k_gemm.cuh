@@ -61,7 +61,7 @@ constexpr int kStreamKConsumerThreads = kStreamKWarps * 32, kStreamKThreads = kS
 constexpr int kStreamKWeights = kStreamKStrips * kMaxItemBytes;  // bytes of a stage
 constexpr int kStreamKProducers = 4;                             // producer warps
 constexpr int kStreamKWeightProducers = kStreamKProducers - 1;   // of these, for weights
-constexpr int kStreamKBarriers = 8;                              // at least the number of stages + 3
+constexpr int kStreamKBarriers = 8;                              // at least the number of stages + 1
 constexpr int kStreamKMmaTokens = 16;                            // rows up to which mma.sync beats wgmma
 constexpr int kStreamKMaxSharers = 40;                           // about the most CTAs that share a tile
 constexpr int kStreamKMaxCtas = 192;                             // CTAs
@@ -301,18 +301,13 @@ struct StreamKProducer {
     if (first < all) bulk_copy(tokens, from + first, all - first, bar);
   }
 
-  // barriers: two of the CTA, for adapters.
-  template <class Lora>
-  __device__ __forceinline__ void run(const Lora& lora, uint64_t* barriers) const {
+  __device__ __forceinline__ void run() const {
     const int ahead = producer ? kStreamKPrefetch : 0;  // items before griddepcontrol.wait
     int count = 0, live = 0, used = 0;                  // items issued; items and units in flight
     uint32_t sizes = 0;                                 // units of the items in flight, four bits each
     StreamKCursor<NB> back;
     const auto wait = [&] {
-      if (producer)
-        lora.wait(barriers);
-      else
-        lora.watch(barriers, lane);
+      pdl_wait();
       if (NB > 2 && A.squares && producer == 0) wait_for_squares();
       if (A.next_image && producer == 1 && lane == 0) prefetch(A.next_image, A.next_image_bytes);
     };
@@ -332,7 +327,6 @@ struct StreamKProducer {
     });
     if (count <= ahead) wait();
     if (producer == kStreamKWeightProducers && A.keys.rows) prefetch_keys(A.keys, lane);
-    if (producer == 0) lora.end(barriers, lane);
   }
 };
 
@@ -571,13 +565,17 @@ struct StreamKEpilogue {
     const int all = (A.tokens + 7) / 8 * kStreamKStrips;
     const int from = NB == 8 ? s.rank * kStreamKStrips + warp : warp * s.writers + s.rank, step = kStreamKWarps * s.writers;
     barrier_wait(ready, 0);
-    lora.wait_for_sums(ready - 2);
     int k = 0;
 #pragma unroll 1
     for (int i = from; i < all; i += step, k++) {
       const int strip = i % kStreamKStrips, n = i / kStreamKStrips, token = n * 8 + 2 * (lane & 3);
       const int column = (s.first_strip + strip) * kStripColumns + (lane >> 2);
       Quad q = {}, first = {}, old = {};
+      QuadColumns to;
+      if (!A.out) {
+        to.load(A, column);
+        if (!A.paired) old_residual(A, token, column, old);
+      }
       float4 more[2] = {};  // of adapters; while the sums are on their way
       if constexpr (Lora::kAny)
 #pragma unroll 1
@@ -585,11 +583,6 @@ struct StreamKEpilogue {
           more[0] = more[1];
           more[1] = lora.of(n * 8, A.tokens, A.part[s.part + p].first_column + column - (lane >> 2), lane);
         }
-      QuadColumns to;
-      if (!A.out) {
-        to.load(A, column);
-        if (!A.paired) old_residual(A, token, column, old);
-      }
       sum(s, ((strip * NB + n) * 32 + lane) * 4, k, q, first);
       if constexpr (Lora::kAny) first.add(more[0]), q.add(more[1]);
       if (A.paired) {
@@ -771,8 +764,7 @@ struct StreamKConsumer {
 template <int NB, class Product, class Lora>
 __device__ __forceinline__ void run_stream_k(const StreamKArgs& A, const Lora& lora, uint8_t* shared) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  uint64_t* const barriers = reinterpret_cast<uint64_t*>(shared + stream_k_pool(NB)) + kStreamKBarriers - 3;  // behind those of the stages
-  lora.prepare(barriers);
+  pdl_launch_dependents();
   const StreamKSmem<NB> s(A, shared);
   if (warp >= kStreamKWarps) {
     release_registers();
@@ -781,13 +773,12 @@ __device__ __forceinline__ void run_stream_k(const StreamKArgs& A, const Lora& l
       if (lane == 0) *s.last = last;
       warp_arrive(s.ready, lane);
     }
-    StreamKProducer<NB>{A, s.items, s.ends, s.weights, s.tokens, s.full, s.empty, warp - kStreamKWarps, lane}.run(lora, barriers);
+    StreamKProducer<NB>{A, s.items, s.ends, s.weights, s.tokens, s.full, s.empty, warp - kStreamKWarps, lane}.run();
     return;
   }
   acquire_registers();
   const RowFactors<NB> factors(A, warp, lane);
-  lora.touch(A.tokens, warp, lane);
-  lora.wait(barriers);
+  pdl_wait();
   factors.load(s.factors, warp, lane);
   __syncwarp();
   warp_arrive(s.ready, lane);
