@@ -67,7 +67,12 @@ class Peers:
             for other, theirs in enumerate(given):
                 address = ctypes.c_uint64(self._own)
                 if other != rank:
-                    self._ask("cuIpcOpenMemHandle_v2", ctypes.byref(address), _Handle.from_buffer_copy(theirs[: ctypes.sizeof(_Handle)]), _LAZY_PEER_ACCESS)
+                    self._ask(
+                        "cuIpcOpenMemHandle_v2",
+                        ctypes.byref(address),
+                        _Handle.from_buffer_copy(theirs[: ctypes.sizeof(_Handle)]),
+                        _LAZY_PEER_ACCESS,
+                    )
                     self._opened.append(address.value)
                 addresses.append(address.value)
         pad, alike = [0] * (MOST_RANKS - size), all(theirs[ctypes.sizeof(_Handle) :] == about for theirs in given)

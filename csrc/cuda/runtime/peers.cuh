@@ -100,7 +100,7 @@ __device__ __forceinline__ void take_heads(const Peers& p, unsigned number, int6
       v[k].x = pair(word[k][0], word[k][1]), v[k].y = pair(word[k][2], word[k][3]);
       v[k].z = pair(word[k][4], word[k][5]), v[k].w = pair(word[k][6], word[k][7]);
     }
-    if (all || (turn % 4096 == 0 && *reinterpret_cast<const volatile int*>(p.stop))) return;
+    if (all || (turn % 1024 == 0 && *reinterpret_cast<const volatile int*>(p.stop))) return;
   }
 }
 #endif
