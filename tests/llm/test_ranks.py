@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -134,7 +135,7 @@ def test_ranks_on_gpus(path: Path) -> None:
     penalised, structured = {"seed": 3, "top_k": 40, "presence_penalty": 0.5}, {"seed": 5, "regex": "[a-z ]{4,20}"}
     cases = ({"temperature": 0}, penalised, structured)
 
-    def written(of: ex.LLM, texts: list[str], **options: object) -> list[str]:
+    def written(of: ex.LLM, texts: list[str], **options: Any) -> list[str]:
         of.cache.clear()  # a prompt of which pages are cached takes other kernels
         found = of.batch(texts, **options).run()
         return [found[number].text for number in range(len(texts))]

@@ -11,15 +11,22 @@
 #include "cuda/runtime/types.h"
 
 namespace exl2nb {
-thread_local bool late = false;  // waits before every third look at a number
+thread_local bool late = false;  // waits before every third look at a number, every 16th at a pair
 inline void store_far(uint64_t* p, uint64_t v) { std::atomic_ref<uint64_t>(*p).store(v, std::memory_order_relaxed); }
-inline uint64_t load_far(const uint64_t* p) {
+inline uint64_t look(const uint64_t* p) { return std::atomic_ref<uint64_t>(*const_cast<uint64_t*>(p)).load(std::memory_order_relaxed); }
+inline void dawdle(int every) {
   thread_local int looks = 0;
-  if (late && ++looks % 3 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  if (late && ++looks % every == 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   std::this_thread::yield();
-  return std::atomic_ref<uint64_t>(*const_cast<uint64_t*>(p)).load(std::memory_order_relaxed);
 }
-inline void load_far(const uint64_t* p, uint64_t& a, uint64_t& b) { a = load_far(p), b = load_far(p + 1); }
+inline uint64_t load_far(const uint64_t* p) {
+  dawdle(3);
+  return look(p);
+}
+inline void load_far(const uint64_t* p, uint64_t& a, uint64_t& b) {
+  dawdle(16);
+  a = look(p), b = look(p + 1);
+}
 }  // namespace exl2nb
 #include "cuda/runtime/exchange.cu"
 
