@@ -61,22 +61,15 @@ class Peers:
             self._ask("cuMemsetD8_v2", own, ctypes.c_ubyte(0), ctypes.c_size_t(nbytes(size, numbers)))
             torch.cuda.synchronize(device)
             self._ask("cuIpcGetMemHandle", ctypes.byref(handle), own)
-            addresses, gpu = [], torch.cuda.get_device_properties(device)
-            about = f"{gpu.name} {gpu.major}.{gpu.minor} {gpu.multi_processor_count}".encode()
-            given = swap(bytes(handle) + about)
-            for other, theirs in enumerate(given):
+            addresses = []
+            for other, theirs in enumerate(swap(bytes(handle))):
                 address = ctypes.c_uint64(self._own)
                 if other != rank:
-                    self._ask(
-                        "cuIpcOpenMemHandle_v2",
-                        ctypes.byref(address),
-                        _Handle.from_buffer_copy(theirs[: ctypes.sizeof(_Handle)]),
-                        _LAZY_PEER_ACCESS,
-                    )
+                    self._ask("cuIpcOpenMemHandle_v2", ctypes.byref(address), _Handle.from_buffer_copy(theirs), _LAZY_PEER_ACCESS)
                     self._opened.append(address.value)
                 addresses.append(address.value)
-        pad, alike = [0] * (MOST_RANKS - size), all(theirs[ctypes.sizeof(_Handle) :] == about for theirs in given)
-        self.words = torch.tensor([rank, size, numbers, self._stop.data_ptr(), *addresses, *pad, *vocab, *pad, alike], dtype=torch.int64)
+        pad = [0] * (MOST_RANKS - size)
+        self.words = torch.tensor([rank, size, numbers, self._stop.data_ptr(), *addresses, *pad, *vocab, *pad], dtype=torch.int64)
 
     def stop(self) -> None:
         """End every wait for another rank; what is exchanged afterwards is undefined."""

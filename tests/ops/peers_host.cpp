@@ -11,21 +11,13 @@
 #include "cuda/runtime/types.h"
 
 namespace exl2nb {
-thread_local bool late = false;  // waits before every third look at a number, every 16th at a pair
+thread_local bool late = false;  // waits before every third look at a number
 inline void store_far(uint64_t* p, uint64_t v) { std::atomic_ref<uint64_t>(*p).store(v, std::memory_order_relaxed); }
-inline uint64_t look(const uint64_t* p) { return std::atomic_ref<uint64_t>(*const_cast<uint64_t*>(p)).load(std::memory_order_relaxed); }
-inline void dawdle(int every) {
-  thread_local int looks = 0;
-  if (late && ++looks % every == 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  std::this_thread::yield();
-}
 inline uint64_t load_far(const uint64_t* p) {
-  dawdle(3);
-  return look(p);
-}
-inline void load_far(const uint64_t* p, uint64_t& a, uint64_t& b) {
-  dawdle(16);
-  a = look(p), b = look(p + 1);
+  thread_local int looks = 0;
+  if (late && ++looks % 3 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  std::this_thread::yield();
+  return std::atomic_ref<uint64_t>(*const_cast<uint64_t*>(p)).load(std::memory_order_relaxed);
 }
 }  // namespace exl2nb
 #include "cuda/runtime/exchange.cu"
@@ -33,32 +25,6 @@ inline void load_far(const uint64_t* p, uint64_t& a, uint64_t& b) {
 using namespace exl2nb;
 
 float value(int rank, int row, int column, int turn) { return static_cast<float>((rank * 31 + row * 7 + column * 3 + turn) % 1000); }
-
-// Heads as attention sends them and a persistent chain takes them: places in a permuted order, rows of which the last block is a half one.
-int run_heads(const Peers& peers, int turn) {
-  const int rows = 1 + turn % 4, own = 32 * (1 + turn % 2), width = own * peers.size, first = peers.rank * own;
-  const unsigned number = exchange_number(peers);
-  for (int row = 0; row < rows; row++)
-    for (int i = first; i < first + own; i++)
-      send_head(peers, number, int64_t(row) * width + fragment_place(width - 1 - i), static_cast<uint16_t>(value(0, row, i, turn)));
-  int wrong = 0;
-  for (int row = 0; row < rows; row++)
-    for (int at = 0; at < width; at += 64)
-      for (int lane = 0; lane < 4; lane++) {
-        const int64_t begin = int64_t(row) * width, place = begin + at + lane * 8;
-        uint4 v[2];
-        take_heads(peers, number, place, 32, begin + width, v);
-        for (int i = 0; i < 64; i++) {  // by the rows of the block
-          const int stored = at + i, from = fragment_place(stored) - at - lane * 8, k = from >= 32 ? 1 : 0, word = from - 32 * k;
-          if (word < 0 || word >= 8) continue;
-          const unsigned pair = word < 2 ? v[k].x : word < 4 ? v[k].y : word < 6 ? v[k].z : v[k].w;
-          const float expected = stored < width ? value(0, row, width - 1 - stored, turn) : 0.f;
-          wrong += static_cast<uint16_t>(pair >> (word % 2 ? 16 : 0)) != static_cast<uint16_t>(expected);
-        }
-      }
-  count_exchanges(reinterpret_cast<unsigned*>(peers.buffer[peers.rank]), 1);
-  return wrong;
-}
 
 // kind 0: sums; 1: parts of different widths, also into a matrix's input; 2: what rank 0 alone has.
 int run(const Peers& peers, int turn) {
@@ -100,7 +66,7 @@ int main(int, char** words) {
       Peers peers{};
       peers.rank = rank, peers.size = size, peers.words = numbers, peers.stop = &stop, late = rank == 1;
       for (int r = 0; r < size; r++) peers.buffer[r] = reinterpret_cast<uint8_t*>(memory[r].data());
-      for (int turn = 0; turn < turns; turn++) wrong += run(peers, turn) + run_heads(peers, turn);
+      for (int turn = 0; turn < turns; turn++) wrong += run(peers, turn);
     });
   for (auto& rank : ranks) rank.join();
   std::printf("%d wrong\n", wrong.load());

@@ -28,7 +28,6 @@ TYPES = """#pragma once
 struct Place { unsigned x; };
 constexpr Place blockIdx{0}, threadIdx{0}, gridDim{1}, blockDim{1};
 using half = float;
-struct uint4 { unsigned x, y, z, w; };
 inline half __float2half_rn(float v) { return v; }
 template <class T> T __ldcg(const T* p) { return *static_cast<const volatile T*>(p); }
 template <class T> T __ldg(const T* p) { return *p; }
@@ -54,7 +53,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_exchanges_of_ranks(program: Path, size: int) -> None:
-    """Sums, parts side by side and in a permuted order, numbers of one rank alone, heads that a chain polls; one rank always reads late."""
+    """Sums, parts side by side and in a permuted order, numbers of one rank alone; one rank always reads late."""
     done = subprocess.run([str(program), str(size), "24"], capture_output=True, text=True, timeout=60)
     assert done.stdout == "0 wrong\n"
 

@@ -219,8 +219,7 @@ const char* attention_decode_launch(const AttentionArgs& args, void* stream, boo
   if (auto* wrong = check_rope(args.rope, c.head_dim)) return wrong;
   if (!args.q == !args.qkv) return "expected one of q and qkv";
   if (args.tokens < 0 || c.sequences < 0 || !c.block_table || !c.cu_seqlens || !c.context_lens) return "the batch is incomplete";
-  if (args.to.num_perms < 0 || args.to.num_perms > AttentionOut::kMaxPerms || (args.to.num_perms && !args.to.x && !args.to.peers.size))
-    return "bad output copies";
+  if (args.to.num_perms < 0 || args.to.num_perms > AttentionOut::kMaxPerms || (args.to.num_perms && !args.to.x)) return "bad output copies";
   if (!args.tokens || !c.sequences) return nullptr;
   const int q_per_kv = c.num_heads / c.num_kv_heads;
   const int64_t rows = args.tokens < int64_t(kMaxNew) * c.sequences ? args.tokens : int64_t(kMaxNew) * c.sequences;
@@ -253,7 +252,6 @@ const char* attention_decode_launch(const AttentionArgs& args, void* stream, boo
       shared = layout_runs(kernel, params, shared, int64_t(per_sequence) * q_per_kv);
     return (*kernel.kernel)({unsigned(items < slots ? items : slots), unsigned(kernel.warps * 32), shared, stream, pdl}, params);
   }
-  if (args.to.peers.size) return "no kernel sends these heads to other ranks";
   // Fallback for other shapes and formats: first the new keys and values, then one warp per query.
   if (!a.q) {
     float* const q = params.part;

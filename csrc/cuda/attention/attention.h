@@ -10,7 +10,6 @@
 #include <cstdint>
 
 #include "cuda/gemm/fragment.cuh"
-#include "cuda/runtime/peers.cuh"
 #include "format/pool.h"
 
 namespace exl2nb {
@@ -43,12 +42,9 @@ struct RopeArgs {
   float eps;
 };
 
-// Where attention writes: the next matrix's input (x null: none), and f32 (tokens, Hq * D) (null: none). Of a rank, where peers.size: only
-// into all ranks' buffers, as input of a persistent chain with num_perms 1 and rows of `stride`; its heads begin with feature `first`.
+// Where attention writes: the next matrix's input (x null: none), and f32 (tokens, Hq * D) (null: none).
 struct AttentionOut : MatrixInput {
   float* out;
-  Peers peers;
-  int first;
 };
 
 struct AttentionArgs {

@@ -168,7 +168,6 @@ struct Decode : DecodeShape<KF, VF, D, NT> {
     for (int n = 0; n < kN; n++)
 #pragma unroll
       for (int j = 0; j < 2; j++) position[n][j] = oldest_query + token_of(first_row + row_of(n, j));
-    if (p.a.to.peers.size && thread == 0) sh.exchange = exchange_number(p.a.to.peers);
     if (RUNS && thread == 0) sh.last_chunk = it.chunk + it.run - 1, sh.runs = it.runs, sh.several = it.run > 1;
     if (thread < kRows) {
       const int r = first_row + thread, i = token_of(r);
@@ -227,7 +226,7 @@ struct Decode : DecodeShape<KF, VF, D, NT> {
     load_cos_sin(warp);
     const int* const inverse = p.a.to.num_perms ? p.a.to.inverse[0] : nullptr;
     if (inverse && thread < rows * D / 32) {  // into the cache
-      const int* const line = inverse + p.a.to.first + it.kv_head * q_per_kv * D + thread % (q_per_kv * D / 32) * 32;
+      const int* const line = inverse + it.kv_head * q_per_kv * D + thread % (q_per_kv * D / 32) * 32;
       prefetch_word(line);
       keep_line(line);
     }
@@ -1121,7 +1120,7 @@ struct Decode : DecodeShape<KF, VF, D, NT> {
   }
   // Stored rows of dims d to d + 3 of row r in the first copy of the next matrix's input.
   __device__ __forceinline__ int4 stored_rows(int r, int d) const {
-    const int feature = p.a.to.first + sh.head[r] * D + d;
+    const int feature = sh.head[r] * D + d;
     const int* const inverse = p.a.to.num_perms ? p.a.to.inverse[0] : nullptr;
     if (!inverse) return make_int4(feature, feature + 1, feature + 2, feature + 3);
     return make_int4(__ldg(inverse + feature), __ldg(inverse + feature + 1), __ldg(inverse + feature + 2), __ldg(inverse + feature + 3));
@@ -1147,12 +1146,6 @@ struct Decode : DecodeShape<KF, VF, D, NT> {
     if (!inside) return;
     const int64_t token = sh.token[r];
     const int stored[4] = {place.x, place.y, place.z, place.w}, feature = sh.head[r] * D + d;
-    if (to.peers.size) {
-#pragma unroll
-      for (int k = 0; k < 4; k++)
-        send_head(to.peers, sh.exchange, token * to.stride + fragment_place(stored[k]), __half_as_ushort(saturated(x[k])));
-      return;
-    }
     half* const row = to.x + token_place(to.group, to.stride, static_cast<int>(token));
     if (to.num_perms) {
 #pragma unroll
@@ -1166,19 +1159,6 @@ struct Decode : DecodeShape<KF, VF, D, NT> {
         const int at = to.inverse[copy] ? to.inverse[copy][feature + k] : feature + k;
         row[static_cast<int64_t>(copy) * to.perm_stride + row_place(to.group, at)] = saturated(x[k]);
       }
-  }
-  // Of a rank: zeros for the rows of unused sequences, which the chain polls as well. Not before the predecessor has ended: see peers.cuh.
-  __device__ __forceinline__ void send_unused() const {
-    const AttentionOut& to = p.a.to;
-    for (int b = blockIdx.x; b < p.a.cache.sequences; b += gridDim.x) {
-      if (p.a.cache.context_lens[b] > 0) continue;
-      pdl_wait();
-      const unsigned number = exchange_number(to.peers);
-      const int width = p.a.cache.num_heads * D;
-      for (int64_t token = p.a.cache.cu_seqlens[b]; token < p.a.cache.cu_seqlens[b + 1]; token++)
-        for (int i = to.first + thread; i < to.first + width; i += blockDim.x)
-          send_head(to.peers, number, token * to.stride + fragment_place(to.inverse[0] ? __ldg(to.inverse[0] + i) : i), 0);
-    }
   }
 };
 
@@ -1219,7 +1199,6 @@ __global__ void __launch_bounds__(max_warps(D, NT) * 32, 1) attention_decode(con
     if (kernel.it.final) break;
     __syncthreads();
   }
-  if (params.a.to.peers.size) kernel.send_unused();
   if ((wait || params.a.lamport_qkv) && blockIdx.x == 0) pdl_wait();  // this kernel must not end before its predecessor
 }
 

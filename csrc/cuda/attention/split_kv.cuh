@@ -95,7 +95,6 @@ struct DecodeShape {
     float unit[kRows];  // of integer queries
     alignas(16) int4 constants[3];
     bool last;
-    unsigned exchange;                        // of a rank: its number
     int last_chunk, runs, several;            // RUNS: the CTA's last chunk; CTAs that share these rows; whether this CTA has several chunks
     alignas(16) float scratch[kMaxWarps][D];  // this and the next member: only in stage 2
     float new_rows[kCoded ? 2 * kMaxNew : 1][D];  // new keys, then new values, before they are quantised

@@ -18,14 +18,12 @@ struct Peers {
   int64_t words;    // numbers per rank and slot
   int rank, size;   // size 0: there are no ranks
   int exchange;     // of this call or step
-  bool alike;       // all ranks have GPUs of one kind, so their steps take the same kernels
 };
-// Numbers of the ranks as int64, as Python writes them (exl2nb/ops/peers.py), a column bound of every rank's part of the logits included.
-constexpr int kPeerWords = 4 + kMaxRanks + kMaxRanks + 1 + 1;
+// Numbers of the ranks as int64, as Python writes them (exl2nb/ops/peers.py): then a column bound of every rank's part of the logits.
+constexpr int kPeerWords = 4 + kMaxRanks + kMaxRanks + 1;
 inline Peers read_peers(const int64_t* w) {
   Peers p{};
   p.rank = static_cast<int>(w[0]), p.size = static_cast<int>(w[1]), p.words = w[2], p.stop = reinterpret_cast<const int*>(w[3]);
-  p.alike = w[kPeerWords - 1] != 0;
   for (int r = 0; r < kMaxRanks; r++) p.buffer[r] = reinterpret_cast<uint8_t*>(w[4 + r]);
   return p;
 }
@@ -39,10 +37,6 @@ __device__ __forceinline__ uint64_t load_far(const uint64_t* p) {
   uint64_t v;
   asm volatile("ld.relaxed.sys.global.u64 %0,[%1];" : "=l"(v) : "l"(p) : "memory");
   return v;
-}
-// Two words, each whole.
-__device__ __forceinline__ void load_far(const uint64_t* p, uint64_t& a, uint64_t& b) {
-  asm volatile("ld.relaxed.sys.global.v2.u64 {%0,%1},[%2];" : "=l"(a), "=l"(b) : "l"(p) : "memory");
 }
 #endif
 // The number of the current exchange, which its data carry.
@@ -71,37 +65,6 @@ __device__ __forceinline__ float take_sum(const Peers& p, unsigned number, int64
   float v = 0.f;
   for (int from = 0; from < p.size; from++) v += from == p.rank ? own : take(p, number, from, i);
   return v;
-}
-
-// Attention's heads on their way into a persistent chain, which polls them as its input: a slot is one room there, in the order of that
-// input, and a number its half. A rank sends to itself, too.
-__device__ __forceinline__ void send_head(const Peers& p, unsigned number, int64_t place, uint16_t bits) {
-  for (int to = 0; to < p.size; to++) store_far(peer_place(p, to, 0, number, place), static_cast<uint64_t>(number) << 32 | bits);
-}
-// Eight halves at each of N places, `step` apart, zeros from `end` on.
-template <int N>
-__device__ __forceinline__ void take_heads(const Peers& p, unsigned number, int64_t place, int step, int64_t end, uint4 (&v)[N]) {
-  const uint64_t* const at = peer_place(p, p.rank, 0, number, place);
-  const auto pair = [](uint64_t low, uint64_t high) { return static_cast<uint32_t>(low) | static_cast<uint32_t>(high) << 16; };
-  for (unsigned turn = 1;; turn++) {
-    uint64_t word[N][8];
-    bool all = true;
-#pragma unroll
-    for (int k = 0; k < N; k++)
-#pragma unroll
-      for (int i = 0; i < 8; i += 2) {
-        word[k][i] = word[k][i + 1] = static_cast<uint64_t>(number) << 32;
-        if (place + k * step < end) load_far(at + k * step + i, word[k][i], word[k][i + 1]);
-      }
-#pragma unroll
-    for (int k = 0; k < N; k++) {
-#pragma unroll
-      for (int i = 0; i < 8; i++) all &= static_cast<unsigned>(word[k][i] >> 32) == number;
-      v[k].x = pair(word[k][0], word[k][1]), v[k].y = pair(word[k][2], word[k][3]);
-      v[k].z = pair(word[k][4], word[k][5]), v[k].w = pair(word[k][6], word[k][7]);
-    }
-    if (all || (turn % 1024 == 0 && *reinterpret_cast<const volatile int*>(p.stop))) return;
-  }
 }
 #endif
 

@@ -1,7 +1,6 @@
 #include "cuda/runtime/step.h"
 
 #include <algorithm>
-#include <cstdlib>
 
 #include "cuda/attention/cache_format.cuh"
 #include "cuda/gemm/elementwise.h"
@@ -32,13 +31,6 @@ StreamKKeys attention_keys(const GpuStep& s, const AttentionOp& op) {
   keys.k_page = page_bytes(c.k_format, c.head_dim), keys.v_page = page_bytes(c.v_format, c.head_dim);
   keys.k_row = static_cast<int>(k_row), keys.v_row = static_cast<int>(v_row);
   return keys;
-}
-bool heads_wanted() {  // a switch for one measurement
-  static const bool wanted = [] {
-    const char* const text = std::getenv("EXL2NB_HEADS");
-    return !text || *text != '0';
-  }();
-  return wanted;
 }
 // Multiprocessors for the attention behind the QKV op q, if there is one.
 int sms_of_attention(const QkvOp* q) {
@@ -343,22 +335,8 @@ class Walker {
     a.lamport_qkv = lamport_qkv_ != nullptr;
     if (lamport_qkv_) a.qkv = lamport_qkv_;
     o_ = reader(program_, &op, 0);
-    if (sends_heads(op)) {
-      const Weight weight(o_->blob);
-      static_cast<MatrixInput&>(a.to) = input(weight, at_.act[0]);
-      a.to.x = nullptr, a.to.stride = weight.header().K, a.to.out = nullptr, a.to.peers = next_exchange();
-      a.to.first = s_.peers.rank * a.cache.num_heads * a.cache.head_dim;
-      heads_ = true;
-      return attention_decode_launch(a, stream_, pdl_);
-    }
     const char* const wrong = attention_decode_launch(a, stream_, pdl_);
     return wrong || !ranks() ? wrong : gather_heads(input(Weight(o_->blob), at_.act[0]));
-  }
-  // Of a rank: whether attention itself sends its heads, and the chain behind it polls them.
-  bool sends_heads(const AttentionOp& op) {
-    if (!s_.peers.alike || !heads_wanted() || !polls(&op, *last_qkv_)) return false;  // all ranks or none
-    const int64_t K = Weight(o_->blob).header().K;
-    return K == last_qkv_->num_heads * last_qkv_->head_dim * s_.peers.size && s_.tokens * K <= s_.peers.size * s_.peers.words;
   }
   AttentionArgs attention_of(const AttentionOp& op, const QkvOp& q) const {
     AttentionArgs a = attention_args(s_, op, q, input(Weight(reader(program_, &op, 0)->blob), at_.act[0]));
@@ -463,8 +441,7 @@ class Walker {
     const int count = links(o, link, op);
     if (lamport_qkv_) link[0].clear = lamport_qkv_, link[0].clear_count = s_.tokens * Weight(last_qkv_->blob).header().N / 4;
     lamport_qkv_ = nullptr;
-    if (ranks()) link[2].peers = next_exchange(), link[0].heads = heads_;
-    heads_ = false;
+    if (ranks()) link[2].peers = next_exchange();
     if (count == 4) last_qkv_ = as<QkvOp>(op[3]), flag_outputs(link[3], next(op[3]), *last_qkv_);
     for (int i = 0; i < count; i++) lora_args_.changes[i] = s_.lora.changes + number_ + i;
     wrong = persistent_launch(link, count, base_ + at_.chain, at_.persistent_bytes, stream_, pdl_);
@@ -621,7 +598,6 @@ class Walker {
   const QkvOp* last_qkv_ = nullptr;
   const ResidualOp* o_ = nullptr;  // behind the last attention
   int exchanges_ = 0;
-  bool heads_ = false;      // the last attention sends its heads to the chain behind it
   const Op* op_ = nullptr;  // the last op that is done
   int number_ = 0;          // of the current op
   // Adapters inside the products: of persistent chains; of stream-K GEMMs. lora_head_: memory of both (step.h).

@@ -117,7 +117,7 @@ PersistentArgs arguments(const PersistentOp* ops, int count, uint8_t* workspace,
   PersistentArgs c{};
   c.count = count, c.grid = persistent_ctas(ops, count);
   c.clear = static_cast<uint4*>(ops->clear), c.clear_count = ops->clear_count, c.lamport = ops[count - 1].lamport;
-  if (count > 2) c.peers = ops[2].peers, c.first_row = first, c.heads = ops[0].heads;
+  if (count > 2) c.peers = ops[2].peers, c.first_row = first;
   for (int q = 0; q < count; q++) {
     PersistentGemm& p = c.gemm[q];
     p.a = ops[q].a;

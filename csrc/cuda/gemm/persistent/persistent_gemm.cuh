@@ -38,7 +38,6 @@ struct PersistentOp {
   int clear_count = 0;
   bool lamport = false;
   Peers peers{};                    // third op: its sums are exchanged with the other ranks before they are added
-  bool heads = false;               // first op, of ranks: its input is polled where attention of all ranks sends it (AttentionOut)
   const LoraChain* lora = nullptr;  // first op: adapters of the rows; features and offsets are set by persistent_launch
 };
 // Most rows per launch, of those that leave room for a ring of kRowsStages; 0: these GEMMs cannot be chained. Three or four of a layer, or
@@ -117,7 +116,6 @@ struct PersistentArgs {
   bool lamport;
   PersistentSmem smem;
   Peers peers;
-  bool heads;     // as in PersistentOp: the exchange before that of `peers`
   int first_row;  // of this launch among the rows that are exchanged
 };
 
@@ -219,16 +217,8 @@ __device__ __forceinline__ void produce_weights(const PersistentArgs& C, uint8_t
   }
 }
 
-// Whether the CTA polls heads of attention as its first input. One without a column of that product does not: nothing waits for it, so the
-// next heads may come before it has read these.
-template <bool RANKS>
-__device__ __forceinline__ bool polls_heads(const PersistentArgs& C, int block) {
-  return RANKS && C.heads && strips_in_round(C.gemm[0], 0, first_strip(C.gemm[0].a, block, 0), 0) > 0;
-}
-
 // Poll warp. Per GEMM: waits until polling is worthwhile (kInputsReady), then computes the norm factors from the partial squares of all
 // CTAs (kFactorsReady).
-template <bool RANKS>
 __device__ __forceinline__ void poll_inputs(const PersistentArgs& C, uint8_t* shared, uint64_t* bars, int block, int lane) {
   PersistentState& state = *reinterpret_cast<PersistentState*>(shared);
   unsigned before = 0;  // counter base of this launch
@@ -237,14 +227,6 @@ __device__ __forceinline__ void poll_inputs(const PersistentArgs& C, uint8_t* sh
   for (int q = 0; q < C.count; q++) {
     const GemmArgs& A = C.gemm[q].a;
     if (q == 0) {
-      if (RANKS && C.heads) {  // a few of them tell when polling all is worthwhile; attention still ends meanwhile
-        constexpr int kSamples = 64;
-        const int64_t all = int64_t(A.tokens) * C.gemm[0].width;
-        if (polls_heads<RANKS>(C, block))
-          for (int i = lane; i < kSamples; i += 32) take(C.peers, exchange_number(C.peers) - 1, 0, i * all / kSamples);
-        __syncwarp();
-        if (lane == 0) barrier_arrive(bars + kInputsReady);
-      }
       pdl_wait();
     } else if (lane == 0) {
       barrier_wait(bars + kStored, (q - 1) & 1);
@@ -252,7 +234,7 @@ __device__ __forceinline__ void poll_inputs(const PersistentArgs& C, uint8_t* sh
       }  // the rest is polled in the data
     }
     __syncwarp();
-    if (lane == 0 && !(RANKS && q == 0 && C.heads)) barrier_arrive(bars + kInputsReady);
+    if (lane == 0) barrier_arrive(bars + kInputsReady);
     // A launch of one GEMM leaves counters and buffer sets alone: no CTA waits for another there, so the first CTA could count the launch
     // before the last has read the count.
     if (q == 0 && C.count > 1) {
@@ -555,23 +537,6 @@ __device__ __forceinline__ void quantize_inputs(const PersistentArgs& C, const P
     quantize_rows<CHUNKS, 4, 2>(C, in, q, w);
 }
 
-// The same for heads of attention: a rank's first input.
-template <int CHUNKS, int LANES>
-__device__ __forceinline__ void quantize_heads(const PersistentArgs& C, unsigned number, const ConsumerWarp& w) {
-  constexpr int kBlocks = 32 / LANES, kPlaces = 8 / LANES;
-  const int t = w.lane % LANES, width = C.gemm[0].width, count = C.gemm[0].blocks, tokens = tokens_of<CHUNKS>(C.gemm[0]);
-  Int8Block* const blocks = reinterpret_cast<Int8Block*>(w.shared + C.smem.blocks);
-#pragma unroll 1
-  for (int m = 0; m < tokens; m++)
-#pragma unroll 1
-    for (int first = w.warp * kBlocks; first < count; first += kConsumerWarps * kBlocks) {
-      const int at = first + w.lane / LANES, to = m * count + at;
-      uint4 own[kPlaces];
-      take_heads(C.peers, number, static_cast<int64_t>(m) * width + at * 64 + t * 8, LANES * 8, static_cast<int64_t>(m + 1) * width, own);
-      quantize_block<LANES>(own, w.shared + C.smem.xs + to * 128, blocks + to, t, at < count);
-    }
-}
-
 __device__ __forceinline__ WorkItem make_work_item(const PersistentArgs& C, int q, int round, int warp, int number, const ConsumerWarp& w) {
   const PersistentGemm& P = C.gemm[q];
   const BlobImage image = image_of(C, w.shared, q);
@@ -683,10 +648,6 @@ __device__ __forceinline__ void run_gemm(const PersistentArgs& C, int q, const I
       if (now.strips) run_work_item<CHUNKS, WEIGHTS>(C, P, now, steps, in, w);
       if (CHUNKS == 4 && now.sums & WorkItem::kEmptyStage) w.wait(), w.release(C.smem.stages);
     }
-    if (RANKS && q == 0 && C.heads && w.warp < P.a.tokens) {
-      pdl_wait();
-      load_residual(C, w);
-    }
     barrier_wait(w.bars + kFactorsReady, q & 1);
     if (q == 0) w.set = state(w).set;
     const PersistentEpilogue now = state(w).now[q];
@@ -739,7 +700,7 @@ __device__ __forceinline__ void run_chain(const PersistentArgs& C, const Lora& l
   }
   if (warp > kConsumerWarps) {
     if (Lora::kArrivals == 1 || warp == kConsumerWarps + 1)
-      poll_inputs<RANKS>(C, shared, bars, block, lane);
+      poll_inputs(C, shared, bars, block, lane);
     else
       lora.run(C, shared, bars + kInputsReady, bars + kStored, bars + kFactorsReady, block, lane);
     return;
@@ -756,16 +717,9 @@ __device__ __forceinline__ void run_chain(const PersistentArgs& C, const Lora& l
     if (P.a.epilogue != kResidual) make_outputs(C, P, 0, kConsumerThreads / 4, w);
     const PersistentInput x(P, q, w);
     const Int8Input<CHUNKS> in(shared + C.smem.xs, reinterpret_cast<const Int8Block*>(shared + C.smem.blocks), P.blocks, P.a.tokens, lane);
-    const bool heads = RANKS && q == 0 && C.heads;
-    const unsigned number = heads ? exchange_number(C.peers) - 1 : 0;
     barrier_wait(bars + kInputsReady, q & 1);
-    if (q == 0 && P.a.epilogue == kResidual && !heads) load_residual(C, w);
-    if (!heads)
-      quantize_inputs<CHUNKS>(C, x, q, w);
-    else if (polls_heads<RANKS>(C, block) && P.blocks <= kConsumerWarps * 4)
-      quantize_heads<CHUNKS, 8>(C, number, w);
-    else if (polls_heads<RANKS>(C, block))
-      quantize_heads<CHUNKS, 4>(C, number, w);
+    if (q == 0 && P.a.epilogue == kResidual) load_residual(C, w);
+    quantize_inputs<CHUNKS>(C, x, q, w);
     consumer_sync();
     run_gemm<CHUNKS, WEIGHTS, RANKS>(C, q, in, lora, w);
   }
