@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from math import prod
 from struct import Struct
 from typing import Any, NoReturn
@@ -113,18 +113,6 @@ def bounds(total: int, size: int, unit: int = 1) -> list[int]:
     return [min(total, units * rank // size * unit) for rank in range(size + 1)]
 
 
-def cuts(groups: Sequence[tuple[int, int]], size: int) -> list[int]:
-    """Where the parts of stored rows in groups (bits, rows) begin, and their end: as equal as groups allow, if that costs few rows.
-
-    From a part that begins within a group of 128 rows on, every other unit of 64 rows has two groups, so work items on a GPU have one unit.
-    """
-    starts = [0, *accumulate(rows for _, rows in groups)]
-    even = bounds(starts[-1], size, UNIT)
-    found = [min(starts, key=lambda start: abs(start - at)) for at in even]
-    few = min(2 * UNIT, starts[-1] // size // 8)
-    return found if all(abs(start - at) <= few for start, at in zip(found, even)) else even
-
-
 def check_parallel(config: ModelConfig, formats: Collection[str], size: int, *, where: str = "load") -> None:
     """Raise OptionError where a model with matrices in these formats cannot be divided among so many ranks; says why."""
     unit = UNIT if "exl2" in formats else 1
@@ -202,11 +190,11 @@ class ShardBuilder(Builder):
         """The channels of an MLP: in the stored order of its last matrix."""
         *before, down = keys
         source = self.sources[down]
-        limits, channels = bounds(source.linear.in_features, self.size), torch.arange(source.linear.in_features)
-        if source.kind == "exl2":
-            exl2 = self._exl2(source)
-            limits, channels = cuts(exl2.groups, self.size), exl2.perm
+        limits = bounds(source.linear.in_features, self.size, UNIT if source.kind == "exl2" else 1)
         first, last = limits[self.rank], limits[self.rank + 1]
+        channels = torch.arange(source.linear.in_features)
+        if source.kind == "exl2":
+            channels = self._exl2(source).perm
         self._rows[down] = first, last
         self._columns |= dict.fromkeys(before, channels[first:last])
 

@@ -16,7 +16,7 @@ from exl2nb.cache.pool import KVCache
 from exl2nb.core.errors import OptionError
 from exl2nb.model.batch import Batch
 from exl2nb.model.loader import load_model
-from exl2nb.model.parallel import HOST, RankModel, bounds, cuts, meeting_place, read_part
+from exl2nb.model.parallel import HOST, RankModel, bounds, meeting_place, read_part
 from exl2nb.model.rope import RopeOverride
 from exl2nb.quant.exl2 import Exl2Tensors
 
@@ -129,13 +129,6 @@ def test_bounds() -> None:
     assert bounds(10, 3) == [0, 3, 6, 10]
     assert bounds(131, 2, 32) == [0, 64, 131]
     assert bounds(96, 3, 32) == [0, 32, 64, 96]
-
-
-def test_cuts_fall_between_groups_where_that_costs_few_rows() -> None:
-    table = [(8, 32)] * 45 + [(4, 128)] * 212 + [(4, 96)]
-    assert cuts(table, 4) == [0, 7200, 14368, 21536, 28672]
-    assert cuts([(4, 128)] * 3, 2) == [0, 192, 384], "64 rows of 192 are too many"
-    assert cuts([(4, 1024)], 2) == [0, 512, 1024]
 
 
 @pytest.mark.parametrize(("name", "message"), [*REFUSED.items()])
