@@ -7,7 +7,8 @@ This process holds the memory that shall not be there. So the cap holds for ever
 captured graphs, and what the driver reports as free. (`torch.cuda.set_per_process_memory_fraction` would bind the allocator alone, and
 `ex.plan` would still see the whole card.) Notebook 08 gets random weights at the shape of Llama-3-8B in the place of a download.
 
-Needs nbclient, ipykernel, ipywidgets and anywidget. For a machine without them and without a package index, make a folder to take along:
+Needs nbclient, ipykernel, ipywidgets and anywidget; notebook 10 also openai and exl2nb[server]. For a machine without them and without a
+package index, make a folder to take along:
 
     python -m pip install --target build/lab --python-version 3.12 --only-binary=:all: nbclient ipykernel ipywidgets anywidget
     rm -r build/lab/jedi* build/lab/debugpy*    # half of its 123 MB, and not needed for this
