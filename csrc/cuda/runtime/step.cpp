@@ -74,7 +74,7 @@ class Walker {
     if (inside) {
       const int64_t chunks = lora_most_chunks(program_), apart = kLoraRows * chunks * s_.lora_width;
       lora_head_ = s_.lora_sums + apart;
-      lora_chain_ = chains_lora(chunks);
+      lora_chain_ = chains_lora();
     }
     stream_k_ = all_stream_k();  // asks how many rows a chain takes, with adapters where it has them
     lora_chain_ = lora_chain_ && !stream_k_, lora_stream_k_ = inside && stream_k_ && s_.tokens <= kLoraRows;
@@ -216,11 +216,11 @@ class Walker {
     return lora() || lora_chain_ ? lora_launch(lora_args(w, x, y), s_.tokens, stream_, pdl_) : nullptr;
   }
 
-  // Whether they run in persistent chains: embed, QKV (whose adapters have launches of their own), then attention and chain by turns.
-  bool chains_lora(int64_t chunks) {
+  // Whether they run in persistent chains: embed, QKV, then attention and chain by turns.
+  bool chains_lora() {
     lora_args_.ops = s_.lora.ops, lora_args_.adapters = s_.lora.adapters, lora_args_.width = s_.lora_width;
-    lora_args_.chunks = static_cast<int>(chunks), lora_args_.set = static_cast<int>(lora_chain_set(chunks, s_.lora_width));
-    lora_args_.launches = reinterpret_cast<unsigned*>(lora_head_), lora_args_.sums = lora_head_ + lora_head_floats(s_.lora_width);
+    lora_args_.launches = reinterpret_cast<unsigned*>(lora_head_), lora_args_.set = static_cast<int>(lora_chain_set(s_.lora_width));
+    lora_args_.sums = reinterpret_cast<unsigned long long*>(lora_head_ + lora_head_floats(s_.lora_width));
     lora_chain_ = true;
     const Op* op = next(program_.first());
     while (const auto* qkv = as<QkvOp>(op)) {
@@ -321,7 +321,8 @@ class Walker {
     const Op* const then = next(&op);
     const auto* o = then ? as<ResidualOp>(next(then)) : nullptr;
     PersistentOp alone{a, weight.head, weight.blob, kStore};
-    if (stream_k(a) || !o || !chain_tokens(*o) || !persistent_tokens(&alone, 1) || lora_chain_) {
+    if (lora_chain_) alone.lora = &lora_args_, lora_args_.changes[0] = s_.lora.changes + number_;
+    if (stream_k(a) || !o || !chain_tokens(*o) || persistent_tokens(&alone, 1) < (lora_chain_ ? s_.tokens : 1)) {
       if (const char* wrong = store(a)) return wrong;
       return adapt(weight, input(weight, at_.normed), a.out);
     }
@@ -619,7 +620,7 @@ class Walker {
 
 int64_t lora_sums(const Program& program, int64_t width) {
   const int64_t chunks = lora_most_chunks(program);
-  return kLoraRows * chunks * width + lora_head_floats(width) + 2 * lora_chain_set(chunks, width);
+  return kLoraRows * chunks * width + lora_head_floats(width) + kLoraChainSets * 2 * lora_chain_set(width);
 }
 
 std::string step_workspace(const Program& program, int capacity, size_t& bytes, int64_t& width) {
