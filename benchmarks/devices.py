@@ -5,8 +5,9 @@
     python benchmarks/devices.py --shares 50 --streaming both      # half on the host, prompts on the CPU and through the GPU
     python benchmarks/devices.py --cpu --shape tinyllama           # without a GPU: two and four parts on the CPU beside one
 
-The bound adds up, over the devices, bytes of weights that a step reads over the bandwidth that was measured here; `reached` says whether
-decoding has 80 % of it. `prompt_s` is the time to the first token of a prompt of --prompt tokens, of which nothing is cached;
+The bound adds up, over the devices, bytes of weights that a step reads over the bandwidth that was measured here, of the host the mean of
+right before and right after each case, as other guests of a machine take their share; `reached` says whether decoding has 80 % of it.
+`prompt_s` is the time to the first token of a prompt of --prompt tokens, of which nothing is cached;
 `prompt_floor_s` what copying the host's layers takes at the bandwidth measured here. Runs unattended: a case that fails is noted with its
 error, cases that find no time before --seconds are named, and what was measured until then is in --out after every case. Prints JSON; the
 models stay in build/bench.
@@ -143,15 +144,20 @@ def case(model: Path, options: dict[str, Any], speeds: dict[str, float], copied:
     """One line of the report."""
     asked = options.get("devices") or ({"cuda": f"{options['gpu_layers']} layers", "cpu": "rest"} if "gpu_layers" in options else None)
     shares = ex.plan(model, devices=asked or [options["device"]], context=4096).shares
-    bound = 1 / sum(share.read / speeds[share.device.partition(":")[0]] for share in shares)
     host = sum(share.weights for share in shares[:-1] if share.device == "cpu")
+    on_host = any(share.device == "cpu" for share in shares)
+    read = [bandwidth("cpu")] if on_host else []
     speed, first_token, where = measured(model, args, options)
+    if on_host:
+        read.append(bandwidth("cpu"))
+        speeds = speeds | {"cpu": sum(read) / len(read)}
+    bound = 1 / sum(share.read / speeds[share.device.partition(":")[0]] for share in shares)
     share = round(speed / bound / args.batch, 3)
     found = {"tok_s": round(speed, 1), "bound_tok_s": round(bound, 1), "share": share, "reached": share >= WANTED}
     found["prompt_s"] = round(first_token, 4)
     if host and copied:
         found["prompt_floor_s"] = round(host / copied, 4)  # with the embedding, which is not copied
-    return found | {"where": where}
+    return found | {"host_gb_s": [round(one / 1e9, 1) for one in read], "where": where}
 
 
 if __name__ == "__main__":

@@ -3,13 +3,15 @@
     python benchmarks/speculation.py --threads 2                                  # n-grams, the demo model, on the CPU
     python benchmarks/speculation.py --target beds/llama-60m --draft beds/llama-11m --device cuda --text unseen.txt
 
-Tasks: `copy`: a passage stands in the prompt several times, and greedy decoding writes it again (what an edit of a text or of code is,
-mostly); `greedy` and `sampled`: the model goes on with pieces of a text, at temperature 0 and 0.8; `batch`: eight of them at once. Models
-that know a text from training: `tools/train_test_bed.py --models llama-60m llama-11m`. Prints one JSON object: for each task and kind of
-draft the median and quartiles of tokens a second over `--rounds`, whole requests, prompts included, kinds taken in turns, and those of
-the ratio to plain decoding in the same round. `same_text`: whether every answer was that of plain decoding. N-grams look at their own
-text alone, since every round has the same prompts; `remembered` is with earlier texts. `step_us`: of the model by rows, `draft_us`: of a
-round by draft tokens, as the engine measured them on steps of one request.
+Tasks: `copy`: a passage stands in the prompt more than once, and greedy decoding writes it again (what an edit of a text or of code is,
+mostly): pieces of `--text`, or the demo model's passage; `greedy` and `sampled`: the model goes on with pieces of a text, at temperature 0
+and 0.8; `batch`: eight of them at once. Models that know a text from training, and how to copy: `tools/train_test_bed.py --models llama-60m
+llama-11m`. Prints one JSON object: for each task and kind of draft the median and quartiles of tokens a second over `--rounds`, whole
+requests, prompts included, and those of the ratio to plain decoding in the same round. Kinds are taken in turns, each round beginning with
+the next one, and nothing is kept in the cache between them. `same_text`: whether every answer was that of plain decoding. N-grams look at
+their own text alone, since every round has the same prompts; `remembered` is with earlier texts. `copied`: share of the tokens of `copy`
+that are the passage's. `step_us`: of the model by rows, `draft_us`: of a round by draft tokens, as the engine measured them on steps of one
+request.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ KINDS: dict[str, Any] = {
     "draft": {"kind": "draft"},
 }
 DEMO = Path(ex.__file__).parent / "demo_model"
-PROMPT = 64  # tokens of each piece of a text
+PROMPT, BEGUN = 64, 16  # tokens of each piece of a text; of a copy that is begun
 TASKS: dict[str, dict[str, Any]] = {
     "copy": {"temperature": 0},
     "greedy": {"temperature": 0},
@@ -44,13 +46,16 @@ TASKS: dict[str, dict[str, Any]] = {
 
 def prompts_of(task: str, llm: ex.LLM, args: argparse.Namespace) -> list[list[int]]:
     """Requests of a task: those of `batch` run together, all others one after the other."""
-    if task == "copy":
+    if task == "copy" and not args.text:
         return [llm.tokenizer.encode(PASSAGE * args.copies + PASSAGE[:12])]
     text = args.text.read_text(encoding="utf-8") if args.text else PASSAGE * 40
     ids = llm.tokenizer.encode(text[: 1 << 20])
     count = 8 if task == "batch" else args.prompts
     stride = max(1, (len(ids) - PROMPT) // count)
-    return [ids[at : at + PROMPT] for at in range(0, stride * count, stride)]
+    starts = range(0, stride * count, stride)
+    if task == "copy":
+        return [[*ids[at : at + args.tokens + BEGUN] * 2, *ids[at : at + BEGUN]] for at in starts]
+    return [ids[at : at + PROMPT] for at in starts]
 
 
 def measure(llm: ex.LLM, task: str, prompts: list[list[int]], args: argparse.Namespace, kind: str) -> tuple[float, list[Any]]:
@@ -74,7 +79,7 @@ def run_task(llm: ex.LLM, task: str, kinds: list[str], args: argparse.Namespace)
     texts: dict[str, list[list[int]]] = {}
     stats: dict[str, list[Any]] = {}
     for number in range(args.rounds + 1):
-        for kind in kinds:
+        for kind in kinds[number % len(kinds) :] + kinds[: number % len(kinds)]:
             speed, answers = measure(llm, task, prompts, args, kind)
             if number:
                 speeds[kind].append(speed)
@@ -96,6 +101,9 @@ def run_task(llm: ex.LLM, task: str, kinds: list[str], args: argparse.Namespace)
             "proposed_per_step": round(proposed / max(1, steps), 2),
             "tokens_per_step": round((steps + accepted) / max(1, steps), 2),
         }
+    if task == "copy" and args.text:
+        pairs = [pair for prompt, answer in zip(prompts, texts["off"]) for pair in zip(prompt[BEGUN:], answer)]
+        found["copied"] = round(statistics.mean(a == b for a, b in pairs), 3)
     return found
 
 

@@ -63,8 +63,9 @@ FAMILIES = {
     ),
     "adapters": Family(
         ("model/test_gpu_lora.py",),
-        "(equals and gain and (wide or dense) and (several or slice or prompt)) or (ranks and (17 or 300)) or no_adapter or room",
-        "(equals and gain and wide and several) or (ranks and 300)",
+        "(equals and gain and (wide or dense) and (several or slice or prompt)) or (ranks and (17 or 300)) or no_adapter or room "
+        "or (inside and wide and (two or seven or six))",
+        "(equals and gain and wide and several) or (ranks and 300) or (inside and wide and 40 and (one or four or sixteen))",
     ),
     "attention": Family(
         ("ops/test_cuda_attention.py",),

@@ -63,7 +63,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How long and how to train. batch is in sequences of `Shape.context` tokens."""
+    """How long and how to train. batch is in sequences of `Shape.context` tokens; `copies` of it are rows that repeat passages."""
 
     steps: int = 6922
     batch: int = 128
@@ -73,6 +73,7 @@ class Recipe:
     weight_decay: float = 0.1
     grad_clip: float = 1.0
     seed: int = 0
+    copies: float = 0.0
 
 
 # ---------------------------------------------------------------- network
@@ -251,7 +252,19 @@ def batches(stream: Tensor, shape: Shape, recipe: Recipe, device: torch.device) 
     while True:
         starts = torch.randint(len(stream) - shape.context, (recipe.batch, 1), generator=generator)
         window = stream[starts + offsets].long()
+        for row in window[: round(recipe.batch * recipe.copies)]:
+            row.copy_(repeated(stream, len(row), generator))
         yield window.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else window
+
+
+def repeated(stream: Tensor, length: int, generator: torch.Generator) -> Tensor:
+    """A row of passages that stand two to four times each: what teaches a model to copy."""
+    parts: list[Tensor] = []
+    while sum(map(len, parts)) < length:
+        size, times = (int(torch.randint(low, high, (), generator=generator)) for low, high in ((8, max(9, length // 4)), (2, 5)))
+        start = int(torch.randint(len(stream) - size, (), generator=generator))
+        parts += [stream[start : start + size]] * times
+    return torch.cat(parts)[:length]
 
 
 def make_optimizer(model: Llama, recipe: Recipe, device: torch.device) -> torch.optim.AdamW:
@@ -285,7 +298,8 @@ def train(
 
     Args:
         seconds: take fewer steps than the recipe's where they would need longer; how long one takes is measured all along.
-        teacher: learn its distribution at every place instead of the token there (distillation). On `device`, of the same vocabulary.
+        teacher: learn its distribution at every place instead of the token there (distillation), beginning with those of its weights
+        that have the same name and shape. On `device`, of the same vocabulary.
         name: for the lines of progress.
 
     Returns:
@@ -298,6 +312,10 @@ def train(
         )
     torch.manual_seed(recipe.seed)
     model = Llama(shape).to(device)
+    if teacher is not None:
+        mine = model.state_dict()
+        same = {key: value for key, value in teacher.state_dict().items() if key in mine and mine[key].shape == value.shape}
+        model.load_state_dict(same, strict=False)
 
     def loss_of(window: Tensor) -> Tensor:
         logits = model(window[:, :-1]).flatten(0, 1).float()

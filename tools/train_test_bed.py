@@ -8,7 +8,8 @@ They are not committed. The trainer is `train_demo_model.py`; text, tokenizer an
     python tools/train_test_bed.py corpus.txt beds/ --toy                     # tiny ones, within a minute on two CPU cores
 
 The text is plain (.txt, also as .xz), paragraphs apart by blank lines. It should have tens of megabytes: more than PASSES passes would be
-learned by heart. A model that is there already is left as it is.
+learned by heart. A quarter of the rows repeat passages, so that a model also learns to copy. A draft learns the distributions of its target
+on the same rows. `make_stories.py` writes text that is learned quickly. A model that is there already is left as it is.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ SHAPES = {
     "qwen2-40m": Shape(
         8192, hidden_size=384, intermediate_size=1344, num_layers=18, num_heads=6, num_kv_heads=2, rope_theta=1e6, qkv_bias=True
     ),
-    "llama-11m": Shape(8192, hidden_size=384, intermediate_size=1696, num_layers=2, num_heads=6, num_kv_heads=2),  # few steps: a draft
+    "llama-11m": Shape(8192, hidden_size=512, intermediate_size=416, num_layers=2, num_heads=8, num_kv_heads=2),  # few layers: a draft
 }
 TARGETS = {"llama-11m": "llama-60m"}  # whose drafts they are: they learn from it, where both are trained
 FACTS = "training.json"  # in a model's directory, written last
-RECIPE = Recipe(steps=3000, batch=64, peak_lr=1e-3)
-WRITTEN, ROWS, TEMPERATURE = 512, 1024, 0.8  # tokens of a text that a target writes, of which an eighth are given; rows at once
 TOY_VOCABULARY = 512
 TOY = {"hidden_size": 64, "intermediate_size": 96, "num_layers": 2, "num_heads": 4, "context": 64}
-TOY_RECIPE = Recipe(steps=60, batch=8, warmup=10)
 PASSES = 20  # of the text, at most
-DRAFT_SHARE = 0.3  # of the time, for a draft: half of it for what its target writes
+COPIES = 0.25  # of the rows repeat passages
+RECIPE = Recipe(steps=3000, batch=64, peak_lr=1e-3, copies=COPIES)
+TOY_RECIPE = Recipe(steps=60, batch=8, warmup=10, copies=COPIES)
+DRAFT_SHARE, DRAFT_BATCH, DRAFT_LR = 0.4, 0.5, 2.0  # of the time, for a draft; of its target's rows of a step, and of the learning rate
 
 
 def read_text(path: Path) -> str:
@@ -53,33 +54,6 @@ def read_text(path: Path) -> str:
     if not text:
         raise SystemExit(f"train_test_bed: {path} has no text; give a file of plain text")
     return text
-
-
-@torch.no_grad()
-def written_by(model: Llama, stream: torch.Tensor, tokens: int, *, device: torch.device, seed: int = 0) -> torch.Tensor:
-    """What a model writes behind pieces of a text: int32 `(tokens,)`, rows of WRITTEN tokens; half of them greedy, half at TEMPERATURE."""
-    shape, length = model.shape, min(WRITTEN, model.shape.context)
-    rows, given = min(ROWS, max(2, -(-tokens // length))), length // 8
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    writer = Llama(shape).to(device, dtype)
-    writer.load_state_dict(model.state_dict())
-    writer.cos, writer.sin = model.cos, model.sin
-    past = torch.zeros(shape.num_layers, 2, rows, shape.num_kv_heads, length, shape.head_dim, dtype=dtype, device=device)
-    generator, drawn = torch.Generator().manual_seed(seed), torch.Generator(device).manual_seed(seed)
-    texts: list[torch.Tensor] = []
-    while sum(text.numel() for text in texts) < tokens:
-        starts = torch.randint(len(stream) - given, (rows, 1), generator=generator)
-        ids = torch.zeros(rows, length, dtype=torch.int64, device=device)
-        ids[:, :given] = stream[starts + torch.arange(given)].to(device)
-        for at in range(length - 1):
-            logits = writer(ids[:, at : at + 1], start=at, past=past)[:, 0].float()
-            if at + 1 >= given:
-                logits[rows // 2 :] /= TEMPERATURE
-                noise = torch.empty_like(logits[rows // 2 :]).exponential_(generator=drawn).log_()
-                logits[rows // 2 :] -= noise  # Gumbel: the largest one is a draw
-                ids[:, at + 1] = logits.argmax(-1)
-        texts.append(ids.int().cpu().flatten())
-    return torch.cat(texts)[:tokens]
 
 
 def parameters_of(shape: Shape) -> int:
@@ -115,7 +89,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help=f"at most (default {RECIPE.steps})")
     parser.add_argument("--batch", type=int, help=f"rows of a step (default {RECIPE.batch})")
     parser.add_argument("--peak-lr", type=float, help=f"learning rate after warm-up (default {RECIPE.peak_lr})")
-    parser.add_argument("--written", type=int, default=4 << 20, help="tokens that a target writes for its draft, at most (default 4 Mi)")
     parser.add_argument("--passes", type=float, default=PASSES, help=f"of the text, at most (default {PASSES})")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--toy", action="store_true", help="tiny networks, few steps, to see that it works")
@@ -149,23 +122,23 @@ def main(argv: list[str] | None = None) -> int:
     missing.sort(key=lambda name: name in TARGETS)  # those that a draft learns from come first
     for at, name in enumerate(missing):
         shape = replace(SHAPES[name], **toy)
-        teacher, rows, left = models.get(TARGETS.get(name, "")), stream, args.seconds - (time.monotonic() - begin)
+        teacher, left = models.get(TARGETS.get(name, "")), args.seconds - (time.monotonic() - begin)
+        mine = recipe
         if teacher is not None:
-            written = written_by(teacher, stream, min(len(stream), args.written), device=device, seed=args.seed)
-            print(f"{len(written):,} tokens written, {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
-            rows, left = torch.cat([stream[-len(written) :], written, written]), args.seconds - (time.monotonic() - begin)
+            mine = replace(recipe, batch=max(1, round(recipe.batch * DRAFT_BATCH)), peak_lr=recipe.peak_lr * DRAFT_LR)
         shares = [weight_of(one, models, missing) for one in missing[at:]]
         seconds = left * shares[0] / sum(shares)
-        most = max(1, int(args.passes * len(stream) / (recipe.batch * shape.context)))
+        most = max(1, int(args.passes * len(stream) / (mine.batch * shape.context)))
         model, loss, steps = train(
-            rows, shape, replace(recipe, steps=min(recipe.steps, most)), device=device, compiled=args.compile, seconds=seconds,
+            stream, shape, replace(mine, steps=min(mine.steps, most)), device=device, compiled=args.compile, seconds=seconds,
             teacher=teacher, name=name,
         )  # fmt: skip
         models[name] = model
         save_model(model, tokenizer, args.out / name, max_shard_bytes=1 << 30)
-        parameters, passes = sum(p.numel() for p in model.parameters()), steps * recipe.batch * shape.context / len(rows)
+        parameters, passes = sum(p.numel() for p in model.parameters()), steps * mine.batch * shape.context / len(stream)
         facts = {"parameters": parameters, "steps": steps, "passes": round(passes, 2), "training_loss": loss, "seed": args.seed}
-        facts |= {} if teacher is None else {"teacher": TARGETS[name], "written_tokens": len(written)}
+        facts |= {"copies": mine.copies, "batch": mine.batch, "peak_lr": mine.peak_lr}
+        facts |= {} if teacher is None else {"teacher": TARGETS[name]}
         (args.out / name / FACTS).write_text(json.dumps(facts, indent=1) + "\n")
         what = (
             f"training loss {loss:.4f} nats (perplexity {math.exp(loss):.2f})"

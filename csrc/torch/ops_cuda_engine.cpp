@@ -238,7 +238,7 @@ void step_cuda(const Tensor& program, Tensor& workspace, int64_t capacity, const
                std::vector<Tensor> k_pools, std::vector<Tensor> v_pools, int64_t k_format, int64_t v_format, int64_t num_kv_heads,
                int64_t head_dim, Tensor& logits, bool pdl, int64_t stream_k_from, const std::optional<Tensor>& lora,
                const std::optional<Tensor>& adapters, const std::optional<Tensor>& lora_sums, int64_t lora_width, bool lora_inside,
-               const std::optional<Tensor>& peers) {
+               const std::optional<Tensor>& peers, bool prompts) {
   const char* op = "gpu_step";
   require(op, "program", program, ScalarType::Long, -1, false);
   require(op, "workspace", workspace, ScalarType::Byte, -1);
@@ -274,6 +274,7 @@ void step_cuda(const Tensor& program, Tensor& workspace, int64_t capacity, const
   s.logit_rows = logit_rows ? logit_rows->const_data_ptr<int32_t>() : nullptr, s.logit_count = int(rows);
   s.tokens = int(T), s.capacity = int(capacity), s.stream_k_from = int(stream_k_from);
   s.k_pools = k.data(), s.v_pools = v.data(), s.layers = int(k.size());
+  s.prompts = prompts;
   s.cache.k_format = int(k_format), s.cache.v_format = int(v_format);
   s.cache.block_table = block_table.const_data_ptr<int32_t>(), s.cache.max_pages = int(block_table.size(1));
   s.cache.cu_seqlens = cu_seqlens.const_data_ptr<int32_t>(), s.cache.context_lens = context_lens.const_data_ptr<int32_t>();

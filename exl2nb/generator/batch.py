@@ -61,7 +61,7 @@ class BatchBuilder:
         decoding, seeing = lengths == ones == wanted, self._seeing
         if seeing and decoding:  # the last token of a prompt may be a picture's
             decoding = all([start >= sequence.pictured for sequence, start in zip(sequences, starts)])
-        same = same_table and decoding and self._decoding
+        same, late = same_table and decoding and self._decoding, None
         if self._long is not None:
             self._long[:count] = [sequence.long for sequence in sequences]
         if not same_table:
@@ -71,6 +71,7 @@ class BatchBuilder:
             self._write_decodes(sequences, starts, feeds, moved=not same)
         else:
             tokens, rows = self._write(spans)
+            late = self._write_late(spans, tokens)
         if feed and not (same and self._fed and False not in feeds):
             self._write_feed(spans, tokens)
         draws: list[Draw | None] = []
@@ -97,6 +98,8 @@ class BatchBuilder:
         batch = self._batches.get(key) or self._new_batch(*key)
         if seeing:
             batch = self._with_pictures(batch, spans)
+        if late is not None:
+            return Step(batch, self._feed[:tokens], draws, False, late)
         return Step(batch, self._feed[:tokens] if feed else None, draws, same)
 
     def _with_pictures(self, batch: Batch, spans: Sequence[Span]) -> Batch:
@@ -162,6 +165,18 @@ class BatchBuilder:
             if span.feed:
                 self._feed[at], self._ids[at] = self._row_of[id(span.sequence)], 0
             at += span.length
+
+    def _write_late(self, spans: Sequence[Span], tokens: int) -> torch.Tensor | None:
+        """Where tokens are draft tokens that are on the device, with the one before them: which of the round's, which is returned."""
+        found, end = None, 0
+        for sequence, _, length, _, _ in spans:
+            end += length
+            if sequence.late is not None:
+                if found is None:
+                    self._feed[:tokens] = -1
+                found, rows, row = sequence.late.round.ids, sequence.late.round.rows, sequence.late.row
+                self._feed[end - sequence.rows : end] = range(row, row + rows * sequence.rows, rows)
+        return found
 
     def _write(self, spans: Sequence[Span]) -> tuple[int, int]:
         at = rows = 0

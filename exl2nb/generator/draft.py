@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from exl2nb.core.log import logger
 from exl2nb.core.progress import Sink
 from exl2nb.generator.executor import Draw, Executor, HostExecutor, PendingStep, Results, Step
 from exl2nb.generator.sequence import Sequence, choose
-from exl2nb.generator.speculation import StepTimes
+from exl2nb.generator.speculation import DraftRound, LateTokens, StepTimes
 from exl2nb.model.batch import Batch, Span
 from exl2nb.sampling.draw import Sampled
 from exl2nb.sampling.state import SamplerState
@@ -31,7 +32,10 @@ from exl2nb.tokenizer.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from exl2nb.generator.engine import Forward
 
-DECODED, SOON = 8, 64  # tokens of a sequence that a decode step takes; lag up to which several such steps are quicker than a prompt's
+DECODED = 8  # tokens of a sequence that a decode step takes
+FIRST = 2  # tokens of a sequence in the first step of a GPU's round: what it lacks after a round whose draft tokens were all accepted
+SOON = 64  # on a GPU, lag up to which several decode steps are quicker than a prompt's
+OFTEN = 4  # rounds of a length after which the next ones begin behind a step: a GPU captures that as well, which a trial must not wait for
 CHUNK = 256  # a draft that lags by more tokens proposes nothing and computes a chunk per step of the target
 
 
@@ -54,20 +58,63 @@ class _Turn(NamedTuple):
     most: int
 
 
+class Place(NamedTuple):
+    """A sequence in a round on a GPU: its last FIRST tokens, where in the text they begin, its pages, how the next one is drawn."""
+
+    ids: list[int]
+    start: int
+    pages: list[int]
+    draw: Draw
+
+
+class Rounds(Protocol):
+    """Runs whole rounds on a GPU. prepared: kinds of rounds that were captured."""
+
+    prepared: int
+
+    def launch(self, places: Seq[Place], steps: int, began: float, /) -> DraftRound | None:
+        """Begin a round of so many draft tokens, `began` at `time.perf_counter()`; None where it cannot be captured."""
+        ...
+
+    def follow(self, launched: DraftRound, drawn: torch.Tensor, sequences: int, /) -> DraftRound | None:
+        """Begin the next round behind the step that was launched last, which verifies this one; None where it cannot be captured.
+
+        sequences: of the round. drawn: what that step draws for their rows, on the device.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give memory back."""
+        ...
+
+
+class _Following(NamedTuple):
+    """A round of a device, and what it was launched for: sequences in the order of its rows, their lengths then, and its steps."""
+
+    round: DraftRound
+    sequences: list[Sequence]
+    lengths: list[int]
+    steps: int
+
+
+Proposed = list[list[int] | LateTokens]
+
+
 class DraftModel:
     """Proposes tokens by running a smaller model.
 
     It has a cache of its own and proposes nothing for a sequence that finds no free page in it. The draft token is the one that the
     request's own sampler, with the request's own random number for that place, would draw from the draft's logits: where both models agree
     on the distribution, they agree on the token, also when it is drawn. An executor draws the tokens of requests that it can draw for; on a
-    GPU all steps of a round are then launched before the first result is read.
+    GPU all steps of a round are one launch.
 
     Args:
         model: of the draft. spec: of its cache.
         context: longest sequence it runs, in tokens; longer ones go on without draft tokens.
         vocab_size: of the target. drawn: whether the draft's tokens are ids of the target as they are: the vocabularies are of one size.
         run: runs a function while nothing else runs the model; a TimeoutError means that it is in use, and nothing is proposed this time.
-        executor: makes the executor of a GPU; None = on the CPU.
+        executor: makes the executor of a GPU; None = on the CPU. rounds: makes what runs all steps of a round at once there.
+        late: whether the target's steps can read the draft tokens where they are made: they run on the same GPU, in the same stream.
         on_close: called at the end, to give the model back.
     """
 
@@ -78,10 +125,12 @@ class DraftModel:
         *,
         context: int,
         vocab_size: int,
-        run: Callable[[Callable[[], list[list[int]]]], list[list[int]]] | None = None,
+        run: Callable[[Callable[[], Proposed]], Proposed] | None = None,
         device: str = "cpu",
         drawn: bool = True,
         executor: Callable[[Any, KVCache], Executor] | None = None,
+        rounds: Callable[[Any, KVCache], Rounds] | None = None,
+        late: bool = False,
         on_close: Callable[[], None] | None = None,
     ) -> None:
         self._model, self._run, self._on_close = model, run, on_close
@@ -89,8 +138,13 @@ class DraftModel:
         self._size, self._context, self._vocab_size = spec.page_size, context, vocab_size
         made = getattr(model, "new_cache", None)  # where its layers are
         self._cache, self._table = KVCache(spec, device) if made is None else made(spec), PageTable(spec.num_pages)
-        self._executor, self._ahead, self._drawn = (executor or HostExecutor)(model, self._cache), executor is not None, drawn
+        self._executor, self._drawn = (executor or HostExecutor)(model, self._cache), drawn
+        self._rounds, self._late = None if rounds is None else rounds(model, self._cache), late
+        self._measured: tuple[DraftRound, int] | None = None  # the last round, and its steps, if its time says something
         self._known: dict[int, _DraftCache] = {}
+        self._last: _Following | None = None  # the round whose draft tokens are verified by the step that is launched next
+        self._ahead: _Following | None = None  # the one that was launched behind that step
+        self._begun = Counter[int]()  # rounds by length
         self._gone = False
 
     @property
@@ -106,7 +160,7 @@ class DraftModel:
         """Do beforehand what the first draft tokens would wait for, such as compiling kernels."""
         self._executor.prepare(progress)
 
-    def propose(self, wanted: Seq[tuple[Sequence, int]], /) -> list[list[int]]:
+    def propose(self, wanted: Seq[tuple[Sequence, int]], /) -> Proposed:
         """At most the wanted number of draft tokens for each sequence; all sequences together, one step of the draft per token."""
         if self._gone:
             return [[] for _ in wanted]
@@ -123,25 +177,57 @@ class DraftModel:
             self._gone = True
         return [[] for _ in wanted]
 
+    def follow(self, drawn: torch.Tensor, sequences: Seq[Sequence], /) -> bool:
+        """Begin the next round of the same length, before it is known which draft tokens are accepted, if a step verifies all of the last.
+
+        Args:
+            drawn: what the step that was launched last draws, on the device. sequences: of that step.
+
+        Returns:
+            Whether something was made ready meanwhile, as `Rounds.prepared` counts it.
+        """
+        last, self._last = self._last, None
+        if last is None or self._rounds is None or self._gone or len(last.sequences) != len(sequences):
+            return False
+        prepared = self._rounds.prepared
+        try:
+            self._follow(self._rounds, last, drawn, sequences)
+        except Exception:  # as in `propose`
+            logger.exception("the draft model failed; generation goes on without speculation")
+            self._gone = True
+        return self._rounds.prepared != prepared
+
     def close(self) -> None:
         """Give memory back."""
         self._gone = True
+        self._last = self._ahead = None
         self._known.clear()
         self._executor.close()
+        if self._rounds is not None:
+            self._rounds.close()
         self._cache.close()
         if self._on_close is not None:
             self._on_close()
 
     # ---- inside
 
-    def _propose(self, wanted: Seq[tuple[Sequence, int]]) -> list[list[int]]:
-        found: list[list[int]] = [[] for _ in wanted]
+    def _propose(self, wanted: Seq[tuple[Sequence, int]]) -> Proposed:
+        began = time.perf_counter()
+        if self._measured is not None:
+            launched, steps = self._measured
+            self._times.record(steps, launched.seconds())
+            self._measured = None
+        ahead, self._ahead, self._last = self._ahead, None, None
+        if ahead is not None and _goes_on(ahead, wanted):
+            return self._take(ahead, wanted, began)
+        found: Proposed = [[] for _ in wanted]
         drawn: list[_Turn] = []
         chosen: list[_Turn] = []  # what the request's sampler must choose on the host
         most = max((min(count, self._context - len(sequence.ids)) for sequence, count in wanted), default=0)
         for place, (sequence, count) in enumerate(wanted):
             known, room = self._state(sequence), self._context - len(sequence.ids)
-            if room <= 0 or not self._reserve(known, len(sequence.ids) + min(most, room)):
+            needed = len(sequence.ids) + min(most, room)
+            if room <= 0 or not ((self._late and self._reserve(known, needed + most + 1)) or self._reserve(known, needed)):
                 continue
             if len(sequence.ids) - known.computed > CHUNK:
                 self._forward([(known, list(islice(sequence.ids, known.computed, known.computed + CHUNK)), "none")])
@@ -149,65 +235,104 @@ class DraftModel:
             turn = _Turn(place, sequence, known, sequence.ids[known.computed :], min(count, room))
             draws = self._drawn and sequence.drawn and room >= most and self._executor.can_draw(sequence.sampler)
             (drawn if draws else chosen).append(turn)
-        if drawn:
+        if drawn and self._rounds is not None:
+            self._launch_round(self._rounds, [turn for turn in drawn if len(turn.sequence.ids) >= FIRST], most, found, began)
+        elif drawn:
             self._draw_together(drawn, most, found)
         if chosen:
             self._choose_together(chosen, found)
         return found
 
-    def _draw_together(self, turns: list[_Turn], steps: int, found: list[list[int]]) -> None:
+    def _follow(self, rounds: Rounds, last: _Following, drawn: torch.Tensor, sequences: Seq[Sequence]) -> None:
+        steps = last.steps
+        for sequence, mine in zip(sequences, last.sequences):
+            late, known = sequence.late, self._known.get(id(sequence))
+            if sequence is not mine or late is None or late.round is not last.round or sequence.drafted != steps or known is None:
+                return
+            longest = len(sequence.ids) + 1 + steps
+            if longest > min(self._context, len(known.pages) * self._size) or sequence.limit - sequence.new_tokens <= 1 + steps:
+                return  # the last case: it may end with this step
+        launched = rounds.follow(last.round, drawn, len(sequences))
+        if launched is not None:
+            self._ahead = _Following(launched, [*sequences], [len(sequence.ids) - steps for sequence in sequences], steps)
+
+    def _take(self, ahead: _Following, wanted: Seq[tuple[Sequence, int]], began: float) -> Proposed:
+        """The round that was launched behind the last step."""
+        launched, steps = self._measured = ahead.round, ahead.steps
+        launched.began = began
+        found: Proposed = []
+        for row, (sequence, count) in enumerate(wanted):
+            self._state(sequence).computed = len(sequence.ids) + steps - 1
+            found.append(LateTokens(launched, row, min(count, steps)))
+        if max(count for _, count in wanted) == steps:
+            self._last = _Following(launched, ahead.sequences, [], steps)
+        return found
+
+    def _launch_round(self, rounds: Rounds, turns: list[_Turn], steps: int, found: Proposed, began: float) -> None:
+        """Let the GPU draw: so many steps of all sequences in one launch, of which each keeps what it wants."""
+        lag = max((len(turn.ids) for turn in turns), default=0)
+        if lag > SOON:
+            self._forward([(turn.known, turn.ids[:-FIRST], "none") for turn in turns if len(turn.ids) > FIRST])
+        for _ in range(0, 0 if lag > SOON else lag - FIRST, DECODED):
+            behind = [(turn.known, turn.sequence.ids[turn.known.computed : -FIRST][:DECODED], "all") for turn in turns]
+            batch = self._batch([one for one in behind if one[1]])
+            self._executor.launch(Step(batch, None, [Draw(turns[0].sequence.sampler, 0, 0)] * len(batch.input_ids), False))
+        places = []
+        for _, sequence, known, _, _ in turns:
+            known.computed = len(sequence.ids) - FIRST  # where only one is missing, the one before is computed again
+            draw = Draw(sequence.sampler, sequence.sampler.count, 0)
+            places.append(Place(sequence.ids[-FIRST:], known.computed, known.pages, draw))
+        prepared = rounds.prepared
+        launched = rounds.launch(places, steps, began) if places else None
+        if launched is None:
+            return
+        for row, (place, _, known, _, count) in enumerate(turns):
+            known.computed += FIRST + steps - 1
+            late = LateTokens(launched, row, count)
+            found[place] = late if self._late else late.tokens()
+        self._begun[steps] += 1
+        if self._late and self._begun[steps] >= OFTEN:
+            self._last = _Following(launched, [turn.sequence for turn in turns], [], steps)
+        if rounds.prepared == prepared and lag <= FIRST:
+            self._measured = launched, steps
+
+    def _draw_together(self, turns: list[_Turn], steps: int, found: Proposed) -> None:
         """Let the executor draw: so many steps of all sequences, of which each keeps what it wants."""
-        executor, ahead = self._executor, self._ahead
-        began, prepared, rows, late = time.perf_counter(), executor.prepared, len(turns), False
-        while ahead and (lagging := [turn for turn in turns if DECODED < len(turn.ids) <= SOON]):
-            late = True
-            batch = self._batch([(turn.known, turn.ids[:DECODED], "all") for turn in lagging])
-            executor.launch(Step(batch, None, [Draw(turn.sequence.sampler, 0, 0) for turn in lagging for _ in range(DECODED)], False))
-            turns = [turn._replace(ids=turn.ids[DECODED:]) if DECODED < len(turn.ids) <= SOON else turn for turn in turns]
-        wants = "all" if ahead and all(len(turn.ids) <= DECODED for turn in turns) else "last"  # then the GPU has a captured step for it
-        batch = self._batch([(turn.known, turn.ids, wants) for turn in turns])
-        last = np.arange(rows, dtype=np.int32) if wants == "last" else batch.cu_seqlens.numpy()[1:] - 1
-        draws = [
-            Draw(turn.sequence.sampler, turn.sequence.sampler.count, 0) for turn in turns for _ in (turn.ids if wants == "all" else [0])
-        ]
-        launched = [executor.launch(Step(batch, None, draws, False))]
-        results = [] if ahead else [_read(launched[0])]
+        began, rows = time.perf_counter(), len(turns)
+        drafted: list[list[int]] = [[] for _ in turns]
+        batch, tokens = self._batch([(turn.known, turn.ids, "last") for turn in turns]), Results()
         size, table = self._size, batch.block_table.numpy()
-        if steps > 1:
-            batch = self._batch([(turn.known, [0], "last") for turn in turns])
-        for number in range(1, steps):
-            ids, positions, slots, lens = (t.numpy() for t in (batch.input_ids, batch.positions, batch.slot_mapping, batch.context_lens))
-            if number > 1:
-                positions += 1
-                lens += 1
-            slots[:] = table[np.arange(rows), positions // size] * size + positions % size
-            feed = (last if number == 1 else np.arange(rows, dtype=np.int32)) if ahead else None
-            if not ahead:
-                ids[:] = [token.id if isinstance(token, Sampled) else 0 for token in results[-1]]
+        for number in range(steps):
+            if number == 1:
+                batch = self._batch([(turn.known, [0], "last") for turn in turns])
+            if number:
+                ids, positions, slots, lens = (
+                    t.numpy() for t in (batch.input_ids, batch.positions, batch.slot_mapping, batch.context_lens)
+                )
+                if number > 1:
+                    positions += 1
+                    lens += 1
+                slots[:] = table[np.arange(rows), positions // size] * size + positions % size
+                ids[:] = [token.id if isinstance(token, Sampled) else 0 for token in tokens] or 0
             draws = [Draw(turn.sequence.sampler, turn.sequence.sampler.count + number, 0) for turn in turns]
-            same = ahead and (number > 1 or len(last) == int(last[-1]) + 1)
-            launched.append(executor.launch(Step(batch, feed, draws, same)))
-            if not ahead:
-                results.append(_read(launched[-1]))
-        if ahead:
-            results = [_read(one) for one in launched]
-        for turn in turns:
+            tokens = _read(self._executor.launch(Step(batch, None, draws, False)))
+            for turn, mine, token in zip(turns, drafted, tokens):
+                if isinstance(token, Sampled) and len(mine) == number < turn.most:
+                    mine.append(token.id)
+        for turn, mine in zip(turns, drafted):
             turn.known.computed += max(0, steps - 2)
-        for step, tokens in enumerate(results):
-            for row, turn in enumerate(turns):
-                token = tokens[int(last[row]) if step == 0 else row] if tokens else None
-                if isinstance(token, Sampled) and step < turn.most and len(found[turn.place]) == step:
-                    found[turn.place].append(token.id)
-        if executor.prepared == prepared and not late and all(len(turn.ids) <= DECODED for turn in turns):
+            found[turn.place] = mine
+        if all(len(turn.ids) <= DECODED for turn in turns):
             self._times.record(steps, time.perf_counter() - began)
 
-    def _choose_together(self, turns: list[_Turn], found: list[list[int]]) -> None:
+    def _choose_together(self, turns: list[_Turn], found: Proposed) -> None:
         """Let the requests' samplers choose from logits on the host."""
         active: list[tuple[int, _DraftCache, SamplerState, list[int], int]] = []  # place, cache, sampler, tokens to run, tokens to propose
         for place, sequence, known, ids, count in turns:
             sampler = sequence.sampler.copy()
             sampler.retry = 0
             active.append((place, known, sampler, ids, count))
+        drafted: dict[int, list[int]] = {turn.place: [] for turn in turns}
         began = time.perf_counter()
         while active:
             rows = self._forward([(known, ids, "last") for _, known, _, ids, _ in active])
@@ -216,10 +341,12 @@ class DraftModel:
                 token = self._draw(row, sampler)
                 if token is None:
                     continue
-                found[place].append(token)
+                drafted[place].append(token)
                 if count > 1 and not sampler.finished:
                     going.append((place, known, sampler, [token], count - 1))
             active = going
+        for place, tokens in drafted.items():
+            found[place] = tokens
         if all(len(turn.ids) <= DECODED for turn in turns):
             self._times.record(max(turn.most for turn in turns), time.perf_counter() - began)
 
@@ -266,6 +393,19 @@ class DraftModel:
             if sequence is None or sequence.ended:
                 self._table.free(known.pages)
                 del self._known[key]
+
+
+def _goes_on(ahead: _Following, wanted: Seq[tuple[Sequence, int]]) -> bool:
+    """Whether draft tokens are wanted for the sequences of a round, and one step was verified since."""
+    if len(wanted) != len(ahead.sequences):
+        return False
+    for (sequence, count), mine, length in zip(wanted, ahead.sequences, ahead.lengths):
+        if sequence is not mine or count < 1 or sequence.proposer is None or not sequence.proposer.pace.trail:
+            return False
+        at, _, accepted = sequence.proposer.pace.trail[-1]
+        if at != length - sequence.prompt_tokens or len(sequence.ids) != length + accepted + 1:
+            return False
+    return True
 
 
 def _read(launched: PendingStep | Results) -> Results:

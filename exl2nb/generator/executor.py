@@ -48,13 +48,15 @@ class Step:
     batch: int32 host tensors. They are views of buffers that the next step overwrites: copy them before `launch` returns. feed: `(T,)`
     int32 or None. feed[t] = -1: `batch.input_ids[t]` is the token. feed[t] = r: the token is what the launch before this one drew for its
     logit row r; `input_ids[t]` is 0. None: all tokens are known. draws: R entries; None: return the raw logits of that row. same: the
-    sequences, logit rows and block table are those of the launch before, each one token on; parameters need not be sent again.
+    sequences, logit rows and block table are those of the launch before, each one token on; parameters need not be sent again. drafts:
+    int32 on the device, of which feed[t] = r is then `drafts[r]`.
     """
 
     batch: Batch
     feed: np.ndarray | None
     draws: Sequence[Draw | None]
     same: bool
+    drafts: torch.Tensor | None = None
 
 
 Results = list[Sampled | np.ndarray]
@@ -80,6 +82,7 @@ class Executor(Protocol):
 
     lookahead: how many launched steps may be unread when the next one is launched: 0 or 1; it may change with every launch.
     prepared: kinds of steps that were made ready while a step waited (captured, compiled); such a step's time says nothing about others.
+    drawn: the tokens of the last launch by logit row, int32 on the device, where it draws them; None: on the host.
 
     `launch` and `copy` run on the engine thread, which is the only caller. Work of a later call must see what earlier calls wrote to the
     cache (one stream does that): the engine gives pages of an ended request to the next one while a step that still writes to them runs.
@@ -87,6 +90,7 @@ class Executor(Protocol):
 
     lookahead: int
     prepared: int
+    drawn: torch.Tensor | None
 
     def can_draw(self, state: SamplerState, *, drafts: bool = False) -> bool:
         """Whether the executor draws for this request; asked once per request. False: its rows come back as logits.
@@ -136,6 +140,7 @@ class HostExecutor:
     def __init__(self, model: Forward, cache: KVCache) -> None:
         self._model, self._cache = model, cache
         self.lookahead = self.prepared = 0
+        self.drawn: torch.Tensor | None = None
         self._step_draw: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = (
             getattr(model, "step_draw", None) if getattr(model, "draws", False) else None
         )

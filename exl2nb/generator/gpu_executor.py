@@ -18,7 +18,7 @@ from exl2nb.generator.executor import Draw, PendingStep, Step
 from exl2nb.model.gpu import SHORT, mixes_adapters
 from exl2nb.model.model import DecodeInputs
 from exl2nb.ops import kernel_code, out_of_memory
-from exl2nb.ops.cuda_sample import TOP, Row, pack_rows, sample_rows
+from exl2nb.ops.cuda_sample import ROW_BYTES, TOP, pack_row, sample_rows
 from exl2nb.ops.gpu import LoraBuffers, capturing, launch_lock
 from exl2nb.sampling.draw import Sampled
 from exl2nb.sampling.state import SamplerState
@@ -138,7 +138,7 @@ class GpuExecutor:
         self._graphed = env.get("EXL2NB_CUDA_GRAPHS", "1") == "1"
         self._graphs: dict[tuple[int, int, int, bool, bool, bool, LoraBuffers | None], _Graph | None] = {}  # None: could not be captured
         self._whole = model.ranks is None and isinstance(model.placement, str)  # on one GPU
-        self._drawn: Tensor | None = None  # ids drawn by the last launch, by logit row
+        self.drawn: Tensor | None = None  # ids drawn by the last launch, by logit row
         self._last: _Graph | None = None
         self.prepared = 0
         self._verified, self._used = 0, dict[tuple[Any, ...], int]()  # steps with draft tokens; which of them ran a graph last
@@ -188,12 +188,12 @@ class GpuExecutor:
             decoding = len(step.batch.context_lens) == len(draws)
             graph = self._graph(step, drawn) if decoding or self._verifies(step) else None
             if graph is not None:
-                self._last, self._drawn = graph if decoding else None, graph.drawn
+                self._last, self.drawn = graph if decoding else None, graph.drawn
                 return graph.replay([draw.top for draw in drawn])
         self._last = None
-        ids = None
-        if step.feed is not None and self._drawn is not None:
-            ids = _fed(step.batch.input_ids, step.feed, self._drawn, self._device)
+        ids, source = None, self.drawn if step.drafts is None else step.drafts
+        if step.feed is not None and source is not None:
+            ids = _fed(step.batch.input_ids, step.feed, source, self._device)
         logits = self._model.forward_gpu(step.batch, self._cache, ids=ids)
         return self._draw(logits, draws, None if ids is None else _fresh(step, ids))
 
@@ -206,19 +206,21 @@ class GpuExecutor:
         """Wait for the GPU, drop the graphs."""
         torch.cuda.synchronize(self._device)
         self._graphs.clear()
-        self._drawn = self._last = None
+        self.drawn = self._last = None
 
     def _verifies(self, step: Step) -> bool:
         """Whether a step in which every token's row is drawn, and sequences have several, can be a captured one."""
         bounds = step.batch.cu_seqlens.numpy()
-        return self._whole and step.feed is None and int((bounds[1:] - bounds[:-1]).max()) <= SHORT
+        known = step.feed is None or step.drafts is not None
+        return self._whole and known and int((bounds[1:] - bounds[:-1]).max()) <= SHORT
 
     def _graph(self, step: Step, draws: list[Draw]) -> _Graph | None:
         """The captured step, its inputs written; None where it is launched kernel by kernel instead, which gives the same tokens."""
         if step.same and self._last is not None:
             return self._last
         width = step.batch.block_table.shape[1]
-        counted, moved = (any(of(draw.state.params) for draw in draws) for of in (penalised, biased))
+        params = {id(draw.state): draw.state.params for draw in draws}.values()
+        counted, moved = any(map(penalised, params)), any(map(biased, params))
         lora = None
         if step.batch.adapters is not None:
             if self._model.deterministic and mixes_adapters(step.batch):
@@ -239,7 +241,7 @@ class GpuExecutor:
             self._graphs[key] = self._capture(*key[:5], lora) if self._graphed else None
         graph = self._graphs[key]
         if graph is not None:
-            graph.set(step, draws, self._drawn)
+            graph.set(step, draws, self.drawn if step.drafts is None else step.drafts)
         return graph
 
     def _has_room(self) -> bool:
@@ -287,18 +289,42 @@ class GpuExecutor:
             chosen = logits if raw is None else logits[torch.tensor(rows, device=self._device)]
             ids = torch.zeros(len(rows), dtype=torch.int32, device=self._device)
             results, top_ids, top_logprobs = sample_rows(chosen, params, counts, None, ids, None, None, None, None, 1, False, bias)
-            sampled = results[0].cpu(), top_ids.cpu(), top_logprobs.cpu()
+            sampled = results[0].cpu().numpy(), top_ids.cpu(), top_logprobs.cpu()
             if self._model.ranks is not None:
                 self._model.ranks.check()
             drawn = torch.zeros(len(draws), dtype=torch.int32, device=self._device)
             drawn[torch.tensor(rows, device=self._device)] = ids
-            self._drawn = drawn
+            self.drawn = drawn
         else:
-            self._drawn = None
+            self.drawn = None
             torch.cuda.current_stream(self._device).synchronize()
             if self._model.ranks is not None:
                 self._model.ranks.check()
         return _CompletedStep(rows, wanted, sampled, raw)
+
+
+class PinnedState:
+    """What a captured step reads, written on the host into pinned memory that is used again: to allocate it takes as long as to write it.
+
+    Args:
+        state: int32 1-D on the GPU. places: begin and end of the parts of it.
+    """
+
+    def __init__(self, state: Tensor, places: Sequence[tuple[int, int]]) -> None:
+        self._state, self._host, self._sent = state, torch.zeros(len(state), dtype=torch.int32).pin_memory(), torch.cuda.Event()
+        self._whole = self._host.numpy()
+        self._parts = [self._whole[at:end] for at, end in places]
+
+    def cleared(self) -> list[np.ndarray]:
+        """The parts, all 0, as soon as the GPU has read what was written last."""
+        self._sent.synchronize()
+        self._whole.fill(0)
+        return self._parts
+
+    def send(self) -> None:
+        """Copy it to the GPU, in the order of its stream."""
+        self._state.copy_(self._host, non_blocking=True)
+        self._sent.record()
 
 
 class _Graph:
@@ -315,13 +341,13 @@ class _Graph:
         self.rows, self.sequences, self.width = rows, sequences, width
         device = torch.device(model.draw_device)
         self._model, self._cache = model, cache
-        several, self._sizes = sequences > 0, _state_sizes(rows, sequences, width)
-        state = torch.zeros(sum(self._sizes), dtype=torch.int32, device=device)
-        ids, positions, lens, steps, adapters, table, bounds = state.split(self._sizes)
+        several, self._places = sequences > 0, _places(rows, sequences, width)
+        state = torch.zeros(self._places[-1][1], dtype=torch.int32, device=device)
+        ids, positions, lens, steps, adapters, table, bounds, self._feeds, words = (state[at:end] for at, end in self._places)
         adapters.fill_(-1)
         adapted = None if lora is None else (lora, adapters)
         drawn = torch.zeros_like(ids) if several else ids
-        params = torch.zeros(rows, 48, dtype=torch.uint8, device=device)
+        params = words.view(torch.uint8).view(rows, ROW_BYTES)
         results = torch.zeros(RING, rows, 4, dtype=torch.int32).pin_memory()
         logits = torch.zeros(rows, model.outputs, device=device)
         counts = torch.zeros(rows, model.outputs, dtype=torch.int16, device=device) if counted else None
@@ -338,9 +364,10 @@ class _Graph:
                 model.ranks.share(state[: 3 * rows])  # tokens, positions, lengths of the next step
             return top_ids, top_logprobs
 
-        self._state, self.ids, self.drawn, self._params, self._results = state, ids, drawn, params, results
+        self._state, self.ids, self.drawn, self._results = state, ids, drawn, results
         self._counts, self._bias, self._count = counts, bias, 0
         self._kept = forward, logits, lora  # the graph knows their addresses only
+        self._hosts, self._numbers = [PinnedState(state, self._places) for _ in range(1 + GpuExecutor.lookahead)], results.numpy()
         self.step = step
 
     def capture(self) -> _Graph:
@@ -355,29 +382,37 @@ class _Graph:
             # another model's thread may allocate and wait meanwhile: so a stream of its own, and errors of this thread only
             with torch.cuda.graph(self._graph, stream=torch.cuda.Stream(device), capture_error_mode="thread_local"):
                 self._top = self.step()
+        if self._model.ranks is None:
+            self._graph.replay()  # the first one takes longer
         return self
 
     def set(self, step: Step, draws: list[Draw], drawn: Tensor | None) -> None:
-        """Write everything that the step reads."""
+        """Write everything that the step reads; drawn: what its `feed` is of."""
         batch, n, b, rows = step.batch, len(draws), len(step.batch.context_lens), self.rows
-        host = torch.zeros(sum(self._sizes), dtype=torch.int32).pin_memory()
-        ids, positions, lens, steps, adapters, table, bounds = host.split(self._sizes)
-        ids[:n], positions[:n], lens[:b] = batch.input_ids, batch.positions, batch.context_lens
-        steps.fill_(self._count)
-        adapters.fill_(-1)
+        self._hosts.append(self._hosts.pop(0))
+        ids, positions, lens, steps, adapters, table, bounds, feeds, params = self._hosts[0].cleared()
+        ids[:n], positions[:n], lens[:b] = batch.input_ids.numpy(), batch.positions.numpy(), batch.context_lens.numpy()
+        steps[:] = self._count
+        adapters[:] = -1
         if batch.adapters is not None:
-            adapters[:n] = batch.adapters
-        table.view(-1, self.width)[:b, : batch.block_table.shape[1]] = batch.block_table
+            adapters[:n] = batch.adapters.numpy()
+        table.reshape(-1, self.width)[:b, : batch.block_table.shape[1]] = batch.block_table.numpy()
         if self.sequences:  # those behind have no token, but for the last one, which has the padding
-            bounds[: b + 1], bounds[b + 1 :], bounds[-1] = batch.cu_seqlens, n, rows
-        fed = None
-        if step.feed is not None and drawn is not None:
+            bounds[: b + 1], bounds[b + 1 :], bounds[-1] = batch.cu_seqlens.numpy(), n, rows
+        packed = packed_params(draws)
+        params[: len(packed)] = packed
+        fed, every = None, step.drafts is not None and step.feed is not None and int(step.feed.min()) >= 0
+        if every:
+            feeds[:n] = step.feed
+        elif step.feed is not None and drawn is not None:
             fed = _fed(batch.input_ids, step.feed, drawn, self.ids.device)
-        self._state.copy_(host, non_blocking=True)
-        if fed is not None:
+        self._hosts[0].send()
+        if every and step.drafts is not None:
+            torch.index_select(step.drafts, 0, self._feeds[:n], out=self.ids[:n])
+        elif fed is not None:
             self.ids[:n] = fed
         if self._model.ranks is not None:
-            self._model.ranks.set_rows(self._cache, rows, self.width, table)
+            self._model.ranks.set_rows(self._cache, rows, self.width, torch.from_numpy(table.copy()))
             self._model.ranks.share(self._state[: 3 * rows])
         if self._counts is not None:
             fresh = [] if step.feed is None else [row for row, source in enumerate(step.feed.tolist()) if source >= 0]
@@ -385,7 +420,6 @@ class _Graph:
             write_counts(self._counts, draws, (fresh, tokens))
         if self._bias is not None:
             write_bias(self._bias, draws)
-        self._params[:n].copy_(_params(draws).pin_memory(), non_blocking=True)
 
     def replay(self, tops: list[int]) -> PendingStep:
         """Enqueue the step for the first rows; tops: number of alternatives of each."""
@@ -400,14 +434,14 @@ class _Graph:
         done.record()
         slot = self._count % RING
         self._count += 1
-        return _PendingGraph(done, self._results[slot], tops, alternatives, self._model)
+        return _PendingGraph(done, self._numbers[slot], tops, alternatives, self._model)
 
 
 class _PendingGraph:
     """A replayed graph that may still run."""
 
     def __init__(
-        self, done: torch.cuda.Event, results: Tensor, tops: list[int], alternatives: tuple[Tensor, ...] | None, model: Model
+        self, done: torch.cuda.Event, results: np.ndarray, tops: list[int], alternatives: tuple[Tensor, ...] | None, model: Model
     ) -> None:
         self._done, self._results, self._tops, self._alternatives, self._model = done, results, tops, alternatives, model
 
@@ -417,14 +451,14 @@ class _PendingGraph:
         if self._model.ranks is not None:
             self._model.ranks.check()
         ids, logprobs = self._alternatives if self._alternatives is not None else (None, None)
-        return [*_sampled(self._results[: len(self._tops)].clone(), ids, logprobs, self._tops)]
+        return [*_sampled(self._results[: len(self._tops)], ids, logprobs, self._tops)]
 
 
 class _CompletedStep:
     """A step whose results are on the host already."""
 
     def __init__(
-        self, rows: list[int], draws: Sequence[Draw | None], sampled: tuple[Tensor, Tensor, Tensor] | None, raw: Tensor | None
+        self, rows: list[int], draws: Sequence[Draw | None], sampled: tuple[np.ndarray, Tensor, Tensor] | None, raw: Tensor | None
     ) -> None:
         self._rows, self._draws, self._sampled, self._raw = rows, draws, sampled, raw
 
@@ -440,10 +474,10 @@ class _CompletedStep:
         return out
 
 
-def _sampled(results: Tensor, top_ids: Tensor | None, top_logprobs: Tensor | None, tops: list[int]) -> list[Sampled]:
+def _sampled(results: np.ndarray, top_ids: Tensor | None, top_logprobs: Tensor | None, tops: list[int]) -> list[Sampled]:
     """The kernel's results `(R, 4)` as the host's."""
     values = results.tolist()
-    logprobs = results[:, 2].contiguous().view(torch.float32).tolist()
+    logprobs = results[:, 2].copy().view(np.float32).tolist()
     chosen = []
     for r, ((token, rank, _, _), logprob, top) in enumerate(zip(values, logprobs, tops)):
         if token < 0:
@@ -455,18 +489,23 @@ def _sampled(results: Tensor, top_ids: Tensor | None, top_logprobs: Tensor | Non
     return chosen
 
 
-def _params(draws: Sequence[Draw]) -> Tensor:
-    rows = []
+def packed_params(draws: Sequence[Draw]) -> np.ndarray:
+    """Settings of draws as the sampling kernel reads them, int32 `(R * 12,)`."""
+    rows: list[bytes] = []
+    before, most, row = None, -1, b""
     for state, number, top in draws:
-        p = state.params
-        few = min(top, TOP)
-        rows.append(Row(
-                temperature=p.temperature, top_p=p.top_p, min_p=p.min_p, repetition_penalty=p.repetition_penalty,
-                presence_penalty=p.presence_penalty, frequency_penalty=p.frequency_penalty, top_k=p.top_k, top=few, seed=state.seed,
-                counter=number,
-            )
-        )  # fmt: skip
-    return pack_rows(rows)
+        if state is before and top == most:  # draft tokens of one request
+            rows.append(row[:-8] + number.to_bytes(8, "little"))
+            continue
+        p, before, most = state.params, state, top
+        penalties = p.repetition_penalty, p.presence_penalty, p.frequency_penalty
+        row = pack_row(p.temperature, p.top_p, p.min_p, *penalties, p.top_k, min(top, TOP), state.seed, number)
+        rows.append(row)
+    return np.frombuffer(b"".join(rows), np.int32)
+
+
+def _params(draws: Sequence[Draw]) -> Tensor:
+    return torch.from_numpy(packed_params(draws).copy()).view(torch.uint8).view(len(draws), -1)
 
 
 def _fresh(step: Step, ids: Tensor) -> tuple[list[int], Tensor]:
@@ -482,18 +521,23 @@ def _fed(ids: Tensor, feed: np.ndarray, drawn: Tensor, device: torch.device) -> 
     return torch.where(rows >= 0, drawn[rows.clamp(min=0).long()], known)
 
 
-def _state_sizes(rows: int, sequences: int, width: int) -> list[int]:
-    """Of ids, positions, lens, steps, adapters, block table and bounds of a captured step."""
-    lines = sequences or rows
-    return [rows, rows, lines, rows, rows, lines * width, sequences + 1 if sequences else 0]
+def _places(rows: int, sequences: int, width: int) -> list[tuple[int, int]]:
+    """Where ids, positions, lens, steps, adapters, block table, bounds, feed and settings of a captured step are in its state."""
+    lines, places, at = sequences or rows, list[tuple[int, int]](), 0
+    for size in (rows, rows, lines, rows, rows, lines * width, sequences + 1 if sequences else 0, rows if sequences else 0):
+        places.append((at, at + size))
+        at += size
+    at += at % 2  # the settings have numbers of eight bytes
+    return [*places, (at, at + rows * ROW_BYTES // 4)]
 
 
 def _sizes(tokens: int, sequences: int) -> tuple[int, int]:
     """Rows and sequences of the captured step that takes so many; no sequences: each has one token."""
     if tokens == sequences:
-        return _bucket(tokens), 0
-    return (tokens, 1) if sequences == 1 else (_bucket(tokens), _bucket(sequences) + 1)
+        return bucket(tokens), 0
+    return (tokens, 1) if sequences == 1 else (bucket(tokens), bucket(sequences) + 1)
 
 
-def _bucket(rows: int) -> int:
+def bucket(rows: int) -> int:
+    """Rows of the captured step that takes so many."""
     return 1 << (rows - 1).bit_length() if rows <= 8 else -(-rows // 8) * 8

@@ -116,10 +116,14 @@ class StepLoop:
             if rows and sequence.on_device:
                 sequence.in_flight += 1
         self.in_flight.append(InFlight(spans, pending, now))
+        if self.speculator is not None:
+            self.speculator.launched(spans, self.executor.drawn)
 
     def _launch_failed(self, spans: list[Span], error: Exception) -> None:
         """Find the request that caused it: alone, most of them succeed; a long piece of a prompt is tried again as a short one."""
         self._builder.forget()
+        for span in spans:
+            span.sequence.settle()
         if self.in_flight:
             self.drain()  # the next step tries again, with nothing in flight
             return

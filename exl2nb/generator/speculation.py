@@ -9,6 +9,7 @@ text is, token for token, the one without speculation, for every sampler, penalt
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -19,15 +20,19 @@ from exl2nb.core.options import check_flag, check_range
 from exl2nb.generator.suffixes import EarlierTexts, SuffixAutomaton
 
 if TYPE_CHECKING:
+    import torch
+
     from exl2nb.core.progress import Sink
     from exl2nb.generator.request import Request
+    from exl2nb.generator.scheduler import Span
     from exl2nb.generator.sequence import Sequence
 
 KINDS = ("auto", "draft", "ngram", "off")
 MAX_DRAFT_TOKENS = 7  # a step then has at most 8 rows per sequence, which every backend runs as a decode
 PROBE, RARELY = 12, 48  # steps without draft tokens after which one is proposed again: after the first failure, and after several
 REST, LONGEST_REST = 8, 32  # steps that are not thought about after one for which draft tokens do not pay, doubled each time
-TRIED, TRIED_RIGHT = (3, 7), 0.3  # draft tokens whose step is measured once, where all are right with this probability
+TRIED, TRIED_RIGHT = (3, 7), 0.3  # draft tokens whose step is measured TRIES times, where all are right with this probability
+TRIES = 2  # a time that was measured less often may be one that was disturbed
 LEARNED, PIECE, LEARNED_AGAIN = 1 << 15, 512, 64  # tokens of a prompt that are looked at; between two steps; after the text was cut back
 REMEMBERED = 1024  # tokens at the end of a text that later ones may repeat
 LONG = 8  # tokens that must agree for a draft token to count as a right one
@@ -147,7 +152,8 @@ class StepTimes:
     """
 
     def __init__(self) -> None:
-        self._seen: dict[int, tuple[float, int]] = {}  # rows -> seconds, and when that was seen last
+        self._seen: dict[int, tuple[float, int, int]] = {}  # rows -> seconds, when that was seen last, and how often
+        self._rows: list[int] = []  # its keys, in order
         self._count = 0
 
     def record(self, rows: int, seconds: float) -> None:
@@ -155,12 +161,15 @@ class StepTimes:
         self._count += 1
         if rows not in self._seen and self._seen:
             seconds = min(seconds, SURPRISE * self.seconds(rows))
+        times = 0
         if rows in self._seen:
-            known, _ = self._seen[rows]
+            known, _, times = self._seen[rows]
             seconds = known + (0.2 if seconds > known else 0.5) * (min(seconds, 2.0 * known) - known)
-        self._seen[rows] = seconds, self._count
-        for other in [n for n, (_, last) in self._seen.items() if self._count - last > STALE]:
+        self._seen[rows] = seconds, self._count, times + 1
+        for other in [n for n, (_, last, _) in self._seen.items() if self._count - last > STALE]:
             del self._seen[other]  # so that it is tried again
+        if len(self._seen) != len(self._rows) or not times:
+            self._rows = sorted(self._seen)
 
     @property
     def known(self) -> bool:
@@ -172,9 +181,9 @@ class StepTimes:
         """True where steps were measured, but lately none with one row, with which all others are compared."""
         return bool(self._seen) and 1 not in self._seen
 
-    def knows(self, rows: int) -> bool:
-        """Whether a step with so many rows was measured."""
-        return rows in self._seen
+    def knows(self, rows: int, times: int = 1) -> bool:
+        """Whether a step with so many rows was measured, so many times at least."""
+        return rows in self._seen and self._seen[rows][2] >= times
 
     @property
     def reach(self) -> int:
@@ -186,8 +195,9 @@ class StepTimes:
         seen = self._seen
         if rows in seen:
             return seen[rows][0]
-        below = max((n for n in seen if n < rows), default=None)
-        above = min((n for n in seen if n > rows), default=None)
+        place = bisect_left(self._rows, rows)
+        below = self._rows[place - 1] if place else None
+        above = self._rows[place] if place < len(self._rows) else None
         if below is None:
             first = 1.0 if above is None else seen[above][0] / (1.0 + (above - 1) * ROW_COST)
             return first * (1.0 + (rows - 1) * ROW_COST)
@@ -214,7 +224,7 @@ class AdaptiveLength:
         self.settings, self._times, self._watched = settings, times or StepTimes(), watched
         self._accepted_weight, self._verified_weight = 1.6, 2.0  # the prior: as if 1.6 of 2 had been accepted
         self._idle, self._patience, self._longest = 0, PROBE, 0
-        self._tries = dict.fromkeys(TRIED, 2)  # the first step of a kind is captured, and not measured
+        self._tries = dict.fromkeys(TRIED, 1 + TRIES)  # the first step of a kind is captured, and not measured
         self.rest, self._next_rest = 0, REST  # steps for which the answer of `length` is known to be 0; the next such number
         self.steps = self.proposed = self.accepted = self.plain_steps = 0
         self.lengths = [0] * (settings.max_tokens + 1)
@@ -238,7 +248,7 @@ class AdaptiveLength:
         likely = min(SURE, self._accepted_weight / self._verified_weight)
         if self.steps and not beside:  # a step's time has a part that does not grow with rows, which one more row does not show
             for count in TRIED:
-                if count <= most and self._tries[count] and not self._times.knows(1 + count) and likely**count > TRIED_RIGHT:
+                if count <= most and self._tries[count] and likely**count > TRIED_RIGHT and not self._measured(count, draft_s):
                     self._tries[count] -= 1
                     return count
         most = min(most, max(1, self._times.reach - beside - 1, 2 * self._longest + 1))
@@ -251,6 +261,13 @@ class AdaptiveLength:
             return 0  # also where not even certain draft tokens would pay
         self._idle, self._patience = 0, min(2 * self._patience, RARELY)
         return 1
+
+    def _measured(self, count: int, draft_s: Callable[[int], float]) -> bool:
+        """Whether the time of a step with so many draft tokens is known: measured TRIES times, or once where all being right is no gain."""
+        times, rows = self._times, 1 + count
+        if not times.knows(rows) or times.knows(rows, TRIES):
+            return times.knows(rows)
+        return times.seconds(rows) + draft_s(count) > rows * times.seconds(1)
 
     def skip(self, steps: int) -> None:
         """So many steps of `rest` have passed."""
@@ -358,6 +375,38 @@ class NgramProposer:
 STEP_ROWS = 64  # of logits in one step, which many sequences share
 
 
+class DraftRound(Protocol):
+    """Draft tokens that were launched on a GPU and may not be there yet.
+
+    ids: int32 on the GPU; draft token i of row r is at (1 + i) * rows + r, the token before the first one at r. rows: of a step.
+    began: `time.perf_counter()` then.
+    """
+
+    ids: torch.Tensor
+    rows: int
+    began: float
+
+    def tokens(self, row: int) -> list[int]:
+        """A row's tokens; waits for them."""
+        ...
+
+    def seconds(self) -> float:
+        """What the round took, from its beginning on the host; waits for it."""
+        ...
+
+
+class LateTokens(NamedTuple):
+    """A sequence's draft tokens in a round: the first `most` of a row."""
+
+    round: DraftRound
+    row: int
+    most: int
+
+    def tokens(self) -> list[int]:
+        """The tokens; waits for them."""
+        return self.round.tokens(self.row)[: self.most]
+
+
 class Drafter(Protocol):
     """A draft model."""
 
@@ -365,8 +414,16 @@ class Drafter(Protocol):
         """What making so many draft tokens takes, as far as known; 0: nothing is known."""
         ...
 
-    def propose(self, wanted: Seq[tuple[Sequence, int]], /) -> list[list[int]]:
-        """At most the wanted number of draft tokens for each sequence."""
+    def propose(self, wanted: Seq[tuple[Sequence, int]], /) -> Seq[list[int] | LateTokens]:
+        """At most the wanted number of draft tokens for each sequence; late ones all of one round."""
+        ...
+
+    def follow(self, drawn: torch.Tensor, sequences: Seq[Sequence], /) -> bool:
+        """A step that verifies late draft tokens of these sequences was launched, and draws this on the device: the next ones may begin.
+
+        Returns:
+            Whether the host took time for something that it does once.
+        """
         ...
 
     def prepare(self, progress: Sink | None) -> None:
@@ -471,11 +528,16 @@ class Speculator:
         self.times, self.earlier = StepTimes(), EarlierTexts()
         self._began, self._rows = 0.0, 0  # the step that runs: when, and with how many rows; 0: not one to learn from
         self._prepared = 0
+        self._round: DraftRound | None = None  # of the step that runs, where its draft tokens were late
         self._asleep, self._slept, self._running = 0, 0, 0  # steps to sleep, and slept so far; sequences that ran when it began
         self._barren = 0  # steps without draft tokens since the last one that had some, those asleep not counted
 
     def wakes(self, running: Seq[Sequence]) -> bool:
         """Whether `propose` must be called before this step, with every result read; to be asked once a step."""
+        if not any([one.proposer is not None for one in running]):  # steps of requests without it are launched ahead, and not measured
+            self._asleep = self._slept = self._rows = 0
+            self._round = None
+            return False
         if self._slept < self._asleep and len(running) == self._running:
             self._slept += 1
             return False
@@ -490,13 +552,18 @@ class Speculator:
         decoding = [sequence for sequence in running if sequence.pending == 1]
         if prepared != self._prepared:
             self._prepared, self._rows = prepared, 0
-        if self._rows and len(decoding) == len(running):
-            self.times.record(self._rows, (now - self._began) / (1 + self._slept))
+        drafting = self._round.seconds() if self._round is not None else 0.0
+        if self._rows and len(decoding) == len(running) and now - self._began > drafting:
+            self.times.record(self._rows, (now - self._began - drafting) / (1 + self._slept))
+        self._round = None
         proposing = [one for one in decoding if one.proposer is not None and not one.drafted]
         for one in proposing:
             one.on_device = False
             if self._slept and one.proposer is not None:
                 one.proposer.pace.skip(min(self._slept, one.proposer.pace.rest))
+        for one in running:
+            if one.late is not None:
+                one.settle()  # its step was not launched
         self._asleep = self._slept = 0
         self._propose(proposing, len(running))
         self._rows = sum(one.rows for one in running) if running and len(decoding) == len(running) else 0
@@ -508,7 +575,16 @@ class Speculator:
             self._asleep, self._running = min(1 << (self._barren - 1), LONGEST_REST), len(running)
             for one in proposing:
                 one.on_device = one.drawn
-        self._began = time.perf_counter()
+        self._began = time.perf_counter() if self._round is None else self._round.began
+
+    def launched(self, spans: Seq[Span], drawn: torch.Tensor | None, /) -> None:
+        """A step was launched; drawn: its tokens on the device, if they are there."""
+        if self._round is None or drawn is None:
+            return
+        proposer = spans[0].sequence.proposer
+        drafter = None if proposer is None else proposer.drafter
+        if drafter is not None and drafter.follow(drawn, [span.sequence for span in spans]):
+            self._rows = 0
 
     def _propose(self, sequences: Seq[Sequence], running: int) -> None:
         wanted: dict[int, list[tuple[Sequence, int]]] = {}
@@ -529,3 +605,4 @@ class Speculator:
         for key, drafter in drafters.items():
             for (sequence, _), found in zip(wanted[key], drafter.propose(wanted[key])):
                 sequence.propose(found)
+                self._round = sequence.late.round if sequence.late is not None else self._round

@@ -302,7 +302,7 @@ def make_drafter(target: LLM, draft: LLM | str | os.PathLike[str], *, cache: str
     tokenizer = Tokenizer.load(folder)
     placement = target.model.placement
     place = placement if isinstance(placement, str) else placement[-1]
-    model = load_model(folder, device=place, context=None, progress=progress)
+    model = load_model(folder, device=place, context=None, progress=progress, deterministic=target.model.deterministic)
     try:
         return _drafter(target, model, tokenizer, cache, on_close=model.close)
     except BaseException:
@@ -317,6 +317,11 @@ def _drafter(target: LLM, model: Model, tokenizer: Tokenizer, cache: str, **opti
     check_same_tokenizer(target.tokenizer, tokenizer, target_size=size, draft_size=model.config.vocab_size)
     from exl2nb.llm.model import executor_of
 
+    mine, theirs = model.placement, target.model.placement
+    if isinstance(mine, str) and executor_of(model) is not None:  # on one GPU
+        from exl2nb.generator.gpu_draft import GpuRounds
+
+        options |= {"rounds": GpuRounds, "late": mine == theirs and "run" not in options and target.model.ranks is None}
     return DraftModel(
         model,
         model.cache_spec(target.engine.spec.num_tokens, mode=cache),

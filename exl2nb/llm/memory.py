@@ -19,7 +19,7 @@ from exl2nb.cache.spec import PAGE_SIZE, CacheSpec
 from exl2nb.core.errors import DeviceError, OptionError
 from exl2nb.core.show import size_text
 from exl2nb.model.config import ModelConfig
-from exl2nb.model.gpu import SHORT
+from exl2nb.model.gpu import PROMPT, SHORT
 from exl2nb.model.gpu_memory import kept_bytes
 from exl2nb.model.inspect import Inspection
 from exl2nb.ops.memory import partial_sums_bytes
@@ -178,7 +178,7 @@ def formula_of(
     return Formula(
         weights=kept_bytes(config, found),
         segments=1,
-        stages=_gpu_stages(config, groups),
+        stages=(*_gpu_stages(config, groups), Stage(_prompt_bytes(config, multiprocessors), 0, 0)),
         graph_fixed=CODE_BYTES + GRAPH_BYTES + DRAFT_ROWS * _graph_row(config, multiprocessors) // 2,
         graph_row=_graph_row(config, multiprocessors),
         logits_row=logits,
@@ -242,6 +242,16 @@ def _graph_row(config: ModelConfig, multiprocessors: int) -> int:
     experts = 0 if config.moe is None else config.moe.num_experts + (config.moe.shared_size > 0)
     sums = partial_sums_bytes(torch.empty(0), 64, multiprocessors, hidden, experts) // 64
     return 2 * (sums + 8 * hidden + 2 * 2 * hidden + 4 * (q + 2 * kv) + 2 * 2 * _inner(config) + 4 * up + 4 * config.vocab_size)
+
+
+def _prompt_bytes(config: ModelConfig, multiprocessors: int) -> int:
+    """Workspace of the steps of short prompts, which mixtures do not have; attention's part as in csrc/cuda/attention/split_kv.cuh."""
+    if config.moe is not None:
+        return 0
+    heads = config.num_kv_heads
+    chunks = 64 if 64 * heads <= 264 else 6 if 6 * heads >= 264 else 264 // heads
+    row = _graph_row(config, multiprocessors) // 2 - 4 * config.vocab_size + 4 * config.hidden_size
+    return PROMPT * (row + config.num_heads * chunks * (4 * config.head_dim + 8))
 
 
 # ---- The plan

@@ -139,6 +139,20 @@ class Batch:
         )  # fmt: skip
         return batch, tokens, (there >= 0).nonzero()[:, 0]
 
+    def cut(self, first: int, end: int) -> tuple[Batch, Tensor]:
+        """The tokens [first, end) as a batch without pictures, and int64 `(R,)` which of the logit rows are in it."""
+        assert self.pictures is None, "runs of pictures are not cut"
+        inside = self.cu_seqlens.clamp(first, end)  # a sequence that ends behind `end` is not so long yet
+        there = (inside[1:] > inside[:-1]).nonzero()[:, 0]
+        rows = ((self.logit_rows >= first) & (self.logit_rows < end)).nonzero()[:, 0]
+        batch = Batch(
+            input_ids=self.input_ids[first:end], positions=self.positions[first:end], slot_mapping=self.slot_mapping[first:end],
+            block_table=self.block_table[there], cu_seqlens=torch.cat((inside[there], inside[there[-1:] + 1])) - first,
+            context_lens=(self.context_lens - (self.cu_seqlens[1:] - inside[1:]))[there], logit_rows=self.logit_rows[rows] - first,
+            long=None if self.long is None else self.long[there], adapters=None if self.adapters is None else self.adapters[first:end],
+        )  # fmt: skip
+        return batch, rows
+
     @classmethod
     def build(cls, spans: Sequence[Span], *, page_size: int = PAGE_SIZE, device: str = "cpu") -> Batch:
         """Put the spans of several sequences side by side.

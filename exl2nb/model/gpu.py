@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 SHORT = 8  # tokens of one sequence that the step kernels take
 MOST = 512  # tokens of a step that go through the step kernels
 MOST_ROUTED = 64  # of a model with experts: the step kernels read them once for every token that chose them
+PROMPT = 64  # tokens of a step with a prompt in it, at most, that the step kernels take: launched by one call, where prefill makes hundreds
+PROMPT_STEPS = 3  # such steps in a row, where stream-K GEMMs are quick: more tokens are quicker where a matrix is unpacked once
+PROMPT_KEYS = 1 << 14  # tokens before a prompt, at most: the step kernels read them once for every few of its tokens
 APART = 4  # this many decoding sequences or more get a launch of their own beside prompts
 STREAM_K_FROM = 9  # tokens of a step from which on its products are stream-K GEMMs; on Hopper sooner, where a persistent chain ends
 
@@ -33,7 +36,7 @@ class GpuForward:
             small ones, so that a token's bits depend neither on how a prompt was cut nor on the rest of the batch. Slow for long prompts.
 
     `stream_k_from`, to be set before the first step: steps of at least this many tokens use the stream-K GEMM; 0: no step does, so that a
-    token's bits are the same in steps of any size.
+    token's bits are the same in steps of any size. `prompt_tokens`: of a step with prompts, at most, for the step kernels to take it.
     """
 
     def __init__(self, program: ops.Program, device: torch.device, *, deterministic: bool = False) -> None:
@@ -41,6 +44,8 @@ class GpuForward:
         self.stream_k_from = 0 if deterministic else STREAM_K_FROM
         self.vocab = program.outputs  # the hidden size where the program is a part of a model
         self.most = MOST_ROUTED if any(name == "routed_mlp" for name, _ in program.steps) else MOST
+        routed, hopper = self.most == MOST_ROUTED, device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+        self.prompt_tokens = 0 if routed or program.peers else PROMPT * PROMPT_STEPS if hopper else PROMPT  # tokens
         self._kernels: dict[int, gpu.StepKernels] = {}
         self._lora_buffers: gpu.LoraBuffers | None = None
 
@@ -64,21 +69,28 @@ class GpuForward:
         return self._lora_buffers
 
     def kernels(self, cache: KVCache | CachePart, most: int = SHORT) -> list[kernel_code.KernelId]:
-        """The kernels of steps of 1 to `most` tokens of one sequence, and of the products of prompts; none is launched."""
+        """The kernels of steps of 1 to `most` tokens of one sequence, and of prompts; none is launched."""
         heads = cache.spec.num_kv_heads, cache.spec.head_dim
         scratch = self._new_kernels(most)
-        zeros = torch.zeros(most + 1, dtype=torch.int32, device=self.device)
+        large = self._new_kernels(PROMPT) if self.prompt_tokens and not self.deterministic else None
+        zeros = torch.zeros(max(most, PROMPT) + 1, dtype=torch.int32, device=self.device)
         partial = self.program.steps[-1][0] == "residual_out"  # a part of a model, which hands on every row
+
+        def step(kernels: gpu.StepKernels, tokens: int, *, prompts: bool) -> None:
+            row = zeros[:1]
+            out = torch.empty(tokens if partial else 1, self.vocab, device=self.device)
+            kernels.run(
+                zeros[:tokens], zeros[:tokens], row.view(1, 1), zeros[:2], row, None if partial else row, cache.k, cache.v,
+                formats_of(cache), heads, out, prompts=prompts,
+            )  # fmt: skip
 
         def steps() -> None:
             for tokens in range(1, most + 1):
-                row = zeros[:1]
-                out = torch.empty(tokens if partial else 1, self.vocab, device=self.device)
-                scratch.run(
-                    zeros[:tokens], zeros[:tokens], row.view(1, 1), zeros[:2], row, None if partial else row, cache.k, cache.v,
-                    formats_of(cache), heads, out,
-                )  # fmt: skip
+                step(scratch, tokens, prompts=False)
             for tokens in () if self.deterministic else gpu_prefill.ROWS_OF_KERNELS:
+                if large is not None:
+                    step(large, tokens, prompts=True)
+                    continue
                 for head in self.program.heads.values():
                     x = torch.empty(tokens, gpu.shape_of(head)[0], device=self.device)
                     gpu.linear(head, x, None, stream_k=True)
@@ -100,6 +112,9 @@ class GpuForward:
             return self._step(batch, cache, ids, lora)
         if self.deterministic:
             return self._pieces(batch, cache, ids, lora)
+        if bounds[-1] <= self.prompt_tokens and max(batch.context_lens.tolist()) <= PROMPT_KEYS:
+            cuts, own = [*range(0, bounds[-1], PROMPT), bounds[-1]], self._new_kernels(PROMPT)  # memory of this step alone
+            return self._in_turn(batch, cuts, cache, ids, lora, own) if len(cuts) > 2 else self._step(batch, cache, ids, lora, own)
         short = [b - a <= SHORT for a, b in itertools.pairwise(bounds)]
         if APART <= sum(short) < len(short):
             return self._apart(batch, short, cache, ids, lora)
@@ -110,16 +125,19 @@ class GpuForward:
             adapters = gpu_prefill.Adapters.of(self.device, lora.adapters, batch.adapters, batch.logit_rows)
         return gpu_prefill.prefill(self.program, inputs, sequences, cache.k, cache.v, lora=adapters)
 
-    def _step(self, batch: Batch, cache: KVCache | CachePart, ids: Tensor | None, lora: LoraTable | None) -> Tensor:
+    def _step(
+        self, batch: Batch, cache: KVCache | CachePart, ids: Tensor | None, lora: LoraTable | None, own: gpu.StepKernels | None = None
+    ) -> Tensor:
+        """One step. own: kernels for prompts."""
         i, adapted = self.inputs(batch, ids), None
         if lora is not None and batch.adapters is not None and bool((batch.adapters >= 0).any()):
             adapted = self.lora_buffers(lora), batch.adapters.to(self.device)
         every = torch.equal(batch.logit_rows.cpu(), torch.arange(len(batch.input_ids), dtype=torch.int32))
         rows = None if every else i.logit_rows  # as captured steps have it, for the same bits
         logits = torch.empty(len(batch.logit_rows), self.vocab, device=self.device)
-        self.step_kernels(len(batch.input_ids)).run(
+        (own or self.step_kernels(len(batch.input_ids))).run(
             i.ids, i.positions, i.block_table, i.cu_seqlens, i.context_lens, rows, cache.k, cache.v, formats_of(cache),
-            (cache.spec.num_kv_heads, cache.spec.head_dim), logits, lora=adapted,
+            (cache.spec.num_kv_heads, cache.spec.head_dim), logits, lora=adapted, prompts=own is not None,
         )  # fmt: skip
         return logits
 
@@ -137,23 +155,26 @@ class GpuForward:
 
     def _pieces(self, batch: Batch, cache: KVCache | CachePart, ids: Tensor | None, lora: LoraTable | None) -> Tensor:
         """The batch as steps of at most eight tokens of one sequence."""
-        bounds, lengths = batch.cu_seqlens.tolist(), batch.context_lens.tolist()
-        wanted = torch.full((bounds[-1],), -1, dtype=torch.int64)
-        wanted[batch.logit_rows.long()] = torch.arange(len(batch.logit_rows))
+        bounds = batch.cu_seqlens.tolist()
+        cuts = [at for first, last in itertools.pairwise(bounds) for at in range(first, last, SHORT)]
+        return self._in_turn(batch, [*cuts, bounds[-1]], cache, ids, lora)
+
+    def _in_turn(
+        self,
+        batch: Batch,
+        cuts: list[int],
+        cache: KVCache | CachePart,
+        ids: Tensor | None,
+        lora: LoraTable | None,
+        own: gpu.StepKernels | None = None,
+    ) -> Tensor:
+        """The batch as steps of the tokens between the cuts."""
         out = torch.empty(len(batch.logit_rows), self.vocab, device=self.device)
-        for row, ((first, last), length) in enumerate(zip(itertools.pairwise(bounds), lengths)):
-            for at in range(first, last, SHORT):
-                end = min(at + SHORT, last)
-                rows = (wanted[at:end] >= 0).nonzero()[:, 0].int()
-                piece = Batch(
-                    input_ids=batch.input_ids[at:end], positions=batch.positions[at:end], slot_mapping=batch.slot_mapping[at:end],
-                    block_table=batch.block_table[row : row + 1], cu_seqlens=torch.tensor([0, end - at], dtype=torch.int32),
-                    context_lens=torch.tensor([length - (last - end)], dtype=torch.int32), logit_rows=rows,
-                    adapters=None if batch.adapters is None else batch.adapters[at:end],
-                )  # fmt: skip
-                logits = self._step(piece, cache, None if ids is None else ids[at:end], lora)
-                if len(rows):
-                    out[wanted[at:end][rows.long()].to(self.device)] = logits
+        for first, end in itertools.pairwise(cuts):
+            piece, rows = batch.cut(first, end)
+            logits = self._step(piece, cache, None if ids is None else ids[first:end], lora, own)
+            if len(rows):
+                out[rows.to(self.device)] = logits
         return out
 
     def inputs(self, batch: Batch, ids: Tensor | None) -> gpu_prefill.Inputs:

@@ -78,7 +78,7 @@ class DecodeInputs(NamedTuple):
     """What a captured step reads, int32 on the GPU: ids, positions `(T,)`, lens `(B,)`, table `(B, pages)`.
 
     bounds: `(B + 1,)`, the first token of each sequence and the last one's end, at most eight tokens each; None: one token each. A
-    sequence of length 0 is a row that nothing is computed for.
+    sequence of length 0 is a row that nothing is computed for. logit_rows: `(R,)`, tokens that want logits; None: all.
     """
 
     ids: Tensor
@@ -86,6 +86,7 @@ class DecodeInputs(NamedTuple):
     lens: Tensor
     table: Tensor
     bounds: Tensor | None = None
+    logit_rows: Tensor | None = None
 
 
 class Model:
@@ -336,7 +337,7 @@ class Model:
         """What launches a decode step on the GPU, as often as it is called; may be captured.
 
         Args:
-            inputs: read by each call. logits: f32 `(T, V)` to fill. adapters: as `ops.gpu.StepKernels.run` takes them.
+            inputs: read by each call. logits: f32 `(R, V)` to fill. adapters: as `ops.gpu.StepKernels.run` takes them.
         """
         rows, bounds = len(inputs.ids), inputs.bounds
         kernels = self.gpu.step_kernels(rows)
@@ -346,8 +347,8 @@ class Model:
 
         def step() -> None:
             kernels.run(
-                inputs.ids, inputs.positions, inputs.table, bounds, inputs.lens, None, cache.k, cache.v, formats, heads, logits,
-                lora=adapters,
+                inputs.ids, inputs.positions, inputs.table, bounds, inputs.lens, inputs.logit_rows, cache.k, cache.v, formats, heads,
+                logits, lora=adapters,
             )  # fmt: skip
 
         return step

@@ -14,6 +14,8 @@ from exl2nb.ops._library import define
 TOP = 20
 """Alternatives that can be reported."""
 _FORMAT = struct.Struct("<6f2i2Q")
+ROW_BYTES, pack_row = _FORMAT.size, _FORMAT.pack
+"""Size of a row's settings; their bytes from numbers in the order of `Row`."""
 _MASK = 2**64 - 1
 
 

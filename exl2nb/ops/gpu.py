@@ -29,7 +29,7 @@ for _schema in (
     "gpu_step(Tensor program, Tensor(a!) workspace, int capacity, Tensor ids, Tensor positions, Tensor block_table, Tensor cu_seqlens, "
     "Tensor context_lens, Tensor? logit_rows, Tensor(b!)[] k_pools, Tensor(c!)[] v_pools, int k_format, int v_format, int num_kv_heads, "
     "int head_dim, Tensor(d!) logits, bool pdl, int stream_k_from, Tensor? lora=None, Tensor? adapters=None, Tensor(e!)? lora_sums=None, "
-    "int lora_width=0, bool lora_inside=False, Tensor? peers=None) -> ()",
+    "int lora_width=0, bool lora_inside=False, Tensor? peers=None, bool prompts=False) -> ()",
     "gpu_exchange(Tensor peers, Tensor x, int[] widths, bool sum, Tensor(a!) out) -> ()",
     "gpu_lora_sums(Tensor program, int width) -> int",
 ):
@@ -205,18 +205,19 @@ class StepKernels:
         *,
         pdl: bool = True,
         lora: tuple[LoraBuffers, Tensor] | None = None,
+        prompts: bool = False,
     ) -> None:
-        """One step: K and V go to their pages, `logits` f32 `(R, V)` is filled. All tensors on the GPU; at most 8 tokens a sequence.
+        """One step: K and V go to their pages, `logits` f32 `(R, V)` is filled. All tensors on the GPU.
 
         logit_rows: int32 `(R,)`; None: every token's, which makes a stream-K step a little quicker, with other bits.
         formats: of the K and V pools (cuda/attention/attention.h). heads: of the pools. Ids, pages and positions are not checked, which
         would wait for the GPU: the caller must have checked them. lora: the adapters, and int32 `(T,)` on the GPU, the row of each token's
-        adapter, -1 for none.
+        adapter, -1 for none. prompts: sequences may have more than 8 tokens.
         """
         adapted = () if lora is None else (lora[0].table, lora[1], lora[0].sums, lora[0].width, lora[0].inside)
         with launch_lock(self.workspace.device):
             _ops.gpu_step(
                 self.code, self.workspace, self.capacity, ids, positions, block_table, cu_seqlens, context_lens, logit_rows, list(k_pools),
                 list(v_pools), *formats, *heads, logits, pdl, self.stream_k_from, *(adapted or (None, None, None, 0, False)),
-                None if self.peers is None else self.peers.words,
+                None if self.peers is None else self.peers.words, prompts,
             )  # fmt: skip

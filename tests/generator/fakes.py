@@ -22,7 +22,7 @@ from exl2nb.generator.engine import Engine
 from exl2nb.generator.request import Request
 from exl2nb.generator.sequence import Sequence
 from exl2nb.generator.speculation import Proposer
-from exl2nb.model.batch import Batch
+from exl2nb.model.batch import Batch, Span
 from exl2nb.sampling.chain import sample_row
 from exl2nb.sampling.state import SamplerState
 from exl2nb.tokenizer.tokenizer import Tokenizer
@@ -213,7 +213,7 @@ class DelayedExecutor:
         self.model, self.cache, self.delay_s, self._draws = model, cache, delay_s, draws
         self.fail_at: dict[int, BaseException] = {}
         self.fed = self.ahead = self.unread = self.launches = self.same = 0
-        self.closed, self.lookahead = False, lookahead
+        self.closed, self.lookahead, self._latest = False, lookahead, None
         self._chance = random.Random(0)
         self._stream = stream or ThreadPoolExecutor(1)
         self._drawn: list[int] = []  # the tokens of the last launch, in the device's memory
@@ -221,6 +221,10 @@ class DelayedExecutor:
 
     def can_draw(self, state, *, drafts=False):
         return self._draws(state)
+
+    @property
+    def drawn(self):
+        return None if self._latest is None or self._latest.exception() else torch.tensor(self._drawn, dtype=torch.int32)
 
     def launch(self, step):
         assert self.unread <= max(1, self.lookahead), "too many steps in flight"
@@ -240,28 +244,24 @@ class DelayedExecutor:
             assert all(a is b for a, b in zip(states, self._last)) and len(states) == len(self._last)
         self._last = states
         number, self.launches = self.launches, self.launches + 1
-        future = self._stream.submit(self._run, number, batch, feed, list(step.draws))
+        future = self._latest = self._stream.submit(self._run, number, batch, feed, list(step.draws), step.drafts)
         self.unread += 1
         return _Ticket(self, number, future)
 
-    def _run(self, number, batch, feed, draws):
+    def _run(self, number, batch, feed, draws, drafts):
         if self.delay_s:
             time.sleep(self._chance.random() * self.delay_s)
         if number in self.fail_at:
             raise self.fail_at[number]
         if feed is not None:
+            source = self._drawn if drafts is None else drafts.tolist()
             for t in np.flatnonzero(feed >= 0):
-                batch.input_ids.numpy()[t] = self._drawn[feed[t]]
+                batch.input_ids.numpy()[t] = source[feed[t]]
         with torch.inference_mode():
             logits = self.model.forward(batch, self.cache).to(torch.float32).numpy()
-        results = [self._draw(row, draw) if draw else row for row, draw in zip(logits, draws)]
+        results = [drawn(row, draw) if draw else row for row, draw in zip(logits, draws)]
         self._drawn = [-1 if isinstance(one, np.ndarray) else one.id for one in results]
         return results
-
-    def _draw(self, row, draw):
-        state = SamplerState(replace(draw.state.params, seed=draw.state.seed))
-        state.count = draw.number
-        return sample_row(row, state, top=draw.top)
 
     def copy(self, source, target):
         def work():
@@ -274,6 +274,67 @@ class DelayedExecutor:
     def close(self):
         self._stream.shutdown()
         self.closed = True
+
+
+def drawn(row, draw):
+    """What a device draws."""
+    state = SamplerState(replace(draw.state.params, seed=draw.state.seed))
+    state.count = draw.number
+    return sample_row(row, state, top=draw.top)
+
+
+class FakeRounds:
+    """Rounds of a draft model as a GPU runs them: the first step has two tokens of each sequence, the tokens stay on the device."""
+
+    def __init__(self, model, cache) -> None:
+        self.model, self.cache, self.prepared, self.rounds, self.closed = model, cache, 0, [], False
+        self.followed = 0
+
+    def launch(self, places, steps, began):
+        size = self.cache.spec.page_size
+        found = [[] for _ in places]
+        for step in range(steps):
+            spans = [
+                Span(ids=[*place.ids, *mine][0 if step == 0 else -1 :], start=place.start + (step + 1 if step else 0), pages=place.pages)
+                for place, mine in zip(places, found)
+            ]
+            with torch.inference_mode():
+                logits = self.model.forward(Batch.build(spans, page_size=size), self.cache).to(torch.float32).numpy()
+            for row, place, mine in zip(logits, places, found):
+                mine.append(drawn(row, place.draw._replace(number=place.draw.number + step)).id)
+        self.rounds.append(FakeRound(places, found, began))
+        return self.rounds[-1]
+
+    def follow(self, launched, drawn, sequences):
+        self.followed += 1
+        assert sequences == launched.rows
+        places, steps = [], len(launched._found[0])
+        for row, (place, mine) in enumerate(zip(launched.places, launched._found)):
+            text = [place.ids[-1], *drawn[row * (1 + steps) :][: 1 + steps].tolist()]
+            accepted = 0
+            while accepted < steps and text[1 + accepted] == mine[accepted]:
+                accepted += 1
+            draw = place.draw._replace(number=place.draw.number + accepted + 1)
+            places.append(place._replace(ids=text[accepted : accepted + 2], start=place.start + accepted + 1, draw=draw))
+        return self.launch(places, steps, 0.0)
+
+    def close(self):
+        self.closed = True
+
+
+class FakeRound:
+    def __init__(self, places, found, began):
+        self.places = places
+        tokens = [[place.ids[-1], *mine] for place, mine in zip(places, found)]
+        self.ids, self.rows, self.began = torch.tensor(tokens, dtype=torch.int32).T.flatten(), len(found), began
+        self._found, self.reads = found, 0
+
+    def tokens(self, row):
+        self.reads += 1
+        return self._found[row]
+
+    def seconds(self):
+        return 1e-6
 
 
 class _Ticket:

@@ -32,12 +32,12 @@ class Draft(fakes.FakeModel):
 
 @pytest.fixture
 def running(running):
-    def make(draft=None, *, context=4096, draft_pages=16, executor=None):
+    def make(draft=None, *, context=4096, draft_pages=16, executor=None, **options):
         model = fakes.FakeModel()
         model.logits_after = rule
-        engine = running(model)
+        engine = running(model, **({"executor": fakes.DelayedExecutor} if options.get("late") else {}))
         if draft is not None:
-            sizes = {"context": context, "vocab_size": fakes.VOCAB, "drawn": draft.vocab == fakes.VOCAB, "executor": executor}
+            sizes = {"context": context, "vocab_size": fakes.VOCAB, "drawn": draft.vocab == fakes.VOCAB, "executor": executor, **options}
             engine.drafter = DraftModel(draft, fakes.spec(draft_pages), **sizes)
         return engine
 
@@ -67,25 +67,66 @@ def test_text_and_acceptance(running, wrong, seed):
 
 
 def ahead(model, cache):
-    """A device that draws behind the host."""
+    """A device that draws by itself."""
     return fakes.DelayedExecutor(model, cache, lookahead=MAX_DRAFT_TOKENS, stream=fakes.AtOnce())
 
 
 @pytest.mark.parametrize("seed", [None, 3])
 @pytest.mark.parametrize("wrong", [0, 3])
-def test_steps_that_are_launched_before_results_are_read(running, wrong, seed):
+@pytest.mark.parametrize("late", [True, False])
+def test_rounds_on_a_device(running, wrong, seed, late):
     """Several sequences, which catch up after rejections and cross pages: each draft token is the one that a step by itself would give."""
-    prompts = [tuple(range(3, 3 + length)) for length in (3, 30, 64, 240, 250, 256)]
-    plain, waiting, engine = running(), running(Draft(wrong)), running(Draft(wrong), executor=ahead)
-    adaptive = Speculation(kind="draft", adaptive=False, max_tokens=5)
+    prompts = [tuple(range(3, 3 + length)) for length in (1, 2, 3, 30, 64, 100, 240, 250, 256)]
+    plain, waiting = running(), running(Draft(wrong))
+    engine = running(Draft(wrong), executor=ahead, rounds=fakes.FakeRounds, late=late)
+    always = Speculation(kind="draft", adaptive=False, max_tokens=5)
     wanted, slow, quick = (
         [handle.result(20) for handle in [ask(one, seed, prompt=prompt, **more) for prompt in prompts]]
-        for one, more in ((plain, {"speculation": "off"}), (waiting, {"speculation": adaptive}), (engine, {"speculation": adaptive}))
+        for one, more in ((plain, {"speculation": "off"}), (waiting, {"speculation": always}), (engine, {"speculation": always}))
     )
     assert [fakes.bare(one) for one in quick] == [fakes.bare(one) for one in slow] == [fakes.bare(one) for one in wanted]
-    assert [one.speculation.accepted for one in quick] == [one.speculation.accepted for one in slow]
+    accepted, others = ([one.speculation.accepted for one in some] for some in (quick, slow))
     assert wrong or all(one.speculation.rate == 1.0 for one in quick)
-    assert vars(engine.drafter)["_executor"].launches > 0
+    assert abs(sum(accepted) - sum(others)) <= 2 * len(prompts), "but for where a round began: a prompt may find its pages in another's"
+    rounds = vars(engine.drafter)["_rounds"]
+    assert rounds.rounds
+    assert (rounds.followed > 0) is late
+    engine.close()
+    assert rounds.closed
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize("wrong", [0, 2, 3, 7])
+def test_rounds_begin_behind_the_step_that_verifies_the_last(running, wrong, seed):
+    """Before the host knows what was accepted; a request alone has hardly another one."""
+    engine = running(Draft(wrong), executor=ahead, rounds=fakes.FakeRounds, late=True)
+    always = Speculation(kind="draft", adaptive=False, max_tokens=4)
+    for prompt in ((5, 6, 7), tuple(range(3, 240))):  # the second one goes on to another page
+        done = ask(engine, seed, 120, prompt=prompt, speculation=always).result(20)
+        assert fakes.bare(done) == fakes.bare(ask(running(), seed, 120, prompt=prompt).result(20))
+        assert wrong or done.speculation.rate == 1.0
+    rounds = vars(engine.drafter)["_rounds"]
+    assert 4 <= len(rounds.rounds) - rounds.followed <= 12, "the first ones, the first of the second request, and those at the end"
+
+
+def test_late_draft_tokens_of_steps_that_fail(running):
+    """A step that cannot be launched is tried again, with draft tokens that the device made."""
+    engine = running(Draft(), executor=ahead, rounds=fakes.FakeRounds, late=True)
+    executor, tries = engine.loop.executor, []
+
+    def launch(step, inner=executor.launch):
+        if step.drafts is not None and len(tries) < 3:
+            tries.append(step)
+            raise ValueError("not now")
+        return inner(step)
+
+    executor.launch = launch
+    always = Speculation(kind="draft", adaptive=False, max_tokens=5)
+    with fakes.held(engine):  # a step that fails with one sequence alone ends it
+        handles = [ask(engine, 3, prompt=(3, 4, n), speculation=always) for n in (5, 6)]
+    done = [handle.result(20) for handle in handles]
+    assert len(tries) == 3, tries
+    assert [fakes.bare(one) for one in done] == [fakes.bare(ask(running(), 3, prompt=(3, 4, n)).result(20)) for n in (5, 6)]
 
 
 def test_many_together_and_rewinds(running):

@@ -253,23 +253,31 @@ def test_draft_tokens_in_captured_steps(gpu_llm, options):
 
 @pytest.mark.gpu
 def test_a_draft_model_draws_what_the_target_would():
-    """The model as its own draft: every draft token is right, whatever the sampler, if its steps and its cache are right."""
+    """The model as its own draft: every draft token is right, whatever the sampler, if its steps and its cache are right.
+
+    deterministic=True holds for the draft too: without it, a batch's steps and its prompts have other bits than the target's, and where two
+    tokens share the random number's place in the cumulative sums, draft and target draw neighbours.
+    """
     with ex.demo(progress=None, device="cuda", deterministic=True, draft=Path(ex.__file__).parent / "demo_model") as llm:
         drafter = llm.engine.drafter
-        for options in ({"temperature": 0}, {"seed": 3, "top_p": 0.9}, {"seed": 5, "temperature": 0.8, "top_k": 30}):
+        kinds = [{"temperature": 0}, {"seed": 3, "top_p": 0.9}, {"seed": 5, "temperature": 0.8, "top_k": 30}]
+        kinds.append({"seed": 6, "banned_tokens": [llm.generate(PROMPT, max_tokens=1, temperature=0).tokens[0].id]})
+        for options in kinds:
             more = {**options, "max_tokens": 61, "ignore_eos": True}
             plain = llm.generate(PROMPT, speculation="off", **more)
             guessed = llm.generate(PROMPT, speculation=Speculation(kind="draft", adaptive=False, max_tokens=5), **more)
             assert [t.id for t in guessed.tokens] == [t.id for t in plain.tokens]
-            assert guessed.speculation.rate > 0.9  # the draft's prompts go through prefill, with other bits
+            assert guessed.speculation.rate == 1.0
         requests = [{"prompt": PROMPT[: 20 + 4 * i], "max_tokens": 10 + 5 * i, "seed": i, "ignore_eos": True} for i in range(8)]
         alone = [llm.generate(**one, speculation="off").tokens for one in requests]
         together = llm.batch(requests, speculation=Speculation(kind="draft", adaptive=False)).run()
         assert [[t.id for t in together[i].tokens] for i in range(8)] == [[t.id for t in tokens] for tokens in alone]
-        assert sum(together[i].speculation.accepted for i in range(8)) > 0.8 * sum(together[i].speculation.proposed for i in range(8))
-        made = vars(vars(drafter)["_executor"])["_graphs"]
+        accepted, proposed = (sum(getattr(together[i].speculation, name) for i in range(8)) for name in ("accepted", "proposed"))
+        assert accepted == proposed > 100
+        made = vars(vars(drafter)["_rounds"])["_graphs"]
         assert made
         assert None not in made.values()
+        assert any(graph.follows for graph in made.values()), "rounds behind the step that verifies the last"
 
 
 class Step(SimpleNamespace):
@@ -278,7 +286,9 @@ class Step(SimpleNamespace):
     @classmethod
     def of(cls, tokens: int, sequences: int, pages: int = 1):
         return cls(
-            same=False, batch=SimpleNamespace(context_lens=[9] * sequences, block_table=torch.zeros(sequences, pages), adapters=None)
+            same=False,
+            drafts=None,
+            batch=SimpleNamespace(context_lens=[9] * sequences, block_table=torch.zeros(sequences, pages), adapters=None),
         )
 
 

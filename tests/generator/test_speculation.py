@@ -312,6 +312,19 @@ def test_it_sleeps_while_draft_tokens_do_not_pay(running):
     assert copied.speculation.accepted > 150
 
 
+def test_requests_without_it_run_ahead_after_one_with_it(running):
+    """Only steps with a sequence that speculates wait for the results of the step before."""
+    model = fakes.FakeModel()
+    engine = running(model, executor=lambda *args: fakes.DelayedExecutor(*args, stream=fakes.AtOnce()))
+    ahead = []
+    for kind in ("off", "ngram", "off"):
+        before = engine.loop.executor.ahead
+        done = engine.submit(fakes.greedy([5, 6, 7], 60, speculation=kind)).result(20)
+        assert fakes.ids(done) == fakes.expected(model, [5, 6, 7], 60)
+        ahead.append(engine.loop.executor.ahead - before)
+    assert ahead[0] == ahead[2] > ahead[1]
+
+
 def test_an_earlier_request_is_looked_at(running):
     model = fakes.FakeModel()
     engine = running(model)

@@ -116,6 +116,9 @@ class Speculator:
     def wakes(self, running):
         return True
 
+    def launched(self, spans, drawn):
+        pass
+
     def propose(self, running, prepared):
         for sequence in running:
             if isinstance(sequence, Guessing):

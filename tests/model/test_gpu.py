@@ -104,6 +104,23 @@ def test_bits_of_k_and_v_apart_through_the_engine(mode, tmp_path):
         assert again.timings.reused_tokens >= 256
 
 
+@pytest.mark.parametrize("mode", ["fp16", "fp32", "fp8", "q8", "q4"])
+@pytest.mark.parametrize("lengths", [[9], [64], [16, 40, 64, 20], [100], [128, 12]], ids=str)
+def test_short_prompts_in_step_kernels(both, mode, lengths):
+    """Near what prefill gives, the same bits each time; every piece reads those before it from the cache."""
+    cuda, ids = both[1], IDS[:140]
+    assert cuda.gpu.prompt_tokens >= 64
+    found = [fed(cuda, [ids], lengths, mode=mode)[0] for _ in range(2)]
+    assert torch.equal(*found)
+    usual, cuda.gpu.prompt_tokens = cuda.gpu.prompt_tokens, 0
+    try:
+        want = fed(cuda, [ids], lengths, mode=mode)[0].log_softmax(-1)
+    finally:
+        cuda.gpu.prompt_tokens = usual
+    got = found[0].log_softmax(-1)
+    assert float((want.exp() * (want - got)).sum(-1).mean()) < (5e-4 if mode in ("fp16", "fp32") else FAR[mode])
+
+
 def test_bits_do_not_depend_on_the_step(both):
     one, eight = (logits(both[1], IDS, chunk=chunk) for chunk in (1, 8))
     assert torch.equal(one, eight)
@@ -195,7 +212,8 @@ def test_every_architecture(name, tmp_path):
     ids = torch.randint(0, cpu.config.vocab_size, (70,), generator=torch.Generator().manual_seed(3)).tolist()
     want = logits(cpu, ids)
     tolerance = 2e-2 if cpu.config.moe or cpu.config.post_norm else 1e-2
-    for chunk in (None, 1):
+    cuda.gpu.prompt_tokens = min(cuda.gpu.prompt_tokens, 64)  # so that 70 tokens are prefill
+    for chunk in (None, 40, 1):
         assert float((logits(cuda, ids, chunk=chunk) - want).abs().max() / want.std()) < tolerance
 
 

@@ -270,6 +270,29 @@ def test_selected_spans_of_a_batch():
     assert whole.select([1, 2])[0].logit_rows.tolist() == [0]
 
 
+def test_a_batch_cut_by_tokens_is_the_spans_cut():
+    long = [*range(20)]
+    spans = [
+        Span(ids=long, start=250, pages=[1, 3]),
+        Span(ids=[8], start=300, pages=[2, 3], adapter=2),
+        Span(ids=long, start=0, pages=[4], logit_rows="all"),
+    ]
+    want = [
+        [Span(ids=long[:16], start=250, pages=[1, 3], logit_rows="none")],
+        [Span(ids=long[16:], start=266, pages=[1, 3]), spans[1], Span(ids=long[:11], start=0, pages=[4, 0], logit_rows="all")],
+        [Span(ids=long[11:], start=11, pages=[4, 0], logit_rows="all")],
+    ]
+    whole, seen = Batch.build(spans), []
+    for (first, end), expected in zip(((0, 16), (16, 32), (32, 41)), want, strict=True):
+        piece, rows = whole.cut(first, end)
+        seen += rows.tolist()
+        expected = Batch.build(expected)
+        for name in ("input_ids", "positions", "slot_mapping", "block_table", "cu_seqlens", "context_lens", "logit_rows"):
+            assert torch.equal(getattr(piece, name), getattr(expected, name)), name
+        assert torch.equal(piece.adapters, whole.adapters[first:end])
+    assert seen == list(range(len(whole.logit_rows)))
+
+
 # ---- The reference, which the converter runs
 
 

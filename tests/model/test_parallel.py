@@ -6,18 +6,21 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import pytest
 import torch
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from exl2nb import ops
 from exl2nb.cache.pool import KVCache
 from exl2nb.core.errors import OptionError
 from exl2nb.model.batch import Batch
 from exl2nb.model.loader import load_model
 from exl2nb.model.parallel import HOST, RankModel, bounds, meeting_place, read_part
 from exl2nb.model.rope import RopeOverride
+from exl2nb.ops.gpu import unpack_half
 from exl2nb.quant.exl2 import Exl2Tensors
 
 from .tiny import random_exl2
@@ -129,6 +132,32 @@ def test_bounds() -> None:
     assert bounds(10, 3) == [0, 3, 6, 10]
     assert bounds(131, 2, 32) == [0, 64, 131]
     assert bounds(96, 3, 32) == [0, 32, 64, 96]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_parts_that_begin_within_a_group(size: int, device: str) -> None:
+    """The down matrix of Llama-2-70B at 4 bits, few of its outputs: packed rows of every rank are those of the file."""
+    table, outputs, rng = [(8, 32)] * 45 + [(4, 128)] * 212 + [(4, 96)], 64, torch.Generator().manual_seed(0)
+    starts = [0, *accumulate(rows * bits // 32 for bits, rows in table)]
+    words = [
+        torch.randint(-(2**31), 2**31 - 1, (n, width), generator=rng) for n, width in ((starts[-1], outputs), (len(table), outputs // 8))
+    ]
+    whole = Exl2Tensors(
+        q_weight=words[0].int(),
+        q_scale=words[1].int(),
+        q_scale_max=torch.rand(len(table), generator=rng).half() + 0.5,
+        q_groups=torch.tensor([value for (bits, _), at in zip(table, starts) for value in (bits, at)], dtype=torch.int16),
+        q_invperm=torch.randperm(28672, generator=rng).int(),
+    )
+    expected, limits = whole.reconstruct()[whole.perm].float(), bounds(28672, size, 32)
+    for first, last in pairwise(limits):
+        part = whole.rows(first, last)
+        blob = ops.pack_exl2(
+            *(x.to(device) for x in (part.q_weight, part.q_scale, part.q_scale_max, part.q_groups, part.q_invperm)), out_features=outputs
+        )
+        found = unpack_half(blob).float().cpu() if device == "cuda" else ops.unpack(blob)
+        torch.testing.assert_close(found[:, :outputs], expected[first:last], rtol=2e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize(("name", "message"), [*REFUSED.items()])

@@ -37,6 +37,12 @@ def digest() -> str:
     for blob in blobs:
         for M in ROWS:
             take(ops.linear(randn(M, ops.shape(blob)[0], seed=M), blob))
+    for bits in (2, 3, 4, 5, 6, 8):  # one row over several tiles at once, short and long ones
+        for K in (192, 4224):
+            take(
+                ops.linear(randn(1, K, seed=bits), ops.pack_exl2(*exl2(K, 608, [(bits, K - 96), (bits, 96)], seed=bits), out_features=600))
+            )
+    take(ops.linear(randn(1, 2400, seed=1), gptq(2400, 600, 4, 48, seed=1).pack()))
     x = randn(3, 96, seed=2)
     for activation in ("silu", "gelu", "gelu_tanh"):
         gate_up = ops.pack_dense(randn(140, 96, seed=3))

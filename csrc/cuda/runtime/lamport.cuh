@@ -12,6 +12,11 @@ __device__ __forceinline__ unsigned ld_relaxed(const unsigned* p) {
   asm volatile("ld.relaxed.gpu.global.u32 %0,[%1];" : "=r"(v) : "l"(p) : "memory");
   return v;
 }
+__device__ __forceinline__ unsigned long long ld_relaxed(const unsigned long long* p) {
+  unsigned long long v;
+  asm volatile("ld.relaxed.gpu.global.u64 %0,[%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
 __device__ __forceinline__ float ld_relaxed(const float* p) { return __uint_as_float(ld_relaxed(reinterpret_cast<const unsigned*>(p))); }
 __device__ __forceinline__ uint4 ld_relaxed(const half* p) {
   uint4 v;

@@ -74,7 +74,7 @@ class Walker {
     if (inside) {
       const int64_t chunks = lora_most_chunks(program_), apart = kLoraRows * chunks * s_.lora_width;
       lora_head_ = s_.lora_sums + apart;
-      lora_chain_ = chains_lora(chunks);
+      lora_chain_ = chains_lora();
     }
     stream_k_ = all_stream_k();  // asks how many rows a chain takes, with adapters where it has them
     lora_chain_ = lora_chain_ && !stream_k_, lora_stream_k_ = inside && stream_k_ && s_.tokens <= kLoraRows;
@@ -216,11 +216,11 @@ class Walker {
     return lora() || lora_chain_ ? lora_launch(lora_args(w, x, y), s_.tokens, stream_, pdl_) : nullptr;
   }
 
-  // Whether they run in persistent chains: embed, QKV (whose adapters have launches of their own), then attention and chain by turns.
-  bool chains_lora(int64_t chunks) {
+  // Whether they run in persistent chains: embed, QKV, then attention and chain by turns.
+  bool chains_lora() {
     lora_args_.ops = s_.lora.ops, lora_args_.adapters = s_.lora.adapters, lora_args_.width = s_.lora_width;
-    lora_args_.chunks = static_cast<int>(chunks), lora_args_.set = static_cast<int>(lora_chain_set(chunks, s_.lora_width));
-    lora_args_.launches = reinterpret_cast<unsigned*>(lora_head_), lora_args_.sums = lora_head_ + lora_head_floats(s_.lora_width);
+    lora_args_.launches = reinterpret_cast<unsigned*>(lora_head_), lora_args_.set = static_cast<int>(lora_chain_set(s_.lora_width));
+    lora_args_.sums = reinterpret_cast<unsigned long long*>(lora_head_ + lora_head_floats(s_.lora_width));
     lora_chain_ = true;
     const Op* op = next(program_.first());
     while (const auto* qkv = as<QkvOp>(op)) {
@@ -321,7 +321,8 @@ class Walker {
     const Op* const then = next(&op);
     const auto* o = then ? as<ResidualOp>(next(then)) : nullptr;
     PersistentOp alone{a, weight.head, weight.blob, kStore};
-    if (stream_k(a) || !o || !chain_tokens(*o) || !persistent_tokens(&alone, 1) || lora_chain_) {
+    if (lora_chain_) alone.lora = &lora_args_, lora_args_.changes[0] = s_.lora.changes + number_;
+    if (stream_k(a) || !o || !chain_tokens(*o) || persistent_tokens(&alone, 1) < (lora_chain_ ? s_.tokens : 1)) {
       if (const char* wrong = store(a)) return wrong;
       return adapt(weight, input(weight, at_.normed), a.out);
     }
@@ -335,8 +336,17 @@ class Walker {
     a.lamport_qkv = lamport_qkv_ != nullptr;
     if (lamport_qkv_) a.qkv = lamport_qkv_;
     o_ = reader(program_, &op, 0);
+    if (s_.prompts) return prompt_attention(a);
     const char* const wrong = attention_decode_launch(a, stream_, pdl_);
     return wrong || !ranks() ? wrong : gather_heads(input(Weight(o_->blob), at_.act[0]));
+  }
+  // Keys and values are stored first, for all queries to see. Then without PDL: attention reads keys before it waits for its predecessor.
+  const char* prompt_attention(AttentionArgs a) {
+    if (ranks()) return "a rank's sequences have at most 8 tokens";
+    const RopeAppendArgs append{a.cache, a.rope, a.qkv, nullptr, a.tokens, sum(), nullptr, nullptr, nullptr};
+    if (const char* wrong = rope_append_launch(append, stream_, pdl_)) return wrong;
+    a.q = sum(), a.qkv = nullptr, a.lamport_qkv = false;
+    return attention_decode_launch(a, stream_, false);
   }
   AttentionArgs attention_of(const AttentionOp& op, const QkvOp& q) const {
     AttentionArgs a = attention_args(s_, op, q, input(Weight(reader(program_, &op, 0)->blob), at_.act[0]));
@@ -610,7 +620,7 @@ class Walker {
 
 int64_t lora_sums(const Program& program, int64_t width) {
   const int64_t chunks = lora_most_chunks(program);
-  return kLoraRows * chunks * width + lora_head_floats(width) + 2 * lora_chain_set(chunks, width);
+  return kLoraRows * chunks * width + lora_head_floats(width) + kLoraChainSets * 2 * lora_chain_set(width);
 }
 
 std::string step_workspace(const Program& program, int capacity, size_t& bytes, int64_t& width) {

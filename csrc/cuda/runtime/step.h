@@ -28,6 +28,7 @@ struct GpuStep {
   const int32_t *ids, *positions, *logit_rows;
   int tokens, logit_count;  // logit_rows null: every token's, so logit_count is tokens
   int capacity;             // tokens the workspace was made for
+  bool prompts;             // sequences may have more than 8 tokens; no rank's
   CacheArgs cache;          // without pools and num_heads, which each layer has of its own
   void* const* k_pools;
   void* const* v_pools;

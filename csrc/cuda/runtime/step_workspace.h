@@ -58,7 +58,7 @@ struct LayoutSizes {
   const Program& program;
   const int tokens;
   size_t normed = 0, qkv = 0, act[2] = {0, 0}, wide = 0, attention = 0, routed = 0, lamport_qkv = 0;
-  int inner = 0, heads = 0, split = 0;  // numbers of a row of attention's output; of a rank's, which is a part of the next matrix's input
+  int inner = 0, heads = 0;  // heads: numbers of a row of attention's output, the most of all layers
 
   void matrix(const Weight& weight) { normed = std::max(normed, input_bytes(weight, tokens)); }
   const char* operator()(const EmbedOp&) { return nullptr; }
@@ -66,18 +66,14 @@ struct LayoutSizes {
     const Weight weight(op.blob);
     const auto outputs = static_cast<size_t>(weight.header().N);
     matrix(weight);
-    heads = static_cast<int>(op.num_heads * op.head_dim);
+    heads = std::max(heads, static_cast<int>(op.num_heads * op.head_dim));
     qkv = std::max(qkv, outputs * tokens * 4);
     lamport_qkv = std::max(lamport_qkv, outputs * kPersistentTokens * 4);
     attention = std::max(attention, attention_workspace_bytes(tokens, static_cast<int>(op.num_heads), static_cast<int>(op.num_kv_heads),
                                                               static_cast<int>(op.head_dim)));
     return nullptr;
   }
-  const char* operator()(const AttentionOp& op) {
-    const ResidualOp* const o = reader(program, &op, 0);
-    if (o && Weight(o->blob).header().K > heads) split = std::max(split, heads);
-    return o ? nullptr : "nothing reads the output of attention";
-  }
+  const char* operator()(const AttentionOp& op) { return reader(program, &op, 0) ? nullptr : "nothing reads the output of attention"; }
   const char* operator()(const ResidualOp& op) {
     const Weight weight(op.blob);
     act[op.side] = std::max(act[op.side], input_bytes(weight, tokens));
@@ -115,7 +111,7 @@ inline std::string lay_out(const Program& program, int tokens, Layout& layout) {
   layout.normed = arena.take(sizes.normed);
   layout.qkv = arena.take(sizes.qkv);
   for (int i = 0; i < 2; i++) layout.act[i] = arena.take(sizes.act[i]);
-  layout.sum = arena.take(static_cast<size_t>(tokens) * std::max<int64_t>(H, sizes.split) * 4);
+  layout.sum = arena.take(static_cast<size_t>(tokens) * std::max<int64_t>(H, sizes.heads) * 4);
   layout.wide = arena.take(sizes.wide);
   layout.squares = arena.take(static_cast<size_t>(tokens) * std::max(multiprocessors(), stream_k_squares(static_cast<int>(H))) * 4);
   layout.attention = arena.take(sizes.attention);

@@ -265,10 +265,14 @@ struct Int8Item {
     y[1] = fmaf(__int2float_rn(g8 - (of.zero << kShift)), f.y * (of.step * (1.f / (1 << kShift))), y[1]);
   }
 
+  // The unit to load for a chunk. A missing one may be of a stage that is being filled, which racecheck would report.
+  __device__ __forceinline__ int loaded(int unit) const {
+    return kWarpArrivals > 1 && !kPairs ? min(unit, (parts - 1) / (kOne ? 1 : 2)) : unit;
+  }
   // st: the item in a strip. First round, split in load / products / finish.
   __device__ __forceinline__ void load(const uint8_t* st, int lane, Words& to) const {
 #pragma unroll
-    for (int u = 0; u < kAheadUnits; u++) load_unit<B>(st + u * (128 * B) + (u < kPairUnits ? 0 : kGap), lane, to.w[u]);
+    for (int u = 0; u < kAheadUnits; u++) load_unit<B>(st + loaded(u) * (128 * B) + (u < kPairUnits ? 0 : kGap), lane, to.w[u]);
     to.code = st[codes + held[0].code];
   }
   __device__ __forceinline__ void products(const Words& of, int (&c)[kSums][4]) const {
@@ -296,7 +300,7 @@ struct Int8Item {
       for (int j = 0; j < CHUNKS; j += kStep) {
         if (unit_of(r, j) >= kUnits) break;
         uint32_t w[B];
-        load_unit<B>(st + unit_of(r, j) * (128 * B), lane, w);
+        load_unit<B>(st + loaded(unit_of(r, j)) * (128 * B), lane, w);
         unit_products(c, w, of, r, j);
       }
       scale(of, c, code, sums.y[r % (4 / CHUNKS)]);

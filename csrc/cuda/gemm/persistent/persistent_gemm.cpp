@@ -80,10 +80,13 @@ PersistentSmem smem_layout(const PersistentArgs& c, const PersistentOp* ops, Lor
   if (lora) {
     int adds = 0;
     for (int q = 0; q < c.count; q++) adds = std::max(adds, c.gemm[q].rounds * c.gemm[q].a.num_parts * c.gemm[q].strips * 64 * tokens);
-    lora->parts = take(lora_parts_bytes(tokens)), lora->low = take(lora->width * 4), lora->adds = take(adds);
+    lora->parts = take(lora_parts_bytes(tokens)), lora->low = take((1 + tokens) * lora->width * 4), lora->adds = take(adds);
   }
   r.stages = std::min(kMaxStages, (shared_per_block() - kOverreadBytes - at) / r.stage_bytes / 2 * 2);
-  r.ring = take(r.stages * r.stage_bytes + kOverreadBytes), r.bytes = r.stages >= 2 ? at : shared_per_block() + 1;
+  r.ring = take(r.stages * r.stage_bytes + kOverreadBytes);
+  if (lora)
+    lora->cache_bytes = std::clamp((shared_per_block() - at) / 128 * 128, 0, kLoraChainCache), lora->cache = take(lora->cache_bytes);
+  r.bytes = r.stages >= 2 ? at : shared_per_block() + 1;
   return r;
 }
 // Halves of a row between GEMMs.
@@ -137,11 +140,10 @@ PersistentArgs arguments(const PersistentOp* ops, int count, uint8_t* workspace,
     if (ops[q].epilogue != kStore && rest < c.grid / 2) c.heavy_ctas = std::max(c.heavy_ctas, rest);
   }
   connect(c, ops, workspace, bytes);
-  for (int q = 0; lora && q < count; q++) {
-    const auto& h = header_of(ops[q].head);
-    lora->features[q] = h.perms ? reinterpret_cast<const int*>(ops[q].blob + h.perms) : nullptr;
+  if (lora) {
+    const auto& h = header_of(ops->head);
+    lora->features = h.perms ? reinterpret_cast<const int*>(ops->blob + h.perms) : nullptr, lora->adapters += first;
   }
-  if (lora) lora->adapters += first;
   c.smem = smem_layout(c, ops, lora);
   c.ahead = std::min(c.ahead, c.smem.stages),
   c.extra = std::min(kExtraInFlight, c.smem.stages - c.ahead);  // the oldest stage must not be overwritten

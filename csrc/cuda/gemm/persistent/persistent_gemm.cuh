@@ -396,7 +396,9 @@ __device__ __forceinline__ void add_residual(const PersistentArgs& C, const Pers
     if (o.to) {
       half* to = reinterpret_cast<half*>(static_cast<uint8_t*>(o.to) + (last ? 0 : w.set));
       if (M > 1) to += static_cast<size_t>(m) * P.a.next.stride;
-      st_relaxed(to, lamport_value(saturated(v * o.norm)));
+      const half next = saturated(v * o.norm);
+      st_relaxed(to, lamport_value(next));
+      adds.keep(next, (w.lane + 32 * k) * M + m);
     }
   }
   if (!last) arrive_stored(now, w);
@@ -464,8 +466,10 @@ __device__ __forceinline__ void write_outputs(const PersistentArgs& C, const Per
       v = activation(v, now.activation);
       if (now.gated)
         v *= adds.to(sum_partials(partials(w) + o.sums_up + m * 16, M), (threadIdx.x + now.outputs) * M + m) * factor + o.other;
+      const half next = saturated(v);
       st_relaxed(reinterpret_cast<half*>(static_cast<uint8_t*>(o.to) + w.set) + (m ? static_cast<size_t>(m) * P.a.next.stride : 0),
-                 lamport_value(saturated(v)));
+                 lamport_value(next));
+      adds.keep(next, threadIdx.x * M + m);
     }
   }
 }

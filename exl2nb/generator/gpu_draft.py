@@ -1,0 +1,244 @@
+"""Rounds of a draft model on one GPU: all its steps and draws are one captured graph, and the target's step reads the tokens there.
+
+While the target verifies them, the next round can be launched behind that step: its graph begins with what the host would else have to read
+first, which draft tokens were accepted. The host then works while the draft does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from exl2nb.cache.pool import KVCache
+from exl2nb.core import env
+from exl2nb.core.log import logger
+from exl2nb.generator.draft import FIRST, Place
+from exl2nb.generator.gpu_executor import PinnedState, biased, bucket, packed_params, write_bias
+from exl2nb.generator.speculation import DraftRound
+from exl2nb.model.model import DecodeInputs
+from exl2nb.ops.cuda_sample import ROW_BYTES, sample_rows
+from exl2nb.ops.gpu import capturing, launch_lock
+
+if TYPE_CHECKING:
+    from exl2nb.model.model import Model
+
+WORDS, COUNTER = ROW_BYTES // 4, 10  # of a row's settings; the number of the draw, its low half
+
+
+class GpuRounds:
+    """Runs rounds of a model.
+
+    prepared: kinds of rounds that were captured.
+
+    Args:
+        model: on one GPU. cache: there too.
+    """
+
+    def __init__(self, model: Model, cache: KVCache) -> None:
+        self._model, self._cache = model, cache
+        self._graphs: dict[tuple[int, int, int, bool], _Graph | None] = {}  # None: could not be captured
+        self._graphed = env.get("EXL2NB_CUDA_GRAPHS", "1") == "1"
+        self.prepared = 0
+
+    def launch(self, places: Sequence[Place], steps: int, began: float) -> DraftRound | None:
+        """Enqueue a round; None where it cannot be captured.
+
+        Args:
+            places: the sequences. steps: draft tokens of each. began: `time.perf_counter()` when the round was begun.
+        """
+        width = max(len(place.pages) for place in places)
+        moved = any(biased(place.draw.state.params) for place in places)
+        key = bucket(len(places)), 1 << (width - 1).bit_length(), steps, moved
+        if key not in self._graphs:
+            self.prepared += 1
+            self._graphs[key] = self._capture(*key) if self._graphed else None
+            began = time.perf_counter()
+        graph = self._graphs[key]
+        return None if graph is None else graph.replay(places, began)
+
+    def follow(self, launched: DraftRound, drawn: Tensor, sequences: int) -> DraftRound | None:
+        """Enqueue the round that follows one whose draft tokens are verified by the step launched last; None where that cannot be captured.
+
+        Args:
+            launched: the round, of so many sequences. drawn: int32 on the GPU, by that step, for each sequence of the round in order, one
+            token after its last one and each of its draft tokens.
+        """
+        graph = next((one for one in self._graphs.values() if one is not None and one.latest is launched), None)
+        if graph is None or graph.broken:
+            return None
+        if not graph.follows:
+            self.prepared += 1
+            try:
+                graph.capture_next()
+            except RuntimeError as error:
+                graph.broken = True
+                logger.warning("rounds of a draft model cannot follow one another (%s): they wait for the host", str(error).splitlines()[0])
+                return None
+        return graph.replay_next(drawn, sequences)
+
+    def close(self) -> None:
+        """Drop the graphs."""
+        self._graphs.clear()
+
+    def _capture(self, rows: int, width: int, steps: int, moved: bool) -> _Graph | None:
+        before = torch.cuda.current_stream(self._model.draw_device)
+        try:
+            return _Graph(self._model, self._cache, rows, width, steps, moved)
+        except RuntimeError as error:
+            torch.cuda.set_stream(before)  # a failed capture leaves its own stream current
+            reason = str(error).splitlines()[0]
+            logger.warning("rounds of %d draft tokens cannot be captured (%s): they are launched step by step, more slowly", steps, reason)
+            return None
+
+
+class _Graph:
+    """A round of `steps` draft tokens for up to `rows` sequences of at most `width` pages."""
+
+    def __init__(self, model: Model, cache: KVCache, rows: int, width: int, steps: int, moved: bool) -> None:
+        self.rows, self.width, self.steps = rows, width, steps
+        self._device = torch.device(model.draw_device)
+        self._sizes = [rows * WORDS, FIRST * rows, FIRST * rows, rows, rows, rows, rows * width, 5 * rows, rows, (1 + steps) * rows]
+        self._state = torch.zeros(sum(self._sizes), dtype=torch.int32, device=self._device)
+        self._results = torch.zeros(2 * steps, rows, 4, dtype=torch.int32).pin_memory()  # of a round, and of the one that follows
+        self._bias = torch.zeros(rows, model.outputs, device=self._device) if moved else None
+        self._verified = torch.zeros(1 + steps, rows, dtype=torch.int32, device=self._device)
+        parts = self._state.split(self._sizes)
+        self._run, self._advance = _recorded(model, cache, parts, self._results, self._bias), partial(advance, parts, self._verified)
+        self._graph, self._next, self._half = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph(), 0
+        self.follows = self.broken = False  # whether the next round is captured, or cannot be
+        self.latest: DraftRound | None = None
+        ends = np.cumsum(self._sizes).tolist()
+        self._host, self._numbers = PinnedState(self._state, [*zip([0, *ends], ends)]), self._results.numpy()
+        self._events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(2)]
+        self._advance()  # both with no sequence at all: nothing is written to the cache; loads the kernels, which a capture forbids
+        self._run()
+        self._capture(self._graph)
+        self._graph.replay()  # the first one takes longer
+
+    def _capture(self, graph: torch.cuda.CUDAGraph, *before: Callable[[], None]) -> None:
+        with capturing:
+            torch.cuda.synchronize(self._device)
+            with torch.cuda.graph(graph, stream=torch.cuda.Stream(self._device), capture_error_mode="thread_local"):
+                for run in (*before, self._run):
+                    run()
+
+    def capture_next(self) -> None:
+        """Record the round that follows one."""
+        before = torch.cuda.current_stream(self._device)
+        try:
+            self._capture(self._next, self._advance)
+        finally:
+            torch.cuda.set_stream(before)  # a failed capture leaves its own stream current
+        self.follows = True
+
+    def replay(self, places: Sequence[Place], began: float) -> DraftRound:
+        """Write what the round reads, and enqueue it."""
+        params, ids, positions, last, lens, _, table, first, alive, tokens = self._host.cleared()
+        packed = packed_params([place.draw for place in places])
+        params[: len(packed)] = packed
+        table = table.reshape(self.rows, self.width)
+        for row, (latest, start, pages, _) in enumerate(places):
+            at = FIRST * row
+            ids[at : at + FIRST], positions[at : at + FIRST], tokens[row] = latest, range(start, start + FIRST), latest[-1]
+            last[row], lens[row] = start + FIRST - 1, start + FIRST
+            table[row, : len(pages)] = pages
+        first = first.reshape(5, self.rows)
+        first[:2], first[2], first[3] = positions.reshape(self.rows, FIRST).T, last, lens
+        first[4] = params.reshape(self.rows, WORDS)[:, COUNTER]
+        alive[: len(places)] = 1
+        self._host.send()
+        if self._bias is not None:
+            write_bias(self._bias, [place.draw for place in places])
+        self._half = 0
+        return self._launched(self._graph, len(places), began, time.perf_counter() - began)
+
+    def replay_next(self, drawn: Tensor, sequences: int) -> DraftRound:
+        """Enqueue the round that follows."""
+        each = 1 + self.steps
+        self._verified[:, :sequences].copy_(drawn[: sequences * each].view(sequences, each).T)
+        self._half = 1 - self._half
+        return self._launched(self._next, sequences, time.perf_counter(), 0.0)
+
+    def _launched(self, graph: torch.cuda.CUDAGraph, sequences: int, began: float, waited: float) -> DraftRound:
+        begin, end = self._events[self._half]
+        begin.record()
+        with launch_lock(self._device):
+            graph.replay()
+        end.record()
+        results = self._numbers[self._half * self.steps :][: self.steps, :sequences]
+        self.latest = _Round(self._state[-(1 + self.steps) * self.rows :], self.rows, began, results, (begin, end), waited)
+        return self.latest
+
+
+def advance(state: Sequence[Tensor], verified: Tensor) -> None:
+    """Write the inputs of a round from those of the one before, and from what the target drew.
+
+    Args:
+        state: parts of the state of a graph. verified: int32 `(1 + steps, R)`: what the target drew after the last token of each sequence,
+            and after each draft token.
+    """
+    params, ids, positions, last, lens, _, _, first, alive, tokens = state
+    rows = len(lens)
+    known = tokens.view(-1, rows)
+    drawn = torch.cat([known[:1], verified])
+    accepted = torch.eq(drawn[1:-1], known[1:]).cumprod(0, dtype=torch.int32).sum(0)
+    begun = drawn.gather(0, torch.stack([accepted, accepted + 1]))  # the last two tokens now
+    first.view(5, rows).add_((accepted + 1) * alive)
+    ids.view(rows, FIRST).copy_(begun.T)
+    known[0].copy_(begun[1])
+    positions.view(rows, FIRST).copy_(first.view(5, rows)[:2].T)
+    last.copy_(first.view(5, rows)[2])
+    lens.copy_(first.view(5, rows)[3])
+    params.view(rows, WORDS)[:, COUNTER].copy_(first.view(5, rows)[4])
+
+
+def _recorded(model: Model, cache: KVCache, state: Sequence[Tensor], results: Tensor, bias: Tensor | None) -> Callable[[], None]:
+    """What launches the steps and draws. It does not know the graph: a cycle would keep a closed model's weights until it is collected."""
+    params, ids, positions, last, lens, number, table, _, _, tokens = state
+    rows, steps = len(lens), len(results) // 2
+    drafts = tokens.view(1 + steps, rows)[1:]  # behind the last token of each sequence
+    device, settings = drafts.device, params.view(torch.uint8).view(rows, ROW_BYTES)
+    logits = torch.zeros(rows, model.outputs, device=device)
+    pages = table.view(rows, -1)
+    bounds = torch.arange(0, FIRST * rows + 1, FIRST, dtype=torch.int32, device=device)
+    ends = torch.arange(FIRST - 1, FIRST * rows, FIRST, dtype=torch.int32, device=device)
+    inputs = [DecodeInputs(ids, positions, lens, pages, bounds, ends)]
+    inputs += [DecodeInputs(drafts[step], last, lens, pages) for step in range(steps - 1)]
+    forwards = [model.decode_step(cache, one, logits, None) for one in inputs]
+
+    def run() -> None:
+        for step, forward in enumerate(forwards):
+            forward()
+            sample_rows(
+                model.capped(logits), settings, None, number, drafts[step], last, lens, None, None, 2 * steps, True, bias, results
+            )  # fmt: skip
+
+    return run
+
+
+class _Round:
+    """A round that may still run. It is read before the second one after it is launched, which has the same place for results."""
+
+    def __init__(
+        self, ids: Tensor, rows: int, began: float, results: np.ndarray, events: tuple[torch.cuda.Event, torch.cuda.Event], waited: float
+    ) -> None:
+        self.ids, self.rows, self.began = ids, rows, began
+        self._results, self._events, self._waited = results, events, waited
+        self._read: list[list[int]] = []
+
+    def tokens(self, row: int) -> list[int]:
+        if not self._read:
+            self._events[1].synchronize()
+            self._read = self._results[..., 0].T.clip(min=0).tolist()  # -1, no distribution, is 0 for the steps
+        return self._read[row]
+
+    def seconds(self) -> float:
+        first, end = self._events
+        end.synchronize()
+        return self._waited + first.elapsed_time(end) / 1e3
