@@ -145,6 +145,8 @@ class DraftModel:
         self._last: _Following | None = None  # the round whose draft tokens are verified by the step that is launched next
         self._ahead: _Following | None = None  # the one that was launched behind that step
         self._begun = Counter[int]()  # rounds by length
+        self._unread: list[PendingStep | Results] = []  # steps that catch up, whose results nobody needs
+        self.dropped = False  # whether a round that was launched behind a step was of no use to the last `propose`
         self._gone = False
 
     @property
@@ -213,12 +215,15 @@ class DraftModel:
 
     def _propose(self, wanted: Seq[tuple[Sequence, int]]) -> Proposed:
         began = time.perf_counter()
+        self._read_behind()
         if self._measured is not None:
             launched, steps = self._measured
             self._times.record(steps, launched.seconds())
             self._measured = None
         ahead, self._ahead, self._last = self._ahead, None, None
-        if ahead is not None and _goes_on(ahead, wanted):
+        goes_on = ahead is not None and _goes_on(ahead, wanted)
+        self.dropped = ahead is not None and not goes_on
+        if ahead is not None and goes_on:
             return self._take(ahead, wanted, began)
         found: Proposed = [[] for _ in wanted]
         drawn: list[_Turn] = []
@@ -236,8 +241,8 @@ class DraftModel:
             draws = self._drawn and sequence.drawn and room >= most and self._executor.can_draw(sequence.sampler)
             (drawn if draws else chosen).append(turn)
         if drawn and self._rounds is not None:
-            self._launch_round(self._rounds, [turn for turn in drawn if len(turn.sequence.ids) >= FIRST], most, found, began)
-        elif drawn:
+            drawn = self._launch_round(self._rounds, [turn for turn in drawn if len(turn.sequence.ids) >= FIRST], most, found, began)
+        if drawn:
             self._draw_together(drawn, most, found)
         if chosen:
             self._choose_together(chosen, found)
@@ -268,15 +273,16 @@ class DraftModel:
             self._last = _Following(launched, ahead.sequences, [], steps)
         return found
 
-    def _launch_round(self, rounds: Rounds, turns: list[_Turn], steps: int, found: Proposed, began: float) -> None:
-        """Let the GPU draw: so many steps of all sequences in one launch, of which each keeps what it wants."""
+    def _launch_round(self, rounds: Rounds, turns: list[_Turn], steps: int, found: Proposed, began: float) -> list[_Turn]:
+        """Let the GPU draw: so many steps of all sequences in one launch, of which each keeps what it wants; those it cannot run so."""
         lag = max((len(turn.ids) for turn in turns), default=0)
         if lag > SOON:
             self._forward([(turn.known, turn.ids[:-FIRST], "none") for turn in turns if len(turn.ids) > FIRST])
         for _ in range(0, 0 if lag > SOON else lag - FIRST, DECODED):
             behind = [(turn.known, turn.sequence.ids[turn.known.computed : -FIRST][:DECODED], "all") for turn in turns]
             batch = self._batch([one for one in behind if one[1]])
-            self._executor.launch(Step(batch, None, [Draw(turns[0].sequence.sampler, 0, 0)] * len(batch.input_ids), False))
+            draws = [Draw(turns[0].sequence.sampler, 0, 0)] * len(batch.input_ids)
+            self._unread.append(self._executor.launch(Step(batch, None, draws, False)))
         places = []
         for _, sequence, known, _, _ in turns:
             known.computed = len(sequence.ids) - FIRST  # where only one is missing, the one before is computed again
@@ -285,7 +291,8 @@ class DraftModel:
         prepared = rounds.prepared
         launched = rounds.launch(places, steps, began) if places else None
         if launched is None:
-            return
+            self._read_behind()
+            return [turn._replace(ids=turn.sequence.ids[-FIRST:]) for turn in turns]
         for row, (place, _, known, _, count) in enumerate(turns):
             known.computed += FIRST + steps - 1
             late = LateTokens(launched, row, count)
@@ -295,6 +302,12 @@ class DraftModel:
             self._last = _Following(launched, [turn.sequence for turn in turns], [], steps)
         if rounds.prepared == prepared and lag <= FIRST:
             self._measured = launched, steps
+        return []
+
+    def _read_behind(self) -> None:
+        for one in self._unread:
+            _read(one)
+        self._unread.clear()
 
     def _draw_together(self, turns: list[_Turn], steps: int, found: Proposed) -> None:
         """Let the executor draw: so many steps of all sequences, of which each keeps what it wants."""
@@ -396,8 +409,8 @@ class DraftModel:
 
 
 def _goes_on(ahead: _Following, wanted: Seq[tuple[Sequence, int]]) -> bool:
-    """Whether draft tokens are wanted for the sequences of a round, and one step was verified since."""
-    if len(wanted) != len(ahead.sequences):
+    """Whether draft tokens are wanted for the sequences of a round, no more than it has, and one step was verified since."""
+    if len(wanted) != len(ahead.sequences) or max(count for _, count in wanted) > ahead.steps:
         return False
     for (sequence, count), mine, length in zip(wanted, ahead.sequences, ahead.lengths):
         if sequence is not mine or count < 1 or sequence.proposer is None or not sequence.proposer.pace.trail:

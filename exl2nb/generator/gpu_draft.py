@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from exl2nb.model.model import Model
 
 WORDS, COUNTER = ROW_BYTES // 4, 10  # of a row's settings; the number of the draw, its low half
+KEPT = 16  # kinds of captured rounds, each with logits of its own
 
 
 class GpuRounds:
@@ -57,9 +58,13 @@ class GpuRounds:
         key = bucket(len(places)), 1 << (width - 1).bit_length(), steps, moved
         if key not in self._graphs:
             self.prepared += 1
+            kept = [one for one, graph in self._graphs.items() if graph is not None]
+            if len(kept) >= KEPT:
+                torch.cuda.synchronize(self._model.draw_device)  # it may run; what was launched keeps its results
+                del self._graphs[kept[0]]
             self._graphs[key] = self._capture(*key) if self._graphed else None
             began = time.perf_counter()
-        graph = self._graphs[key]
+        graph = self._graphs[key] = self._graphs.pop(key)  # the last one used goes last
         return None if graph is None else graph.replay(places, began)
 
     def follow(self, launched: DraftRound, drawn: Tensor, sequences: int) -> DraftRound | None:

@@ -408,7 +408,9 @@ class LateTokens(NamedTuple):
 
 
 class Drafter(Protocol):
-    """A draft model."""
+    """A draft model. dropped: whether a round that `follow` began was of no use to the last `propose`."""
+
+    dropped: bool
 
     def seconds(self, count: int) -> float:
         """What making so many draft tokens takes, as far as known; 0: nothing is known."""
@@ -575,6 +577,8 @@ class Speculator:
             self._asleep, self._running = min(1 << (self._barren - 1), LONGEST_REST), len(running)
             for one in proposing:
                 one.on_device = one.drawn
+        if any(one.proposer.drafter.dropped for one in proposing if one.proposer is not None and one.proposer.drafter is not None):
+            self._rows = 0  # a round of draft tokens that nobody takes runs in front of this step
         self._began = time.perf_counter() if self._round is None else self._round.began
 
     def launched(self, spans: Seq[Span], drawn: torch.Tensor | None, /) -> None:

@@ -80,10 +80,12 @@ def test_rounds_on_a_device(running, wrong, seed, late):
     plain, waiting = running(), running(Draft(wrong))
     engine = running(Draft(wrong), executor=ahead, rounds=fakes.FakeRounds, late=late)
     always = Speculation(kind="draft", adaptive=False, max_tokens=5)
-    wanted, slow, quick = (
-        [handle.result(20) for handle in [ask(one, seed, prompt=prompt, **more) for prompt in prompts]]
-        for one, more in ((plain, {"speculation": "off"}), (waiting, {"speculation": always}), (engine, {"speculation": always}))
-    )
+    found = []
+    for one, more in ((plain, {"speculation": "off"}), (waiting, {"speculation": always}), (engine, {"speculation": always})):
+        with fakes.held(one):  # all at once: the batches are the same each time
+            handles = [ask(one, seed, prompt=prompt, **more) for prompt in prompts]
+        found.append([handle.result(20) for handle in handles])
+    wanted, slow, quick = found
     assert [fakes.bare(one) for one in quick] == [fakes.bare(one) for one in slow] == [fakes.bare(one) for one in wanted]
     accepted, others = ([one.speculation.accepted for one in some] for some in (quick, slow))
     assert wrong or all(one.speculation.rate == 1.0 for one in quick)
@@ -194,3 +196,16 @@ def test_another_tokenizer_is_named():
         check_same_tokenizer(mine, other, target_size=4096, draft_size=4096)
     with pytest.raises(TokenizerError, match="the draft model's vocabulary has 100 entries and the tokenizer 4096"):
         check_same_tokenizer(mine, fakes.tokenizer(), target_size=4096, draft_size=100)
+
+
+def test_rounds_that_cannot_be_captured(running):
+    """They are drawn step by step, with the same text and the same draft tokens."""
+
+    class NoRounds(fakes.FakeRounds):
+        def launch(self, places, steps, began):
+            self.prepared += 1
+
+    engine = running(Draft(), executor=ahead, rounds=NoRounds, late=True)
+    done = ask(engine, 3, speculation=Speculation(kind="draft", adaptive=False, max_tokens=5)).result(20)
+    assert fakes.bare(done) == fakes.bare(ask(running(), 3).result(20))
+    assert done.speculation.accepted == done.speculation.proposed > 40

@@ -321,6 +321,7 @@ def test_requests_without_it_run_ahead_after_one_with_it(running):
         before = engine.loop.executor.ahead
         done = engine.submit(fakes.greedy([5, 6, 7], 60, speculation=kind)).result(20)
         assert fakes.ids(done) == fakes.expected(model, [5, 6, 7], 60)
+        assert engine.wait_idle(10)
         ahead.append(engine.loop.executor.ahead - before)
     assert ahead[0] == ahead[2] > ahead[1]
 

@@ -42,7 +42,7 @@ EXL2NB_BOTH constexpr int lora_parts_bytes(int rows) {
 
 #if __CUDA_ARCH__ >= 900
 // A sum of x a: a whole number of 64 bits, whose lowest ones count what was added. So one atomic addition is data, sum
-// and flag, and the order of additions does not change a bit. At most 2047 additions.
+// and flag, and the order of additions does not change a bit. At most 2047 additions, each clamped to 32768.
 struct LoraSum {
   static constexpr int kCount = 11;
   static constexpr float kOne = 1 << 26, kMost = 1 << 15;  // of one addition: the sum of all stays in 53 bits
