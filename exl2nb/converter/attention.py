@@ -1,6 +1,7 @@
 """Attention of whole rows in plain products, for gradients on a GPU that are the same every time. Knows nothing of what learns.
 
-torch's fused kernels add gradients in any order; its other path computes what no query may see, and passes over all scores more often.
+torch's fused kernels sum gradients in an order that varies; its unfused path also computes masked scores, and passes over all of them
+more often.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from exl2nb.model.config import ModelConfig
 QUERIES = 256  # that attend at once, to the keys up to the last of them
 
 
-class Rows:
-    """Rows of `length` tokens from their beginning on (reference.Past: nothing is there before them)."""
+class DenseAttention:
+    """Causal attention of rows of `length` tokens, all from position 0 on; `past` of `reference.block`, though nothing is cached."""
 
     def __init__(self, config: ModelConfig, length: int, device: torch.device) -> None:
         self._config, self.context = config, length
@@ -32,8 +33,8 @@ class Rows:
             keys, values = k[:, :, begin:last], v[:, :, begin:last]
             scores = q[:, :, :, first:last].flatten(2, 3) @ keys.transpose(2, 3)
             scores = cap * torch.tanh(scores / cap) if cap else scores
-            chances = scores.add_(self._mask(begin, first, last, window, groups)).softmax(-1)
-            found.append((chances @ values).unflatten(2, (groups, last - first)))
+            probabilities = scores.add_(self._mask(begin, first, last, window, groups)).softmax(-1)
+            found.append((probabilities @ values).unflatten(2, (groups, last - first)))
         return torch.cat(found, dim=3).flatten(1, 2)
 
     def _mask(self, begin: int, first: int, last: int, window: int, groups: int) -> Tensor:

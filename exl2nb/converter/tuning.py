@@ -308,7 +308,7 @@ class _Trainer:
         self._replay: Callable[[Tensor], Tensor] | None = None
         self._aside: torch.cuda.Stream | None = None
         device = teacher[f"{config.names.embed}.weight"].device
-        self._attention = attention.Rows(config, ids.shape[1], device) if device.type == "cuda" else None
+        self._attention = attention.DenseAttention(config, ids.shape[1], device) if device.type == "cuda" else None
 
     def part(self, number: int, step: Callable[[str], None]) -> None:
         """Go one part of the way, and judge; number 0: only judge."""

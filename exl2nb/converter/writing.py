@@ -145,8 +145,8 @@ class _Writer:
                 x = reference.block(config, layer, weights, x, past=past)
             past.positions += 1
             if draw:
-                chances = reference.head(config, weights, reference.final_norm(config, weights, x[:, 0])).softmax(-1)
-                self._ids.index_copy_(1, past.positions, chances.div_(self._noise).argmax(-1, keepdim=True))
+                probabilities = reference.head(config, weights, reference.final_norm(config, weights, x[:, 0])).softmax(-1)
+                self._ids.index_copy_(1, past.positions, probabilities.div_(self._noise).argmax(-1, keepdim=True))
 
 
 def write_rows(

@@ -145,8 +145,8 @@ class DraftModel:
         self._last: _Following | None = None  # the round whose draft tokens are verified by the step that is launched next
         self._ahead: _Following | None = None  # the one that was launched behind that step
         self._begun = Counter[int]()  # rounds by length
-        self._unread: list[PendingStep | Results] = []  # steps that catch up, whose results nobody needs
-        self.dropped = False  # whether a round that was launched behind a step was of no use to the last `propose`
+        self._unread: list[PendingStep | Results] = []  # catch-up steps, whose results are read only because executors expect it
+        self.dropped = False  # whether the last `propose` discarded a round that was launched behind a step
         self._gone = False
 
     @property

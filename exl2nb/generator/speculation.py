@@ -408,7 +408,7 @@ class LateTokens(NamedTuple):
 
 
 class Drafter(Protocol):
-    """A draft model. dropped: whether a round that `follow` began was of no use to the last `propose`."""
+    """A draft model. dropped: whether the last `propose` discarded a round that `follow` began."""
 
     dropped: bool
 
@@ -577,8 +577,9 @@ class Speculator:
             self._asleep, self._running = min(1 << (self._barren - 1), LONGEST_REST), len(running)
             for one in proposing:
                 one.on_device = one.drawn
-        if any(one.proposer.drafter.dropped for one in proposing if one.proposer is not None and one.proposer.drafter is not None):
-            self._rows = 0  # a round of draft tokens that nobody takes runs in front of this step
+        drafters = [one.proposer.drafter for one in proposing if one.proposer is not None]
+        if any(drafter is not None and drafter.dropped for drafter in drafters):
+            self._rows = 0  # the GPU runs a discarded draft round before this step, so the step's time says nothing
         self._began = time.perf_counter() if self._round is None else self._round.began
 
     def launched(self, spans: Seq[Span], drawn: torch.Tensor | None, /) -> None:

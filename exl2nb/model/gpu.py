@@ -113,8 +113,8 @@ class GpuForward:
         if self.deterministic:
             return self._pieces(batch, cache, ids, lora)
         if bounds[-1] <= self.prompt_tokens and max(batch.context_lens.tolist()) <= PROMPT_KEYS:
-            cuts, own = [*range(0, bounds[-1], PROMPT), bounds[-1]], self._new_kernels(PROMPT)  # memory of this step alone
-            return self._in_turn(batch, cuts, cache, ids, lora, own) if len(cuts) > 2 else self._step(batch, cache, ids, lora, own)
+            cuts, kernels = [*range(0, bounds[-1], PROMPT), bounds[-1]], self._new_kernels(PROMPT)  # memory of this step alone
+            return self._in_turn(batch, cuts, cache, ids, lora, kernels) if len(cuts) > 2 else self._step(batch, cache, ids, lora, kernels)
         short = [b - a <= SHORT for a, b in itertools.pairwise(bounds)]
         if APART <= sum(short) < len(short):
             return self._apart(batch, short, cache, ids, lora)
@@ -126,18 +126,18 @@ class GpuForward:
         return gpu_prefill.prefill(self.program, inputs, sequences, cache.k, cache.v, lora=adapters)
 
     def _step(
-        self, batch: Batch, cache: KVCache | CachePart, ids: Tensor | None, lora: LoraTable | None, own: gpu.StepKernels | None = None
+        self, batch: Batch, cache: KVCache | CachePart, ids: Tensor | None, lora: LoraTable | None, kernels: gpu.StepKernels | None = None
     ) -> Tensor:
-        """One step. own: kernels for prompts."""
+        """One step. kernels: for prompts, which are then allowed in it; None: those of decode steps."""
         i, adapted = self.inputs(batch, ids), None
         if lora is not None and batch.adapters is not None and bool((batch.adapters >= 0).any()):
             adapted = self.lora_buffers(lora), batch.adapters.to(self.device)
         every = torch.equal(batch.logit_rows.cpu(), torch.arange(len(batch.input_ids), dtype=torch.int32))
         rows = None if every else i.logit_rows  # as captured steps have it, for the same bits
         logits = torch.empty(len(batch.logit_rows), self.vocab, device=self.device)
-        (own or self.step_kernels(len(batch.input_ids))).run(
+        (kernels or self.step_kernels(len(batch.input_ids))).run(
             i.ids, i.positions, i.block_table, i.cu_seqlens, i.context_lens, rows, cache.k, cache.v, formats_of(cache),
-            (cache.spec.num_kv_heads, cache.spec.head_dim), logits, lora=adapted, prompts=own is not None,
+            (cache.spec.num_kv_heads, cache.spec.head_dim), logits, lora=adapted, prompts=kernels is not None,
         )  # fmt: skip
         return logits
 
@@ -166,13 +166,13 @@ class GpuForward:
         cache: KVCache | CachePart,
         ids: Tensor | None,
         lora: LoraTable | None,
-        own: gpu.StepKernels | None = None,
+        kernels: gpu.StepKernels | None = None,
     ) -> Tensor:
         """The batch as steps of the tokens between the cuts."""
         out = torch.empty(len(batch.logit_rows), self.vocab, device=self.device)
         for first, end in itertools.pairwise(cuts):
             piece, rows = batch.cut(first, end)
-            logits = self._step(piece, cache, None if ids is None else ids[first:end], lora, own)
+            logits = self._step(piece, cache, None if ids is None else ids[first:end], lora, kernels)
             if len(rows):
                 out[rows.to(self.device)] = logits
         return out

@@ -13,11 +13,11 @@ def test_the_same_network_and_gradients(name, opened, monkeypatch):
     config, weights = opened(name)
     monkeypatch.setattr(attention, "QUERIES", 16)  # several blocks of queries, the last one short
     ids, found = ids_of(config.vocab_size, 3, 40), []
-    for rows in (None, attention.Rows(config, 40, torch.device("cpu"))):
+    for past in (None, attention.DenseAttention(config, 40, torch.device("cpu"))):
         x = reference.embed(config, weights, ids).requires_grad_(True)
         made = x
         for layer in range(config.num_layers):
-            made = reference.block(config, layer, weights, made, past=rows)
+            made = reference.block(config, layer, weights, made, past=past)
         found.append((made.detach(), torch.autograd.grad(made.square().sum(), x)[0]))
     for ours, theirs in zip(*found):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
