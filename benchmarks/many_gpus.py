@@ -88,7 +88,7 @@ def decode(task: dict[str, Any], write: Any) -> None:
                 scored = [llm.score(TEXT) for _ in range(2)]
                 drawn = [token.id for token in llm.generate(TEXT[:40], max_tokens=64, seed=1, ignore_eos=True).tokens]
                 found = {"score": scored[0].total, "scored_tokens": scored[0].count, "score_repeats": scored[0] == scored[1]}
-                write(found | {"drawn": drawn})  # greedy text of random weights soon repeats one token
+                write(found | {"drawn": drawn})
     if task.get("kill"):
         write({"killed": killing(llm)})
     llm.close()
