@@ -195,7 +195,7 @@ def test_a_gpu_rounds_on_more_rows(source, tmp_path, monkeypatch):
         found = ConversionJob(source, tmp_path / "out", bpw=4.0, **options).settings
         return found.rows, found.least_rows
 
-    assert asked("cuda", effort="tuned") == (256, 128)
+    assert asked("cuda", effort="tuned") == (512, 128)
     assert asked("cpu", effort="tuned") == (128, None)
     assert asked("cuda", effort="tuned", rows=40) == (40, None)
     assert asked("cuda", effort="tuned", tuning=Tuning(rows=200)) == (200, 128)
@@ -206,9 +206,9 @@ def test_a_gpu_rounds_on_more_rows(source, tmp_path, monkeypatch):
 def test_a_large_model_sees_fewer_rows_on_a_gpu(source, monkeypatch):
     config, cpu, gpu = read_model_config(source), torch.device("cpu"), torch.device("cuda")
     weights = sum(linear.in_features * linear.out_features for linear in linears(config))
-    assert [seeing(Tuning(), config, device, 32).seen for device in (cpu, gpu)] == [1280, 16384]
+    assert [seeing(Tuning(), config, device, 32).seen for device in (cpu, gpu)] == [2048, 20480]
     monkeypatch.setattr(stage, "WORK", 100.5 * 32 * weights)
-    assert [seeing(Tuning(), config, device, 32).seen for device in (cpu, gpu)] == [1280, 100]
+    assert [seeing(Tuning(), config, device, 32).seen for device in (cpu, gpu)] == [2048, 100]
     assert seeing(Tuning(seen=7), config, gpu, 32).to_write(3, gpu) == 4
     with pytest.raises(OptionError, match="seen is 0"):
         Tuning(seen=0)
