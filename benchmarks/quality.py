@@ -4,10 +4,10 @@
     python benchmarks/quality.py MODEL --calibration TEXT --text TEXT --bpw 3 --ablate
     python benchmarks/quality.py MODEL --calibration TEXT --text TEXT --effort tuned --seed 1
 
-Every file is made no larger than the other converter's (`--limits`, `bytes` per bitrate), from `--calibration-rows` x 512 tokens of
-the calibration text (with `--effort`: as many as that says), with the head sharing the budget. KL and perplexity are the format's cost alone: the torch reference network in fp32
-on the reconstructed weights. `--ablate` leaves out one idea at a time, or adds one that is off unless asked for. One sweep serves all: keep
-it with `--work-dir`.
+Every file is made no larger than the other converter's (`--limits`, `bytes` per bitrate), from `--calibration-rows` x 512 tokens of the
+calibration text (with `--effort`: as many as that says), with the head sharing the budget. KL and perplexity are the format's cost alone:
+the torch reference network in fp32 on the reconstructed weights. `--ablate` leaves out one idea at a time, or adds one that is off unless
+asked for. One sweep serves all: keep it with `--work-dir`.
 """
 
 from __future__ import annotations

@@ -287,7 +287,8 @@ def test_memory_grows_with_the_model(source):
     assert ConversionJob(source, source.parent / "never", **OPTIONS, bpw=4.0).memory().tune == 0
 
 
-def test_command_line(source, tmp_path, capsys):
+def test_command_line(source, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(stage.SEEN, "cpu", 64)
     text = tmp_path / "text.txt"
     text.write_text(TEXT[0][:4000])
     options = ["--bpw", "3", "--effort", "tuned", "--calibration", str(text), "--rows", "8", "--length", "16", "--device", "cpu"]
