@@ -43,12 +43,12 @@ from exl2nb.model.layout import Linear, end_vectors, head_linear, layer_linears,
 from exl2nb.ops.gpu import capturing, tensor_cores
 
 Weights = dict[str, Tensor]
-# rows of the whole way, if not told: of the demo model 2048 are 96 TFLOP, 13 minutes of two cores, 20480 a minute of an H100
-SEEN = {"cpu": 2048, "cuda": 20480}
+# rows of the whole way, if not told: of the demo model 2560 are 120 TFLOP, 11 to 15 minutes of two cores, 20480 a minute of an H100
+SEEN = {"cpu": 2560, "cuda": 20480}
 WORK = 1e16  # weights times tokens of the way on a GPU: 8e16 FLOP, so that models of more than 0.95 billion weights see fewer rows
 SWEEPS = {"cpu": 2, "cuda": 0}
 STEP_TOKENS = 8192  # of one step
-LEARNING = 3  # of what is filed after each part: one more where that, or the rule of a step, changes
+LEARNING = 4  # of what is filed after each part: one more where that, or the rule of a step, changes
 PARTS = 8  # of the way: after each one the model is judged and filed
 CHOOSING = 32  # rows
 # how far a number may go if every gradient points the same way, over the square root of the steps that different rows make: codes in steps

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -139,7 +140,7 @@ class _Writer:
         """All rows' next token runs; draw: and the one after it is drawn, by the noise: exponential numbers."""
         config, weights, past = self._config, self._weights, self._past
         past.begin(read, masked)
-        with tensor_cores(self._device):
+        with tensor_cores(self._device) if self._device.type == "cuda" else nullcontext():  # on the CPU too few rows for it to pay
             x = reference.embed(config, weights, self._ids.index_select(1, past.positions), past.positions)
             for layer in range(config.num_layers):
                 x = reference.block(config, layer, weights, x, past=past)

@@ -44,22 +44,28 @@ _setting = threading.Lock()  # of the process: two at once would take each other
 
 @contextmanager
 def tensor_cores(device: torch.device) -> Iterator[None]:
-    """Products of f32 matrices run on a GPU's tensor cores meanwhile: TF32, whose error is far below that of an 8-bit code."""
-    if device.type != "cuda":
-        yield
-        return
-    settings = torch.backends.cuda.matmul
+    """Products of f32 matrices may round their factors meanwhile, with an error below that of an 8-bit code.
+
+    On a GPU they run on tensor cores, in TF32. On the CPU they go through oneDNN, which rounds to bf16 where the processor multiplies tiles
+    (AMX) and computes in f32 elsewhere: on processors for which MKL has no AVX-512 path, twice as fast as what torch calls otherwise.
+    """
+    on_gpu = device.type == "cuda"
+    settings: Any = torch.backends.cuda.matmul if on_gpu else getattr(torch.backends.mkldnn, "matmul", None)
+    name, value = ("allow_tf32", True) if on_gpu else ("fp32_precision", "bf16")
     with _setting:
         try:
-            before = settings.allow_tf32
-        except RuntimeError:  # chosen through torch's other switch of the same thing: it stays as it is
+            before = getattr(settings, name)
+        except (
+            AttributeError,
+            RuntimeError,
+        ):  # no such switch (torch before 2.9, on the CPU), or the other one was used: it stays as it is
             yield
             return
-        settings.allow_tf32 = True
+        setattr(settings, name, value)
         try:
             yield
         finally:
-            settings.allow_tf32 = before
+            setattr(settings, name, before)
 
 
 class LaunchLock:

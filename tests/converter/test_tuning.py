@@ -206,27 +206,40 @@ def test_a_gpu_rounds_on_more_rows(source, tmp_path, monkeypatch):
 def test_a_large_model_sees_fewer_rows_on_a_gpu(source, monkeypatch):
     config, cpu, gpu = read_model_config(source), torch.device("cpu"), torch.device("cuda")
     weights = sum(linear.in_features * linear.out_features for linear in linears(config))
-    assert [seeing(Tuning(), config, device, 32).seen for device in (cpu, gpu)] == [2048, 20480]
+    assert [seeing(Tuning(), config, device, 32).seen for device in (cpu, gpu)] == [2560, 20480]
     monkeypatch.setattr(stage, "WORK", 100.5 * 32 * weights)
-    assert [seeing(Tuning(), config, device, 32).seen for device in (cpu, gpu)] == [2048, 100]
+    assert [seeing(Tuning(), config, device, 32).seen for device in (cpu, gpu)] == [2560, 100]
     assert seeing(Tuning(seen=7), config, gpu, 32).to_write(3, gpu) == 4
     with pytest.raises(OptionError, match="seen is 0"):
         Tuning(seen=0)
 
 
-def test_tensor_cores_are_left_as_they_were():
-    before = torch.backends.cuda.matmul.allow_tf32
+@pytest.mark.parametrize(
+    ("device", "settings", "name"),
+    [("cuda", torch.backends.cuda.matmul, "allow_tf32"), ("cpu", getattr(torch.backends.mkldnn, "matmul", None), "fp32_precision")],
+)
+def test_tensor_cores_are_left_as_they_were(device, settings, name):
+    if not hasattr(settings, name):
+        pytest.skip("torch before 2.9 cannot choose on the CPU")
+    before, other = getattr(settings, name), torch.device("cpu" if device == "cuda" else "cuda")
 
     def fail():
-        with tensor_cores(torch.device("cuda")):
-            assert torch.backends.cuda.matmul.allow_tf32
+        with tensor_cores(torch.device(device)):
+            assert getattr(settings, name) != before
             raise KeyError
 
     with pytest.raises(KeyError):
         fail()
-    assert torch.backends.cuda.matmul.allow_tf32 == before
+    assert getattr(settings, name) == before
+    with tensor_cores(other):
+        assert getattr(settings, name) == before
+
+
+def test_a_torch_that_cannot_choose_on_the_cpu(monkeypatch):
+    monkeypatch.setattr(torch.backends.mkldnn, "matmul", None, raising=False)
+    x = torch.eye(3)
     with tensor_cores(torch.device("cpu")):
-        assert torch.backends.cuda.matmul.allow_tf32 == before
+        assert torch.equal(x @ x, x)
 
 
 def test_another_switch_of_tensor_cores_stays(monkeypatch):
