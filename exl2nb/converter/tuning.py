@@ -16,10 +16,8 @@ import itertools
 import math
 import os
 import sys
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -34,7 +32,7 @@ from exl2nb.converter.hessian import ROWS_PER_BATCH, batches, gpu_rows
 from exl2nb.converter.quantization import Made
 from exl2nb.converter.result import Quality, judge
 from exl2nb.converter.weights import DenseWeights
-from exl2nb.converter.work import HEAD, Context, Packed, Work, hash_of
+from exl2nb.converter.work import HEAD, Context, Packed, hash_of
 from exl2nb.converter.writing import BEGINNING, write_rows, writing_bytes
 from exl2nb.core.errors import ConversionError, OptionError
 from exl2nb.core.options import check_flag, check_range
@@ -53,7 +51,6 @@ STEP_TOKENS = 8192  # of one step
 LEARNING = 4  # of what is filed after each part: one more where that, or the rule of a step, changes
 PARTS = 8  # of the way: after each one the model is judged and filed
 CHOOSING = 32  # rows
-AHEAD = 2  # steps that are launched before the first of them is waited for
 # how far a number may go if every gradient points the same way, over the square root of the steps that different rows make: codes in steps
 # of their grid, others in shares of their own size, times what share of the weights rounding errors are: 0.17 at 3 bits, 0.02 at 6.
 # Gradients that are noise move it 1.2 times as far, whatever the number of steps: for a code a quarter of what changes it
@@ -295,52 +292,6 @@ def _learned(text: Tensor, written: Tensor, passes: int) -> Tensor:
     return torch.cat([*(text.flatten().roll(place).view_as(text) for place in places), written])
 
 
-class _Launched:
-    """A step, and its loss once it is there: a GPU is not waited for, so that the next step can be launched while it computes."""
-
-    def __init__(self, at: int, loss: Tensor) -> None:
-        self._at, self._done = at, torch.cuda.Event(blocking=True) if loss.is_cuda else None
-        self._loss = torch.empty((), pin_memory=loss.is_cuda).copy_(loss, non_blocking=True)
-        if self._done is not None:
-            self._done.record(torch.cuda.current_stream(loss.device))
-
-    def loss(self) -> float:
-        """Wait for it."""
-        if self._done is not None:
-            self._done.synchronize()
-        loss = float(self._loss)
-        if not math.isfinite(loss):
-            raise ConversionError(f"tune: the KL is {loss} at step {self._at}; expected a finite number; use effort='thorough'")
-        return loss
-
-
-class _Filing:
-    """Files how far the way came; with a GPU on a thread, since checksum and disk take as long as many steps."""
-
-    def __init__(self, work: Work, key: str, device: torch.device) -> None:
-        self._work, self._key, self._aside = work, key, ThreadPoolExecutor(1) if device.type == "cuda" else None
-        self._running: Future[None] | None = None
-
-    def save(self, state: Weights) -> None:
-        """The state before this one is on the disk when it returns."""
-        self.finish()
-        if self._aside is None:
-            self._work.save_tuning(self._key, state)
-        else:
-            self._running = self._aside.submit(self._work.save_tuning, self._key, {name: one.cpu() for name, one in state.items()})
-
-    def finish(self) -> None:
-        """Wait for the last state, and raise what went wrong with it."""
-        if self._running is not None:
-            self._running.result()
-            self._running = None
-
-    def close(self) -> None:
-        """Wait without raising."""
-        if self._aside is not None:
-            self._aside.shutdown()
-
-
 class _Trainer:
     """The way from the beginning to the end, in parts.
 
@@ -348,39 +299,41 @@ class _Trainer:
     """
 
     def __init__(self, config: ModelConfig, teacher: Weights, student: _Student, ids: Tensor, each: int, rows: Rows, seed: int) -> None:
-        self._config, self._teacher, self.student, self._rows, self._each = config, teacher, student, rows, each
-        self._device = teacher[f"{config.names.embed}.weight"].device
-        self._first = ids[: len(rows.choosing)]
-        order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(seed))
-        self._steps = ids[order].to(self._device).split(each)
+        self._config, self._teacher, self.student, self._rows, self._ids, self._each = config, teacher, student, rows, ids, each
+        self._steps = torch.randperm(len(ids), generator=torch.Generator().manual_seed(seed)).split(self._each)
         self._share = shares(len(self._steps))
         self.parts = [round(len(self._steps) * part / PARTS) for part in range(PARTS + 1)]
         self.history: list[tuple[int, float, float]] = []
         self.best: Weights = {}
         self._replay: Callable[[Tensor], Tensor] | None = None
         self._aside: torch.cuda.Stream | None = None
-        self._attention = attention.DenseAttention(config, ids.shape[1], self._device) if self._device.type == "cuda" else None
+        device = teacher[f"{config.names.embed}.weight"].device
+        self._attention = attention.DenseAttention(config, ids.shape[1], device) if device.type == "cuda" else None
 
     def part(self, number: int, step: Callable[[str], None]) -> None:
         """Go one part of the way, and judge; number 0: only judge."""
-        losses, launched = list[float](), deque[_Launched]()
-        end = self.parts[number]
-        for at in range(self.parts[number - 1] if number else 0, end):
-            launched.append(self._step(at))
-            while len(launched) > (AHEAD if at < end - 1 else 0):
-                losses.append(launched.popleft().loss())
-                step(f"KL {losses[-1]:.5f}")
+        losses = []
+        for at in range(self.parts[number - 1] if number else 0, self.parts[number]):
+            losses.append(self._step(at))
+            step(f"KL {losses[-1]:.5f}")
         choosing = kl_of(self._config, self._teacher, self.student.weights(), self._rows.choosing)
-        train = sum(losses) / len(losses) if losses else kl_of(self._config, self._teacher, self.student.weights(), self._first)
+        train = (
+            sum(losses) / len(losses)
+            if losses
+            else kl_of(self._config, self._teacher, self.student.weights(), self._ids[: len(self._rows.choosing)])
+        )
         if not self.history or choosing < min(entry[2] for entry in self.history):
             self.best = self.student.keep()
         self.history.append((self.parts[number], train, choosing))
 
-    def _step(self, at: int) -> _Launched:
-        ids = self._steps[at]
+    def _step(self, at: int) -> float:
+        ids = self._ids[self._steps[at]].to(self._teacher[f"{self._config.names.embed}.weight"].device)
         self.student.adam.pace(at, self._share[at])
         learn = (self._replay or self._recorded) if ids.is_cuda and len(ids) == self._each else self._learn
-        return _Launched(at, learn(ids))
+        loss = float(learn(ids))
+        if not math.isfinite(loss):
+            raise ConversionError(f"tune: the KL is {loss} at step {at}; expected a finite number; use effort='thorough'")
+        return loss
 
     def _recorded(self, ids: Tensor) -> Tensor:
         """The first step on a GPU: as it is, and then recorded, so that all others are launched at once."""
@@ -519,11 +472,9 @@ def tune(context: Context, rows: Rows, made: Made, tuning: Tuning, seed: int) ->
         if state is not None:
             trainer.restore(state)
             meter.at(trainer.parts[len(trainer.history) - 1])
-        with closing(_Filing(work, key, weights.device)) as filing:
-            for number in range(len(trainer.history), PARTS + 1):
-                trainer.part(number, step)
-                filing.save(trainer.state())
-            filing.finish()
+        for number in range(len(trainer.history), PARTS + 1):
+            trainer.part(number, step)
+            work.save_tuning(key, trainer.state())
         best = trainer.best
         final = student.packed(best, {name: loss for name, (_, loss) in packed.items()})
         for layer in (*range(config.num_layers), HEAD):
