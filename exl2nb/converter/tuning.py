@@ -40,7 +40,7 @@ from exl2nb.core.show import size_text
 from exl2nb.model import reference
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.layout import Linear, end_vectors, head_linear, layer_linears, linears
-from exl2nb.ops.gpu import capturing, tensor_cores
+from exl2nb.ops.gpu import capturing, fast_products
 
 Weights = dict[str, Tensor]
 # rows of the whole way, if not told: of the demo model 2560 are 120 TFLOP, 11 to 15 minutes of two cores, 20480 a minute of an H100
@@ -359,7 +359,7 @@ class _Trainer:
         names = [name for name, leaf in leaves.items() if leaf.requires_grad]
         total, loss = list[Tensor | None]([None] * len(names)), torch.zeros((), device=ids.device)
         for part in batches(config, teacher[f"{config.names.embed}.weight"].new_empty(*ids.shape, 0), 0, len(ids)):
-            with tensor_cores(ids.device):
+            with fast_products(ids.device):
                 with self._beside(ids.device):
                     wanted = _predictions(config, teacher, ids[part])
                 with torch.enable_grad():

@@ -43,22 +43,22 @@ _setting = threading.Lock()  # of the process: two at once would take each other
 
 
 @contextmanager
-def tensor_cores(device: torch.device) -> Iterator[None]:
-    """Products of f32 matrices may round their factors meanwhile, with an error below that of an 8-bit code.
+def fast_products(device: torch.device) -> Iterator[None]:
+    """Products of f32 matrices take less time meanwhile.
 
-    On a GPU they run on tensor cores, in TF32. On the CPU they go through oneDNN, which rounds to bf16 where the processor multiplies tiles
-    (AMX) and computes in f32 elsewhere: on processors for which MKL has no AVX-512 path, twice as fast as what torch calls otherwise.
+    On a GPU they run on tensor cores: TF32, whose error is far below that of an 8-bit code. On the CPU oneDNN computes them, in f32 as
+    ever: where MKL has no AVX-512 path, in half the time. Not on processors that multiply tiles (AMX): there it would round to bf16.
     """
     on_gpu = device.type == "cuda"
     settings: Any = torch.backends.cuda.matmul if on_gpu else getattr(torch.backends.mkldnn, "matmul", None)
     name, value = ("allow_tf32", True) if on_gpu else ("fp32_precision", "bf16")
+    if not on_gpu and (_multiplies_tiles() or not hasattr(settings, name)):  # torch before 2.9 has no such setting
+        yield
+        return
     with _setting:
         try:
             before = getattr(settings, name)
-        except (
-            AttributeError,
-            RuntimeError,
-        ):  # no such switch (torch before 2.9, on the CPU), or the other one was used: it stays as it is
+        except RuntimeError:  # chosen through torch's other switch of the same thing: it stays as it is
             yield
             return
         setattr(settings, name, value)
@@ -66,6 +66,11 @@ def tensor_cores(device: torch.device) -> Iterator[None]:
             yield
         finally:
             setattr(settings, name, before)
+
+
+def _multiplies_tiles() -> bool:
+    """Whether the processor does, or torch cannot tell."""
+    return bool(getattr(torch.cpu, "_is_amx_tile_supported", lambda: True)())
 
 
 class LaunchLock:

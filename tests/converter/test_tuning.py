@@ -17,7 +17,8 @@ from exl2nb.core.errors import Interrupted, OptionError
 from exl2nb.io.shards import TensorStore
 from exl2nb.model.layout import linears, vectors
 from exl2nb.model.loader import read_model_config
-from exl2nb.ops.gpu import tensor_cores
+from exl2nb.ops import gpu
+from exl2nb.ops.gpu import fast_products
 from exl2nb.quant.exl2 import Exl2Tensors, encode
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
@@ -218,31 +219,45 @@ def test_a_large_model_sees_fewer_rows_on_a_gpu(source, monkeypatch):
     ("device", "settings", "name"),
     [("cuda", torch.backends.cuda.matmul, "allow_tf32"), ("cpu", getattr(torch.backends.mkldnn, "matmul", None), "fp32_precision")],
 )
-def test_tensor_cores_are_left_as_they_were(device, settings, name):
+def test_settings_of_fast_products_are_left_as_they_were(device, settings, name, monkeypatch):
     if not hasattr(settings, name):
         pytest.skip("torch before 2.9 cannot choose on the CPU")
+    monkeypatch.setattr(gpu, "_multiplies_tiles", lambda: False)
     before, other = getattr(settings, name), torch.device("cpu" if device == "cuda" else "cuda")
 
     def fail():
-        with tensor_cores(torch.device(device)):
+        with fast_products(torch.device(device)):
             assert getattr(settings, name) != before
             raise KeyError
 
     with pytest.raises(KeyError):
         fail()
     assert getattr(settings, name) == before
-    with tensor_cores(other):
+    with fast_products(other):
         assert getattr(settings, name) == before
 
 
-def test_a_torch_that_cannot_choose_on_the_cpu(monkeypatch):
+def test_products_on_the_cpu_are_not_rounded(monkeypatch):
+    """Neither where oneDNN computes them, nor where it would round, nor with a torch that cannot choose."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(300, 256, generator=generator), torch.randn(256, 300, generator=generator)
+    exact, cpu = x.double() @ y.double(), torch.device("cpu")
+
+    def off():
+        with fast_products(cpu):
+            return float((x @ y - exact).norm() / exact.norm())
+
+    assert off() < 1e-6
+    monkeypatch.setattr(gpu, "_multiplies_tiles", lambda: True)
+    before = getattr(getattr(torch.backends.mkldnn, "matmul", None), "fp32_precision", None)
+    with fast_products(cpu):
+        assert getattr(getattr(torch.backends.mkldnn, "matmul", None), "fp32_precision", None) == before
+    monkeypatch.setattr(gpu, "_multiplies_tiles", lambda: False)
     monkeypatch.setattr(torch.backends.mkldnn, "matmul", None, raising=False)
-    x = torch.eye(3)
-    with tensor_cores(torch.device("cpu")):
-        assert torch.equal(x @ x, x)
+    assert off() < 1e-6
 
 
-def test_another_switch_of_tensor_cores_stays(monkeypatch):
+def test_another_switch_of_fast_products_stays(monkeypatch):
     """torch refuses to tell what was chosen through its newer one."""
 
     class Mixed:
@@ -251,7 +266,7 @@ def test_another_switch_of_tensor_cores_stays(monkeypatch):
             raise RuntimeError("mix of the legacy and new APIs")
 
     monkeypatch.setattr(torch.backends.cuda, "matmul", Mixed())
-    with tensor_cores(torch.device("cuda")):
+    with fast_products(torch.device("cuda")):
         pass
 
 
