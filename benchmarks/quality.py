@@ -2,11 +2,12 @@
 
     python benchmarks/quality.py MODEL --calibration TEXT --text TEXT [--limits tests/data/demo-peer-quality.json] [--bpw 2.5 3 3.5 4 5 6]
     python benchmarks/quality.py MODEL --calibration TEXT --text TEXT --bpw 3 --ablate
+    python benchmarks/quality.py MODEL --calibration TEXT --text TEXT --effort tuned --seed 1
 
-Every file is made no larger than the other converter's (`--limits`, `bytes` per bitrate), from at most `--calibration-rows` x 512 tokens of
-the calibration text, with the head sharing the budget. KL and perplexity are the format's cost alone: the torch reference network in fp32
-on the reconstructed weights. `--ablate` leaves out one idea at a time, or adds one that is off unless asked for. One sweep serves all: keep
-it with `--work-dir`.
+Every file is made no larger than the other converter's (`--limits`, `bytes` per bitrate), from `--calibration-rows` x 512 tokens of the
+calibration text (with `--effort`: as many as that says), with the head sharing the budget. KL and perplexity are the format's cost alone:
+the torch reference network in fp32 on the reconstructed weights. `--ablate` leaves out one idea at a time, or adds one that is off unless
+asked for. One sweep serves all: keep it with `--work-dir`.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from convert import quality
 from exl2nb.converter import options
 from exl2nb.converter.calibration import read_calibration
 from exl2nb.converter.job import ConversionJob
+from exl2nb.converter.keywords import EFFORTS
 from exl2nb.converter.quantization import Rounding
 from exl2nb.converter.result import Conversion
 from exl2nb.converter.tuning import Tuning
@@ -93,6 +95,7 @@ def convert(
         length=512,
         report_rows=0,
         seed=args.seed,
+        effort=args.effort or "quick",
         work_dir=work,
         rounding=rounding,
         polish=idea.get("polish", False),
@@ -111,7 +114,8 @@ def main() -> None:
     parser.add_argument("--text", required=True, help="text to judge on; it should share nothing with the calibration text")
     parser.add_argument("--limits", type=Path, default=LIMITS, help="JSON with kl and bytes per bitrate under `exl2`")
     parser.add_argument("--bpw", type=float, nargs="+", default=[2.5, 3.0, 3.5, 4.0, 5.0, 6.0])
-    parser.add_argument("--calibration-rows", type=int, default=100)
+    parser.add_argument("--effort", choices=list(EFFORTS), help="as of `convert`: rows, and whether it is tuned")
+    parser.add_argument("--calibration-rows", type=int, help="default: 100, or what --effort says")
     parser.add_argument("--rows", type=int, default=96)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--rounding", default="{}", help="JSON fields of converter.quantization.Rounding")
@@ -119,10 +123,13 @@ def main() -> None:
     parser.add_argument("--ideas", nargs="+", choices=list(IDEAS), help="only these of --ablate")
     parser.add_argument("--seed", type=int, default=0, help="of the calibration rows and of the sampled labels")
     parser.add_argument("--work-dir", type=Path)
+    parser.add_argument("--out", type=Path, help="keep the converted models here")
     parser.add_argument("--device", help="auto, cpu or cuda")
     parser.add_argument("--json", type=Path, help="append one JSON line per conversion to this file")
     parser.add_argument("--progress", action="store_true")
     args = parser.parse_args()
+    if args.calibration_rows is None and args.effort is None:
+        args.calibration_rows = 100
     limits = json.loads(args.limits.read_text())["exl2"]
     ideas = {name: IDEAS[name] for name in (args.ideas or IDEAS)} if args.ablate else {"everything": {}}
     text, _ = read_calibration(args.text)
@@ -136,7 +143,7 @@ def main() -> None:
         for bpw in args.bpw:
             peer = limits[f"{bpw:.1f}"]
             for name, idea in ideas.items():
-                out = Path(temporary) / f"{bpw:g}-{name.replace(' ', '-')}"
+                out = (args.out or Path(temporary)) / f"{bpw:g}-{name.replace(' ', '-')}"
                 seconds, again, done = convert(args, out, work, bpw, peer["bytes"], idea)
                 kl, ppl = quality(args.model, [done.path], ids, done.device)[0]
                 assert done.nbytes <= peer["bytes"]
@@ -146,23 +153,15 @@ def main() -> None:
                     f"{peer['kl']:9.5f} {kl / peer['kl']:6.3f}  {name}",
                     flush=True,
                 )
+                if done.tuned:
+                    print(f"      {done.tuned}; {', '.join(f'{stage} {taken:.1f} s' for stage, taken in done.seconds.items())}", flush=True)
                 if args.json:
-                    line = {
-                        "bpw": bpw,
-                        "idea": name,
-                        "rounding": args.rounding,
-                        "bytes": done.nbytes,
-                        "kl": kl,
-                        "ppl": ppl,
-                        "peer_kl": peer["kl"],
-                    }
+                    line = {"bpw": bpw, "idea": name, "effort": args.effort, "seed": args.seed, "rounding": args.rounding}
+                    line |= {"bytes": done.nbytes, "kl": kl, "ppl": ppl, "peer_kl": peer["kl"], "layers_bpw": done.bpw, "head_bpw": head}
+                    line |= {"rows": done.calibration["rows"], "seconds": seconds, "stages": done.seconds, "device": done.device}
+                    line |= {"tuned": done.tuned.to_dict()} if done.tuned else {}
                     with open(args.json, "a") as file:
-                        file.write(
-                            json.dumps(
-                                {**line, "peer_kl": peer["kl"], "layers_bpw": done.bpw, "head_bpw": head, "rows": args.calibration_rows}
-                            )
-                            + "\n"
-                        )
+                        file.write(json.dumps(line) + "\n")
 
 
 if __name__ == "__main__":

@@ -36,8 +36,10 @@ from exl2nb.eval.text import token_rows
 from exl2nb.io.atomic import atomic_write
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
+QUICK = "default effort"
 NOTHING: dict[str, Any] = {"descent": 0, "codes": False, "scales": False, "vectors": False, "embedding": False}
 STAGES: dict[str, dict[str, Any]] = {
+    QUICK: {},
     "GPTQ": NOTHING,
     "descent": {**NOTHING, "descent": 2},
     "floats": {"descent": 0, "codes": False},
@@ -52,7 +54,7 @@ STAGES: dict[str, dict[str, Any]] = {
     "half the travel": {"travel": 0.05},
     "twice the travel": {"travel": 0.2},
 }
-USUAL = list(STAGES)[:5]
+USUAL = list(STAGES)[:6]
 SAFETY = 1.2  # of what a stage took before
 
 
@@ -96,7 +98,7 @@ class Bench:
 
     def _convert(self, model: Path, bpw: float, stage: str, seed: int) -> dict[str, Any]:
         args, begin = self._args, time.monotonic()
-        tuning = {**STAGES[stage], **({} if args.tuning_rows is None else {"rows": args.tuning_rows})}
+        tuning = Tuning(**STAGES[stage], **({} if args.tuning_rows is None else {"rows": args.tuning_rows}))
         with tempfile.TemporaryDirectory(dir=self._work) as folder:
             job = ConversionJob(
                 model,
@@ -107,9 +109,9 @@ class Bench:
                 rows=args.calibration_rows,
                 length=args.length,
                 seed=seed,
-                effort="tuned",
+                effort="quick" if stage == QUICK else "tuned",
                 work_dir=self._work / f"{model.name}-{seed}",
-                tuning=Tuning(**tuning),
+                tuning=None if stage == QUICK else tuning,
                 device=self._device,
             )
 

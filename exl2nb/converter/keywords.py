@@ -37,7 +37,7 @@ EFFORTS = {
     "quick": Effort(32, 512),
     "full": Effort(80, 512),
     "thorough": Effort(128, 1024),
-    "tuned": Effort(128, 512, tuned=True, gpu_rows=256),
+    "tuned": Effort(128, 512, tuned=True, gpu_rows=512),
 }
 
 

@@ -40,15 +40,15 @@ from exl2nb.core.show import size_text
 from exl2nb.model import reference
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.layout import Linear, end_vectors, head_linear, layer_linears, linears
-from exl2nb.ops.gpu import capturing, tensor_cores
+from exl2nb.ops.gpu import capturing, fast_products
 
 Weights = dict[str, Tensor]
-# rows of the whole way, if not told: of the demo model 1280 are 60 TFLOP, 12 minutes of two cores, 16384 a minute of an H100
-SEEN = {"cpu": 1280, "cuda": 16384}
-WORK = 1e16  # weights times tokens of the way on a GPU: 8e16 FLOP, so that models of more than 1.2 billion weights see fewer rows
+# rows of the whole way, if not told: of the demo model 2560 are 120 TFLOP, 11 to 15 minutes of two cores, 20480 a minute of an H100
+SEEN = {"cpu": 2560, "cuda": 20480}
+WORK = 1e16  # weights times tokens of the way on a GPU: 8e16 FLOP, so that models of more than 0.95 billion weights see fewer rows
 SWEEPS = {"cpu": 2, "cuda": 0}
 STEP_TOKENS = 8192  # of one step
-LEARNING = 3  # of what is filed after each part: one more where that, or the rule of a step, changes
+LEARNING = 4  # of what is filed after each part: one more where that, or the rule of a step, changes
 PARTS = 8  # of the way: after each one the model is judged and filed
 CHOOSING = 32  # rows
 # how far a number may go if every gradient points the same way, over the square root of the steps that different rows make: codes in steps
@@ -359,7 +359,7 @@ class _Trainer:
         names = [name for name, leaf in leaves.items() if leaf.requires_grad]
         total, loss = list[Tensor | None]([None] * len(names)), torch.zeros((), device=ids.device)
         for part in batches(config, teacher[f"{config.names.embed}.weight"].new_empty(*ids.shape, 0), 0, len(ids)):
-            with tensor_cores(ids.device):
+            with fast_products(ids.device):
                 with self._beside(ids.device):
                     wanted = _predictions(config, teacher, ids[part])
                 with torch.enable_grad():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from exl2nb.model import reference
 from exl2nb.model.config import ModelConfig
-from exl2nb.ops.gpu import capturing, tensor_cores
+from exl2nb.ops.gpu import capturing, fast_products
 
 BEGINNING = 8  # tokens of a text that a row begins with
 BYTES = {"cpu": 1 << 29, "cuda": 16 << 30}  # of keys, values and predictions: rows that are written together are as many as fit
@@ -139,7 +140,7 @@ class _Writer:
         """All rows' next token runs; draw: and the one after it is drawn, by the noise: exponential numbers."""
         config, weights, past = self._config, self._weights, self._past
         past.begin(read, masked)
-        with tensor_cores(self._device):
+        with fast_products(self._device) if self._device.type == "cuda" else nullcontext():  # on the CPU too few rows for it to pay
             x = reference.embed(config, weights, self._ids.index_select(1, past.positions), past.positions)
             for layer in range(config.num_layers):
                 x = reference.block(config, layer, weights, x, past=past)

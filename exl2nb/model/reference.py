@@ -63,6 +63,8 @@ def embed(config: ModelConfig, weights: Weights, ids: Tensor, positions: Tensor 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`x / rms(x) * weight` over the last axis."""
+    if x.is_cuda and weight.dim() == 1:  # a kernel in place of six, and two in place of eleven for the gradient
+        return F.rms_norm(x, weight.shape, weight.float(), eps)
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float()
 
 

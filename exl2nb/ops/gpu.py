@@ -43,23 +43,34 @@ _setting = threading.Lock()  # of the process: two at once would take each other
 
 
 @contextmanager
-def tensor_cores(device: torch.device) -> Iterator[None]:
-    """Products of f32 matrices run on a GPU's tensor cores meanwhile: TF32, whose error is far below that of an 8-bit code."""
-    if device.type != "cuda":
+def fast_products(device: torch.device) -> Iterator[None]:
+    """Products of f32 matrices take less time meanwhile.
+
+    On a GPU they run on tensor cores: TF32, whose error is far below that of an 8-bit code. On the CPU oneDNN computes them, in f32 as
+    ever: where MKL has no AVX-512 path, in half the time. Not on processors that multiply tiles (AMX): there it would round to bf16.
+    """
+    on_gpu = device.type == "cuda"
+    settings: Any = torch.backends.cuda.matmul if on_gpu else getattr(torch.backends.mkldnn, "matmul", None)
+    name, value = ("allow_tf32", True) if on_gpu else ("fp32_precision", "bf16")
+    if not on_gpu and (_multiplies_tiles() or not hasattr(settings, name)):  # torch before 2.9 has no such setting
         yield
         return
-    settings = torch.backends.cuda.matmul
     with _setting:
         try:
-            before = settings.allow_tf32
+            before = getattr(settings, name)
         except RuntimeError:  # chosen through torch's other switch of the same thing: it stays as it is
             yield
             return
-        settings.allow_tf32 = True
+        setattr(settings, name, value)
         try:
             yield
         finally:
-            settings.allow_tf32 = before
+            setattr(settings, name, before)
+
+
+def _multiplies_tiles() -> bool:
+    """Whether the processor does, or torch cannot tell."""
+    return bool(getattr(torch.cpu, "_is_amx_tile_supported", lambda: True)())
 
 
 class LaunchLock:

@@ -54,6 +54,25 @@ def test_seeded():
     assert not torch.equal(first, other)
 
 
+@pytest.mark.parametrize("piece", [1, 40, 1 << 20])
+def test_a_text_that_is_encoded_in_pieces_comes_out_whole(monkeypatch, piece):
+    """Also where it begins or ends with empty lines, has none, or is empty; special tokens come once."""
+    monkeypatch.setattr(calibration, "PIECE", piece)
+    seen, encoder = [], Words()
+    monkeypatch.setattr(encoder, "encode", lambda text, add_special=True: seen.append(text) or Words.encode(encoder, text, add_special))
+    for text in ("\n\n12 13\n\n\n14 15 16\n\n" + "17 18\n\n" * 30 + "19", "12 13 14", "\n\n\n\n", ""):
+        del seen[:]
+        assert calibration._encoded(encoder, text) == Words.encode(encoder, text)
+        assert "".join(seen) == text
+        assert len(seen) > 5 or piece > 1 or text.count("\n\n") < 5
+
+
+def test_pieces_have_the_ids_of_the_whole_text(monkeypatch):
+    tokenizer, text = Tokenizer.load(DEMO_MODEL), (DEMO_MODEL / "calibration.txt").read_text()[:60000]
+    monkeypatch.setattr(calibration, "PIECE", 500)
+    assert calibration._encoded(tokenizer, text) == tokenizer.encode(text)
+
+
 def test_short_text_is_used_whole():
     rows = calibration_rows(Words(), " ".join(f"{i:05d}" for i in range(130)), rows=2, length=64)
     assert rows.shape == (2, 64)

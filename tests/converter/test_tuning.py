@@ -17,7 +17,8 @@ from exl2nb.core.errors import Interrupted, OptionError
 from exl2nb.io.shards import TensorStore
 from exl2nb.model.layout import linears, vectors
 from exl2nb.model.loader import read_model_config
-from exl2nb.ops.gpu import tensor_cores
+from exl2nb.ops import gpu
+from exl2nb.ops.gpu import fast_products
 from exl2nb.quant.exl2 import Exl2Tensors, encode
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
@@ -195,7 +196,7 @@ def test_a_gpu_rounds_on_more_rows(source, tmp_path, monkeypatch):
         found = ConversionJob(source, tmp_path / "out", bpw=4.0, **options).settings
         return found.rows, found.least_rows
 
-    assert asked("cuda", effort="tuned") == (256, 128)
+    assert asked("cuda", effort="tuned") == (512, 128)
     assert asked("cpu", effort="tuned") == (128, None)
     assert asked("cuda", effort="tuned", rows=40) == (40, None)
     assert asked("cuda", effort="tuned", tuning=Tuning(rows=200)) == (200, 128)
@@ -206,30 +207,57 @@ def test_a_gpu_rounds_on_more_rows(source, tmp_path, monkeypatch):
 def test_a_large_model_sees_fewer_rows_on_a_gpu(source, monkeypatch):
     config, cpu, gpu = read_model_config(source), torch.device("cpu"), torch.device("cuda")
     weights = sum(linear.in_features * linear.out_features for linear in linears(config))
-    assert [seeing(Tuning(), config, device, 32).seen for device in (cpu, gpu)] == [1280, 16384]
+    assert [seeing(Tuning(), config, device, 32).seen for device in (cpu, gpu)] == [2560, 20480]
     monkeypatch.setattr(stage, "WORK", 100.5 * 32 * weights)
-    assert [seeing(Tuning(), config, device, 32).seen for device in (cpu, gpu)] == [1280, 100]
+    assert [seeing(Tuning(), config, device, 32).seen for device in (cpu, gpu)] == [2560, 100]
     assert seeing(Tuning(seen=7), config, gpu, 32).to_write(3, gpu) == 4
     with pytest.raises(OptionError, match="seen is 0"):
         Tuning(seen=0)
 
 
-def test_tensor_cores_are_left_as_they_were():
-    before = torch.backends.cuda.matmul.allow_tf32
+@pytest.mark.parametrize(
+    ("device", "settings", "name"),
+    [("cuda", torch.backends.cuda.matmul, "allow_tf32"), ("cpu", getattr(torch.backends.mkldnn, "matmul", None), "fp32_precision")],
+)
+def test_settings_of_fast_products_are_left_as_they_were(device, settings, name, monkeypatch):
+    if not hasattr(settings, name):
+        pytest.skip("torch before 2.9 cannot choose on the CPU")
+    monkeypatch.setattr(gpu, "_multiplies_tiles", lambda: False)
+    before, other = getattr(settings, name), torch.device("cpu" if device == "cuda" else "cuda")
 
     def fail():
-        with tensor_cores(torch.device("cuda")):
-            assert torch.backends.cuda.matmul.allow_tf32
+        with fast_products(torch.device(device)):
+            assert getattr(settings, name) != before
             raise KeyError
 
     with pytest.raises(KeyError):
         fail()
-    assert torch.backends.cuda.matmul.allow_tf32 == before
-    with tensor_cores(torch.device("cpu")):
-        assert torch.backends.cuda.matmul.allow_tf32 == before
+    assert getattr(settings, name) == before
+    with fast_products(other):
+        assert getattr(settings, name) == before
 
 
-def test_another_switch_of_tensor_cores_stays(monkeypatch):
+def test_products_on_the_cpu_are_not_rounded(monkeypatch):
+    """Neither where oneDNN computes them, nor where it would round, nor with a torch that cannot choose."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(300, 256, generator=generator), torch.randn(256, 300, generator=generator)
+    exact, cpu = x.double() @ y.double(), torch.device("cpu")
+
+    def off():
+        with fast_products(cpu):
+            return float((x @ y - exact).norm() / exact.norm())
+
+    assert off() < 1e-6
+    monkeypatch.setattr(gpu, "_multiplies_tiles", lambda: True)
+    before = getattr(getattr(torch.backends.mkldnn, "matmul", None), "fp32_precision", None)
+    with fast_products(cpu):
+        assert getattr(getattr(torch.backends.mkldnn, "matmul", None), "fp32_precision", None) == before
+    monkeypatch.setattr(gpu, "_multiplies_tiles", lambda: False)
+    monkeypatch.setattr(torch.backends.mkldnn, "matmul", None, raising=False)
+    assert off() < 1e-6
+
+
+def test_another_switch_of_fast_products_stays(monkeypatch):
     """torch refuses to tell what was chosen through its newer one."""
 
     class Mixed:
@@ -238,7 +266,7 @@ def test_another_switch_of_tensor_cores_stays(monkeypatch):
             raise RuntimeError("mix of the legacy and new APIs")
 
     monkeypatch.setattr(torch.backends.cuda, "matmul", Mixed())
-    with tensor_cores(torch.device("cuda")):
+    with fast_products(torch.device("cuda")):
         pass
 
 
@@ -287,7 +315,8 @@ def test_memory_grows_with_the_model(source):
     assert ConversionJob(source, source.parent / "never", **OPTIONS, bpw=4.0).memory().tune == 0
 
 
-def test_command_line(source, tmp_path, capsys):
+def test_command_line(source, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(stage.SEEN, "cpu", 64)
     text = tmp_path / "text.txt"
     text.write_text(TEXT[0][:4000])
     options = ["--bpw", "3", "--effort", "tuned", "--calibration", str(text), "--rows", "8", "--length", "16", "--device", "cpu"]

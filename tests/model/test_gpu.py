@@ -13,6 +13,7 @@ import exl2nb as ex
 from exl2nb.cache.pool import KVCache
 from exl2nb.core.errors import ConfigError, DeviceError
 from exl2nb.io.safetensors import SafetensorsFile
+from exl2nb.model import reference
 from exl2nb.model.batch import Batch, Span
 from exl2nb.model.gpu import formats_of
 from exl2nb.model.loader import load_model
@@ -393,3 +394,24 @@ def test_deterministic_whatever_runs_beside(exact, count):
         rows = model.forward(Batch.build(spans), cache).cpu().split(list(map(len, parts)))
         for start, got in zip(starts, rows):
             assert torch.equal(got, want[start : start + len(got)])
+
+
+@pytest.mark.parametrize("shape", [(3, 7, 64), (2, 4, 5, 96), (2, 300, 1000)])
+def test_the_norm_of_the_reference(shape):
+    """One kernel of torch's on a GPU: values and gradients of the formula, and the same bits every time."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight, back = (torch.randn(size, generator=generator) for size in (shape, shape[-1:], shape))
+
+    def norm(device, dtype):
+        leaves = [tensor.to(device, dtype).requires_grad_() for tensor in (x, weight)]
+        out = (
+            reference.rms_norm(*leaves, 1e-5)
+            if device == "cuda"
+            else leaves[0] / (leaves[0] ** 2).mean(-1, True).add(1e-5).sqrt() * leaves[1]
+        )
+        return [out, *torch.autograd.grad((out * back.to(device, dtype)).sum(), leaves)]
+
+    found, again, wanted = norm("cuda", torch.float32), norm("cuda", torch.float32), norm("cpu", torch.float64)
+    for one, two, exact in zip(found, again, wanted):
+        assert torch.equal(one, two)
+        torch.testing.assert_close(one.cpu().double(), exact, rtol=1e-5, atol=1e-4)
