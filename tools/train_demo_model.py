@@ -32,6 +32,7 @@ SPECIAL = ["<unk>", "<s>", "</s>"]
 BOS, EOS = 1, 2
 PIECE = 1 << 16  # characters that are encoded at once
 PROBED = 5  # steps before the time of one is measured
+SHORTEST, LONGEST, GROWN = 4, 0.4, 400  # a repeated passage: its least tokens, its most of a row, and the steps until it may be so long
 ASCII = str.maketrans(
     {"\u2018": "'", "\u2019": "'", "\u201c": '"', "\u201d": '"', "\u2013": "-", "\u2014": "--", "\u2026": "...", "\u00a0": " "}
 )
@@ -63,7 +64,10 @@ class Shape:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How long and how to train. batch is in sequences of `Shape.context` tokens; `copies` of it are rows that repeat passages."""
+    """How long and how to train. batch is in sequences of `Shape.context` tokens; `copies` of it are rows that repeat passages.
+
+    The first half of those rows are tokens in random order, which only copying predicts; passages begin short and grow for `GROWN` steps.
+    """
 
     steps: int = 6922
     batch: int = 128
@@ -247,23 +251,34 @@ def pieces(text: str) -> Iterator[str]:
 
 def batches(stream: Tensor, shape: Shape, recipe: Recipe, device: torch.device) -> Iterator[Tensor]:
     """Random windows of context + 1 tokens `(batch, context + 1)`, the same for the same seed on every device."""
-    generator = torch.Generator().manual_seed(recipe.seed)
+    generator, step, copies = torch.Generator().manual_seed(recipe.seed), 0, round(recipe.batch * recipe.copies)
     offsets = torch.arange(shape.context + 1)
     while True:
         starts = torch.randint(len(stream) - shape.context, (recipe.batch, 1), generator=generator)
         window = stream[starts + offsets].long()
-        for row in window[: round(recipe.batch * recipe.copies)]:
-            row.copy_(repeated(stream, len(row), generator))
+        longest = round(min(1.0, (step + 1) / GROWN) * LONGEST * shape.context)
+        for number, row in enumerate(window[:copies]):
+            row.copy_(repeated(stream, len(row), generator, longest=longest, shuffled=number < copies // 2))
+        step += 1
         yield window.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else window
 
 
-def repeated(stream: Tensor, length: int, generator: torch.Generator) -> Tensor:
-    """A row of passages that stand two to four times each: what teaches a model to copy."""
+def repeated(stream: Tensor, length: int, generator: torch.Generator, *, longest: int, shuffled: bool) -> Tensor:
+    """A row of passages that stand two to four times each: what teaches a model to copy.
+
+    Args:
+        longest: tokens of a passage. shuffled: its tokens are drawn from the whole stream, one by one.
+    """
     parts: list[Tensor] = []
-    while sum(map(len, parts)) < length:
-        size, times = (int(torch.randint(low, high, (), generator=generator)) for low, high in ((8, max(9, length // 4)), (2, 5)))
-        start = int(torch.randint(len(stream) - size, (), generator=generator))
-        parts += [stream[start : start + size]] * times
+    left = length
+    while left > 0:
+        size, times = (
+            int(torch.randint(low, high, (), generator=generator)) for low, high in ((SHORTEST, max(SHORTEST, longest) + 1), (2, 5))
+        )
+        size = min(size, len(stream) - 1)
+        start = torch.randint(len(stream) - size, (size if shuffled else 1,), generator=generator)
+        parts += [stream[start if shuffled else slice(int(start), int(start) + size)]] * times
+        left -= size * times
     return torch.cat(parts)[:length]
 
 

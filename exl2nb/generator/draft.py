@@ -154,6 +154,11 @@ class DraftModel:
         """The page table of the draft's cache."""
         return self._table
 
+    @property
+    def prepared(self) -> int:
+        """Kinds of steps and rounds that were captured on a GPU so far."""
+        return self._executor.prepared + (self._rounds.prepared if self._rounds is not None else 0)
+
     def seconds(self, count: int) -> float:
         """What a round of so many draft tokens takes, whose sequences lag by a few tokens; 0: none was measured."""
         return self._times.seconds(count) if self._times.known else 0.0

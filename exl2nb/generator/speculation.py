@@ -408,9 +408,14 @@ class LateTokens(NamedTuple):
 
 
 class Drafter(Protocol):
-    """A draft model. dropped: whether the last `propose` discarded a round that `follow` began."""
+    """A draft model. dropped: whether the last `propose` discarded a round that `follow` began. prepared: steps and rounds that it captured."""
 
     dropped: bool
+
+    @property
+    def prepared(self) -> int:
+        """Kinds of steps and rounds that were captured on a GPU so far."""
+        ...
 
     def seconds(self, count: int) -> float:
         """What making so many draft tokens takes, as far as known; 0: nothing is known."""
