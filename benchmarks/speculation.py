@@ -10,10 +10,10 @@ llama-11m`. Prints one JSON object: for each task and kind of draft the median a
 requests, prompts included, and those of the ratio to plain decoding in the same round. Kinds are taken in turns, each round beginning with
 the next one, and nothing is kept in the cache between them. What a GPU captures when a number of rows is first met is captured before: by
 rounds with every fixed number of draft tokens, then by whole rounds until one captures nothing (`--warm-up` at most); `captured`: steps
-and rounds of draft tokens that were captured in timed rounds all the same. `same_text`: whether every answer was that of plain decoding. N-grams look at
-their own text alone, since every round has the same prompts; `remembered` is with earlier texts. `copied`: share of the tokens of `copy`
-that are the passage's. `step_us`: of the model by rows, `draft_us`: of a round by draft tokens, as the engine measured them on steps of one
-request.
+and rounds of draft tokens that were captured in timed rounds all the same. `same_text`: whether every answer was that of plain decoding.
+N-grams look at their own text alone, since every round has the same prompts; `remembered` is with earlier texts. `copied`: share of the
+tokens of `copy` that are the passage's. `step_us`: of the model by rows, `draft_us`: of a round by draft tokens, as the engine measured
+them on steps of one request.
 """
 
 from __future__ import annotations

@@ -408,7 +408,7 @@ class LateTokens(NamedTuple):
 
 
 class Drafter(Protocol):
-    """A draft model. dropped: whether the last `propose` discarded a round that `follow` began. prepared: steps and rounds that it captured."""
+    """A draft model. dropped: whether the last `propose` discarded a round that `follow` began."""
 
     dropped: bool
 

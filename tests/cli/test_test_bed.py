@@ -87,14 +87,17 @@ def test_a_draft_learns_from_its_target(tool, tmp_path):
 
 def test_rows_that_repeat(tool):
     stream, length = torch.arange(5000, dtype=torch.int32), 513
-    row = tool.train.__globals__["repeated"](stream, length, torch.Generator().manual_seed(1))
-    assert row.shape == (length,)
-    begins = [at for at in range(1, length) if row[at] != row[at - 1] + 1]
-    sizes = [b - a for a, b in zip([0, *begins], begins)]
-    seen = [set(row[:at].tolist()) for at in begins]
-    known = [int(row[at]) in before for at, before in zip(begins, seen)]
-    assert sum(known) >= len(known) / 3, "a passage that stood there before"
-    assert min(sizes) >= 8
+    repeated, chance = tool.train.__globals__["repeated"], torch.Generator().manual_seed(1)
+    for longest, shuffled in ((12, False), (200, False), (12, True), (200, True)):
+        row = repeated(stream, length, chance, longest=longest, shuffled=shuffled)
+        assert row.shape == (length,)
+        first = {}
+        ahead = [(at, first[token]) for at, token in enumerate(row.tolist()) if first.setdefault(token, at) != at]
+        assert len(ahead) >= length / 4, "tokens that stood there before"
+        same = [row[at - 1] == row[place - 1] for at, place in ahead if place]
+        assert sum(same) >= 0.7 * len(same), "behind the same ones"
+        on = sum(int(row[at]) == int(row[at - 1]) + 1 for at in range(1, length))
+        assert (on < 10) is shuffled
 
 
 def test_stories(script):
