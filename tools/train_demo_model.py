@@ -32,7 +32,8 @@ SPECIAL = ["<unk>", "<s>", "</s>"]
 BOS, EOS = 1, 2
 PIECE = 1 << 16  # characters that are encoded at once
 PROBED = 5  # steps before the time of one is measured
-SHORTEST, LONGEST, GROWN = 4, 0.4, 400  # a repeated passage: its least tokens, its most of a row, and the steps until it may be so long
+SHORTEST, LONGEST = 4, 0.4  # of a repeated passage: least tokens; most, of a row
+SHORT_ROWS = (0.12, 64), (0.25, 256)  # until this share of the steps, rows of so many tokens
 ASCII = str.maketrans(
     {"\u2018": "'", "\u2019": "'", "\u201c": '"', "\u201d": '"', "\u2013": "-", "\u2014": "--", "\u2026": "...", "\u00a0": " "}
 )
@@ -66,7 +67,7 @@ class Shape:
 class Recipe:
     """How long and how to train. batch is in sequences of `Shape.context` tokens; `copies` of it are rows that repeat passages.
 
-    The first half of those rows are tokens in random order, which only copying predicts; passages begin short and grow for `GROWN` steps.
+    The first half of those rows are tokens in random order, which only copying predicts.
     """
 
     steps: int = 6922
@@ -249,18 +250,23 @@ def pieces(text: str) -> Iterator[str]:
 # ---------------------------------------------------------------- training
 
 
-def batches(stream: Tensor, shape: Shape, recipe: Recipe, device: torch.device) -> Iterator[Tensor]:
-    """Random windows of context + 1 tokens `(batch, context + 1)`, the same for the same seed on every device."""
-    generator, step, copies = torch.Generator().manual_seed(recipe.seed), 0, round(recipe.batch * recipe.copies)
-    offsets = torch.arange(shape.context + 1)
-    while True:
-        starts = torch.randint(len(stream) - shape.context, (recipe.batch, 1), generator=generator)
-        window = stream[starts + offsets].long()
-        longest = round(min(1.0, (step + 1) / GROWN) * LONGEST * shape.context)
-        for number, row in enumerate(window[:copies]):
-            row.copy_(repeated(stream, len(row), generator, longest=longest, shuffled=number < copies // 2))
-        step += 1
-        yield window.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else window
+def row_length(done: float, shape: Shape, recipe: Recipe) -> int:
+    """Tokens of a row after a share of the steps. Where a model is to copy, short ones come first: attention finds a place among few sooner."""
+    short = [length for until, length in SHORT_ROWS if recipe.copies and done < until and shape.context % length == 0]
+    return short[0] if short else shape.context
+
+
+def draw_rows(stream: Tensor, length: int, shape: Shape, recipe: Recipe, generator: torch.Generator) -> Tensor:
+    """Random windows of context + 1 tokens `(batch, context + 1)`, the same for the same seed on every device.
+
+    Args:
+        length: of the rows that are cut from a window; passages are repeated within it.
+    """
+    starts = torch.randint(len(stream) - shape.context, (recipe.batch, 1), generator=generator)
+    windows, copies = stream[starts + torch.arange(shape.context + 1)].long(), round(recipe.batch * recipe.copies)
+    for number, row in enumerate(windows[:copies]):
+        row.copy_(repeated(stream, len(row), generator, longest=round(LONGEST * length), shuffled=number < copies // 2))
+    return windows
 
 
 def repeated(stream: Tensor, length: int, generator: torch.Generator, *, longest: int, shuffled: bool) -> Tensor:
@@ -332,26 +338,30 @@ def train(
         same = {key: value for key, value in teacher.state_dict().items() if key in mine and mine[key].shape == value.shape}
         model.load_state_dict(same, strict=False)
 
-    def loss_of(window: Tensor) -> Tensor:
-        logits = model(window[:, :-1]).flatten(0, 1).float()
+    def loss_of(windows: Tensor, length: int) -> Tensor:
+        ids = windows[:, :-1].reshape(-1, length)
+        logits = model(ids).flatten(0, 1).float()
         if teacher is None:
-            return F.cross_entropy(logits, window[:, 1:].flatten())
+            return F.cross_entropy(logits, windows[:, 1:].flatten())
         with torch.no_grad():
-            goal = teacher(window[:, :-1]).flatten(0, 1).float().log_softmax(-1)
+            goal = teacher(ids).flatten(0, 1).float().log_softmax(-1)
         return F.kl_div(logits.log_softmax(-1), goal, reduction="batchmean", log_target=True)
 
     optimizer = make_optimizer(model, recipe, device)
     for block in (*model.model["layers"], *(() if teacher is None else teacher.model["layers"])) if compiled else ():
-        block.compile()  # once for all layers: seconds; the whole network would take a minute
+        block.compile(dynamic=False)  # once for all layers, for each length: seconds; the whole network would take a minute
     amp = torch.autocast("cuda", dtype=torch.bfloat16) if device.type == "cuda" else nullcontext()
-    start, losses, source, warm = time.monotonic(), [], batches(stream, shape, recipe, device), 0.0
+    start, losses, chance, warm = time.monotonic(), [], torch.Generator().manual_seed(recipe.seed), 0.0
     step, most = 0, recipe.steps
     while step < recipe.steps:
-        window = next(source)
+        length = row_length(step / recipe.steps, shape, recipe) if teacher is None else shape.context
+        windows = draw_rows(stream, length, shape, recipe, chance)
+        if device.type == "cuda":
+            windows = windows.pin_memory().to(device, non_blocking=True)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, recipe)
         with amp:
-            loss = loss_of(window)
+            loss = loss_of(windows, length)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), recipe.grad_clip)

@@ -100,6 +100,19 @@ def test_rows_that_repeat(tool):
         assert (on < 10) is shuffled
 
 
+def test_rows_grow_where_a_model_is_to_copy(tool):
+    train = tool.train.__globals__
+    shape, recipe = tool.SHAPES["llama-60m"], tool.RECIPE
+    lengths = [train["row_length"](done / 100, shape, recipe) for done in range(100)]
+    assert lengths == sorted(lengths)
+    assert set(lengths) == {64, 256, 1024}
+    assert train["row_length"](0.0, shape, train["Recipe"]()) == 1024
+    windows = train["draw_rows"](torch.arange(5000, dtype=torch.int32), 64, shape, recipe, torch.Generator().manual_seed(1))
+    assert windows.shape == (recipe.batch, 1025)
+    unlike = [row[:-1].reshape(-1, 64).sort().values.diff().count_nonzero(dim=1).float().mean() for row in windows]  # of 63
+    assert max(unlike[: recipe.batch // 2]) < 50 < min(unlike[recipe.batch // 2 :])
+
+
 def test_stories(script):
     tool = script("tools/make_stories.py")
     some, others = (list(tool.stories(20000, seed)) for seed in (0, 1))
