@@ -251,7 +251,7 @@ def pieces(text: str) -> Iterator[str]:
 
 
 def row_length(done: float, shape: Shape, recipe: Recipe) -> int:
-    """Tokens of a row after a share of the steps. Where a model is to copy, short ones come first: attention finds a place among few sooner."""
+    """Tokens of a row after a share of the steps. For copying short ones come first: attention finds a place among few sooner."""
     short = [length for until, length in SHORT_ROWS if recipe.copies and done < until and shape.context % length == 0]
     return short[0] if short else shape.context
 
