@@ -433,6 +433,10 @@ class Drafter(Protocol):
         """
         ...
 
+    def release(self, sequence: Sequence, /) -> None:
+        """A sequence has ended."""
+        ...
+
     def prepare(self, progress: Sink | None) -> None:
         """Do beforehand what the first draft tokens would wait for."""
         ...
@@ -494,10 +498,12 @@ class Proposer:
             self.pace.trail.append(Verified(at, tuple(drafted), accepted))
         self.kept = min(self.kept, kept)
 
-    def ended(self, ids: Seq[int]) -> None:
-        """The text is complete."""
+    def ended(self, sequence: Sequence) -> None:
+        """The sequence that it proposes for has ended."""
         if self._earlier is not None:
-            self._earlier.add(ids[-REMEMBERED:])
+            self._earlier.add(sequence.ids[-REMEMBERED:])
+        if self.drafter is not None:
+            self.drafter.release(sequence)
 
     @property
     def acceptance(self) -> Acceptance:
