@@ -563,17 +563,18 @@ class Speculator:
 
     def wakes(self, running: Seq[Sequence]) -> bool:
         """Whether `propose` must be called before this step, with every result read; to be asked once a step."""
-        if not any([one.proposer is not None for one in running]):  # steps of requests without it are launched ahead, and not measured
-            self._asleep = self._slept = self._rows = 0
-            self._round = None
-            return False
         if self._asleep and self._running == tuple(map(id, running)):
             if self._asleep <= self._slept < STALE and not self._may_pay(running):
                 self._asleep = self._slept + LONGEST_REST  # to know that, results in flight need not be read
             if self._slept < self._asleep:
                 self._slept += 1
                 return False
-        return True
+            return True
+        if any([one.proposer is not None for one in running]):
+            return True
+        self._asleep = self._slept = self._rows = 0  # steps of requests without it are launched ahead, and not measured
+        self._round = None
+        return False
 
     def _may_pay(self, running: Seq[Sequence]) -> bool:
         """Whether certain draft tokens of some sequence would pay; forced tokens of a structure always may."""
