@@ -8,10 +8,12 @@ mostly): pieces of `--text`, or the demo model's passage; `greedy` and `sampled`
 and 0.8; `batch`: eight of them at once. Models that know a text from training, and how to copy: `tools/train_test_bed.py --models llama-60m
 llama-11m`. Prints one JSON object: for each task and kind of draft the median and quartiles of tokens a second over `--rounds`, whole
 requests, prompts included, and those of the ratio to plain decoding in the same round. Kinds are taken in turns, each round beginning with
-the next one, and nothing is kept in the cache between them. `same_text`: whether every answer was that of plain decoding. N-grams look at
-their own text alone, since every round has the same prompts; `remembered` is with earlier texts. `copied`: share of the tokens of `copy`
-that are the passage's. `step_us`: of the model by rows, `draft_us`: of a round by draft tokens, as the engine measured them on steps of one
-request.
+the next one, and nothing is kept in the cache between them. What a GPU captures when a number of rows is first met is captured before: by
+rounds with every fixed number of draft tokens, then by whole rounds until one captures nothing (`--warm-up` at most); `captured`: steps
+and rounds of draft tokens that were captured in timed rounds all the same. `same_text`: whether every answer was that of plain decoding.
+N-grams look at their own text alone, since every round has the same prompts; `remembered` is with earlier texts. `copied`: share of the
+tokens of `copy` that are the passage's. `step_us`: of the model by rows, `draft_us`: of a round by draft tokens, as the engine measured
+them on steps of one request.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from typing import Any
 import torch
 
 import exl2nb as ex
+from exl2nb.generator.speculation import MAX_DRAFT_TOKENS
 
 PASSAGE = "It was a dark and stormy night. The old man had a boat and a dog. The rain fell on the roof of the house. "
 KINDS: dict[str, Any] = {
@@ -58,10 +61,13 @@ def prompts_of(task: str, llm: ex.LLM, args: argparse.Namespace) -> list[list[in
     return [ids[at : at + PROMPT] for at in starts]
 
 
-def measure(llm: ex.LLM, task: str, prompts: list[list[int]], args: argparse.Namespace, kind: str) -> tuple[float, list[Any]]:
-    """Tokens a second over all requests, and the answers."""
+def measure(
+    llm: ex.LLM, task: str, prompts: list[list[int]], args: argparse.Namespace, kind: str, fixed: int = 0
+) -> tuple[float, list[Any]]:
+    """Tokens a second over all requests, and the answers. fixed: draft tokens of every step; 0: as many as pay."""
     clock = time.process_time if args.processor_time else time.perf_counter
-    options = {"max_tokens": args.tokens, "ignore_eos": True, "speculation": KINDS[kind], **TASKS[task]}
+    speculation = KINDS[kind] | {"max_tokens": fixed, "adaptive": False} if fixed else KINDS[kind]
+    options = {"max_tokens": args.tokens, "ignore_eos": True, "speculation": speculation, **TASKS[task]}
     llm.cache.clear()
     start = clock()
     if task == "batch":
@@ -73,19 +79,20 @@ def measure(llm: ex.LLM, task: str, prompts: list[list[int]], args: argparse.Nam
 
 
 def run_task(llm: ex.LLM, task: str, kinds: list[str], args: argparse.Namespace) -> dict[str, Any]:
-    """All kinds of draft in turns, after a round that warms up."""
+    """All kinds of draft in turns, after rounds that warm up."""
     prompts = prompts_of(task, llm, args)
+    warm_up(llm, task, kinds, prompts, args)
+    before = llm.engine.prepared
     speeds: dict[str, list[float]] = {kind: [] for kind in kinds}
     texts: dict[str, list[list[int]]] = {}
     stats: dict[str, list[Any]] = {}
-    for number in range(args.rounds + 1):
+    for number in range(args.rounds):
         for kind in kinds[number % len(kinds) :] + kinds[: number % len(kinds)]:
             speed, answers = measure(llm, task, prompts, args, kind)
-            if number:
-                speeds[kind].append(speed)
+            speeds[kind].append(speed)
             texts[kind] = [[token.id for token in answer.tokens] for answer in answers]
             stats[kind] = [answer.speculation for answer in answers if answer.speculation is not None]
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"captured": llm.engine.prepared - before}
     for kind, each in speeds.items():
         found[kind] = {"median_tok_s": round(statistics.median(each), 1), "quartiles_tok_s": quartiles(each, 1)}
         if kind == "off":
@@ -105,6 +112,20 @@ def run_task(llm: ex.LLM, task: str, kinds: list[str], args: argparse.Namespace)
         pairs = [pair for prompt, answer in zip(prompts, texts["off"]) for pair in zip(prompt[BEGUN:], answer)]
         found["copied"] = round(statistics.mean(a == b for a, b in pairs), 3)
     return found
+
+
+def warm_up(llm: ex.LLM, task: str, kinds: list[str], prompts: list[list[int]], args: argparse.Namespace) -> None:
+    """Every number of draft tokens once on a GPU, then rounds as they are timed until nothing is captured in one."""
+    if llm.model.device != "cpu":
+        for kind in kinds[1:]:
+            for fixed in range(1, MAX_DRAFT_TOKENS + 1):
+                measure(llm, task, prompts if task == "batch" else prompts[:1], args, kind, fixed)
+    for _ in range(args.warm_up):
+        before = llm.engine.prepared
+        for kind in kinds:
+            measure(llm, task, prompts, args, kind)
+        if llm.engine.prepared == before:
+            break
 
 
 def quartiles(values: list[float], digits: int) -> list[float]:
@@ -134,6 +155,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=6)
     parser.add_argument("--copies", type=int, default=4, help="times the passage stands in the prompt")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--warm-up", type=int, default=4, help="rounds before the timed ones, at most")
     parser.add_argument(
         "--processor-time", action="store_true", help="of the process instead of wall time: for one thread, on a shared machine"
     )

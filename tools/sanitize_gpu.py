@@ -50,6 +50,8 @@ FAMILIES = {
         "one_launch and (mixed or biases or narrow or (4 and 32) or (gptq and 8))",
         "one_launch and (mixed or narrow)",
     ),
+    "few rows": Family(("model/test_gpu_step.py",), "few_rows", "few_rows"),
+    "short prompts": Family(("model/test_gpu.py",), "short_prompts and (fp16 or q4) and (9 or 20 or 128)", "short_prompts and fp16 and 20"),
     "layers": Family(
         ("model/test_gpu.py",),
         "step_kernels and (gpt2 or gemma2 or glm4 or mixtral)",

@@ -32,6 +32,8 @@ SPECIAL = ["<unk>", "<s>", "</s>"]
 BOS, EOS = 1, 2
 PIECE = 1 << 16  # characters that are encoded at once
 PROBED = 5  # steps before the time of one is measured
+SHORTEST, LONGEST = 4, 0.4  # of a repeated passage: least tokens; most, of a row
+SHORT_ROWS = (0.12, 64), (0.25, 256)  # until this share of the steps, rows of so many tokens
 ASCII = str.maketrans(
     {"\u2018": "'", "\u2019": "'", "\u201c": '"', "\u201d": '"', "\u2013": "-", "\u2014": "--", "\u2026": "...", "\u00a0": " "}
 )
@@ -63,7 +65,10 @@ class Shape:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How long and how to train. batch is in sequences of `Shape.context` tokens; `copies` of it are rows that repeat passages."""
+    """How long and how to train. batch is in sequences of `Shape.context` tokens; `copies` of it are rows that repeat passages.
+
+    The first half of those rows are tokens in random order, which only copying predicts.
+    """
 
     steps: int = 6922
     batch: int = 128
@@ -245,25 +250,41 @@ def pieces(text: str) -> Iterator[str]:
 # ---------------------------------------------------------------- training
 
 
-def batches(stream: Tensor, shape: Shape, recipe: Recipe, device: torch.device) -> Iterator[Tensor]:
-    """Random windows of context + 1 tokens `(batch, context + 1)`, the same for the same seed on every device."""
-    generator = torch.Generator().manual_seed(recipe.seed)
-    offsets = torch.arange(shape.context + 1)
-    while True:
-        starts = torch.randint(len(stream) - shape.context, (recipe.batch, 1), generator=generator)
-        window = stream[starts + offsets].long()
-        for row in window[: round(recipe.batch * recipe.copies)]:
-            row.copy_(repeated(stream, len(row), generator))
-        yield window.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else window
+def row_length(done: float, shape: Shape, recipe: Recipe) -> int:
+    """Tokens of a row after a share of the steps. For copying short ones come first: attention finds a place among few sooner."""
+    short = [length for until, length in SHORT_ROWS if recipe.copies and done < until and shape.context % length == 0]
+    return short[0] if short else shape.context
 
 
-def repeated(stream: Tensor, length: int, generator: torch.Generator) -> Tensor:
-    """A row of passages that stand two to four times each: what teaches a model to copy."""
+def draw_rows(stream: Tensor, length: int, shape: Shape, recipe: Recipe, generator: torch.Generator) -> Tensor:
+    """Random windows of context + 1 tokens `(batch, context + 1)`, the same for the same seed on every device.
+
+    Args:
+        length: of the rows that are cut from a window; passages are repeated within it.
+    """
+    starts = torch.randint(len(stream) - shape.context, (recipe.batch, 1), generator=generator)
+    windows, copies = stream[starts + torch.arange(shape.context + 1)].long(), round(recipe.batch * recipe.copies)
+    for number, row in enumerate(windows[:copies]):
+        row.copy_(repeated(stream, len(row), generator, longest=round(LONGEST * length), shuffled=number < copies // 2))
+    return windows
+
+
+def repeated(stream: Tensor, length: int, generator: torch.Generator, *, longest: int, shuffled: bool) -> Tensor:
+    """A row of passages that stand two to four times each: what teaches a model to copy.
+
+    Args:
+        longest: tokens of a passage. shuffled: its tokens are drawn from the whole stream, one by one.
+    """
     parts: list[Tensor] = []
-    while sum(map(len, parts)) < length:
-        size, times = (int(torch.randint(low, high, (), generator=generator)) for low, high in ((8, max(9, length // 4)), (2, 5)))
-        start = int(torch.randint(len(stream) - size, (), generator=generator))
-        parts += [stream[start : start + size]] * times
+    left = length
+    while left > 0:
+        size, times = (
+            int(torch.randint(low, high, (), generator=generator)) for low, high in ((SHORTEST, max(SHORTEST, longest) + 1), (2, 5))
+        )
+        size = min(size, len(stream) - 1)
+        start = torch.randint(len(stream) - size, (size if shuffled else 1,), generator=generator)
+        parts += [stream[start if shuffled else slice(int(start), int(start) + size)]] * times
+        left -= size * times
     return torch.cat(parts)[:length]
 
 
@@ -317,26 +338,30 @@ def train(
         same = {key: value for key, value in teacher.state_dict().items() if key in mine and mine[key].shape == value.shape}
         model.load_state_dict(same, strict=False)
 
-    def loss_of(window: Tensor) -> Tensor:
-        logits = model(window[:, :-1]).flatten(0, 1).float()
+    def loss_of(windows: Tensor, length: int) -> Tensor:
+        ids = windows[:, :-1].reshape(-1, length)
+        logits = model(ids).flatten(0, 1).float()
         if teacher is None:
-            return F.cross_entropy(logits, window[:, 1:].flatten())
+            return F.cross_entropy(logits, windows[:, 1:].flatten())
         with torch.no_grad():
-            goal = teacher(window[:, :-1]).flatten(0, 1).float().log_softmax(-1)
+            goal = teacher(ids).flatten(0, 1).float().log_softmax(-1)
         return F.kl_div(logits.log_softmax(-1), goal, reduction="batchmean", log_target=True)
 
     optimizer = make_optimizer(model, recipe, device)
     for block in (*model.model["layers"], *(() if teacher is None else teacher.model["layers"])) if compiled else ():
-        block.compile()  # once for all layers: seconds; the whole network would take a minute
+        block.compile(dynamic=False)  # once for all layers, for each length: seconds; the whole network would take a minute
     amp = torch.autocast("cuda", dtype=torch.bfloat16) if device.type == "cuda" else nullcontext()
-    start, losses, source, warm = time.monotonic(), [], batches(stream, shape, recipe, device), 0.0
+    start, losses, chance, warm = time.monotonic(), [], torch.Generator().manual_seed(recipe.seed), 0.0
     step, most = 0, recipe.steps
     while step < recipe.steps:
-        window = next(source)
+        length = row_length(step / recipe.steps, shape, recipe) if teacher is None else shape.context
+        windows = draw_rows(stream, length, shape, recipe, chance)
+        if device.type == "cuda":
+            windows = windows.pin_memory().to(device, non_blocking=True)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, recipe)
         with amp:
-            loss = loss_of(window)
+            loss = loss_of(windows, length)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), recipe.grad_clip)

@@ -8,7 +8,7 @@ They are not committed. The trainer is `train_demo_model.py`; text, tokenizer an
     python tools/train_test_bed.py corpus.txt beds/ --toy                     # tiny ones, within a minute on two CPU cores
 
 The text is plain (.txt, also as .xz), paragraphs apart by blank lines. It should have tens of megabytes: more than PASSES passes would be
-learned by heart. A quarter of the rows repeat passages, so that a model also learns to copy. A draft learns the distributions of its target
+learned by heart. Half of the rows repeat passages, so that a model also learns to copy. A draft learns the distributions of its target
 on the same rows. `make_stories.py` writes text that is learned quickly. A model that is there already is left as it is.
 """
 
@@ -41,7 +41,7 @@ FACTS = "training.json"  # in a model's directory, written last
 TOY_VOCABULARY = 512
 TOY = {"hidden_size": 64, "intermediate_size": 96, "num_layers": 2, "num_heads": 4, "context": 64}
 PASSES = 20  # of the text, at most
-COPIES = 0.25  # of the rows repeat passages
+COPIES = 0.5  # of the rows repeat passages
 RECIPE = Recipe(steps=3000, batch=64, peak_lr=1e-3, copies=COPIES)
 TOY_RECIPE = Recipe(steps=60, batch=8, warmup=10, copies=COPIES)
 DRAFT_SHARE, DRAFT_BATCH, DRAFT_LR = 0.4, 0.5, 2.0  # of the time, for a draft; of its target's rows of a step, and of the learning rate

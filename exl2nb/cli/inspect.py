@@ -32,6 +32,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--free", help="memory to compare with instead, such as 24GiB")
     add_devices_options(parser)
     add_lora_option(parser, "LoRA adapter that will be loaded; again for more")
+    parser.add_argument("--draft", help="draft model that will be loaded: a directory or hub id")
 
 
 def run_plan(args: argparse.Namespace, console: Console) -> int:
@@ -41,7 +42,7 @@ def run_plan(args: argparse.Namespace, console: Console) -> int:
 
     free = None if args.free is None else parse_bytes(args.free, where="--free")
     directory = locate(args.model, console.sink, revision=args.revision)
-    sizes = {"context": args.context, "cache": args.cache, "batch": args.batch}
+    sizes = {"context": args.context, "cache": args.cache, "batch": args.batch, "draft": args.draft}
     devices = args.devices if args.gpu_layers is None else gpu_layers(args.gpu_layers)
     loras = [path for path, _ in args.lora or ()]
     found = (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import weakref
 from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -43,7 +42,6 @@ CHUNK = 256  # a draft that lags by more tokens proposes nothing and computes a 
 class _DraftCache:
     """What the draft's cache holds of one sequence: `computed` tokens in `pages`."""
 
-    sequence: weakref.ref[Sequence]
     pages: list[int] = field(default_factory=list)
     computed: int = 0
 
@@ -146,13 +144,18 @@ class DraftModel:
         self._ahead: _Following | None = None  # the one that was launched behind that step
         self._begun = Counter[int]()  # rounds by length
         self._unread: list[PendingStep | Results] = []  # catch-up steps, whose results are read only because executors expect it
-        self.dropped = False  # whether the last `propose` discarded a round that was launched behind a step
-        self._gone = False
+        self.dropped = False  # whether the last `propose` discarded a round that was launched behind a step, or a sequence of it had ended
+        self._discarded = self._gone = False
 
     @property
     def pages(self) -> PageTable:
         """The page table of the draft's cache."""
         return self._table
+
+    @property
+    def prepared(self) -> int:
+        """Kinds of steps and rounds that were captured on a GPU so far."""
+        return self._executor.prepared + (self._rounds.prepared if self._rounds is not None else 0)
 
     def seconds(self, count: int) -> float:
         """What a round of so many draft tokens takes, whose sequences lag by a few tokens; 0: none was measured."""
@@ -166,7 +169,6 @@ class DraftModel:
         """At most the wanted number of draft tokens for each sequence; all sequences together, one step of the draft per token."""
         if self._gone:
             return [[] for _ in wanted]
-        self._sweep()
         try:
             return self._propose(wanted) if self._run is None else self._run(partial(self._propose, wanted))
         except TimeoutError:
@@ -199,6 +201,16 @@ class DraftModel:
             self._gone = True
         return self._rounds.prepared != prepared
 
+    def release(self, sequence: Sequence, /) -> None:
+        """A sequence has ended: free its pages, discard the rounds that it is part of. What runs ends before the pages are used again."""
+        known = self._known.pop(id(sequence), None)
+        if known is not None:
+            self._table.free(known.pages)
+        if self._last is not None and sequence in self._last.sequences:
+            self._last = None
+        if self._ahead is not None and sequence in self._ahead.sequences:
+            self._ahead, self._discarded = None, True
+
     def close(self) -> None:
         """Give memory back."""
         self._gone = True
@@ -222,7 +234,7 @@ class DraftModel:
             self._measured = None
         ahead, self._ahead, self._last = self._ahead, None, None
         goes_on = ahead is not None and _goes_on(ahead, wanted)
-        self.dropped = ahead is not None and not goes_on
+        self.dropped, self._discarded = self._discarded or (ahead is not None and not goes_on), False
         if ahead is not None and goes_on:
             return self._take(ahead, wanted, began)
         found: Proposed = [[] for _ in wanted]
@@ -385,7 +397,7 @@ class DraftModel:
     def _state(self, sequence: Sequence) -> _DraftCache:
         known = self._known.get(id(sequence))
         if known is None:
-            known = self._known[id(sequence)] = _DraftCache(weakref.ref(sequence))
+            known = self._known[id(sequence)] = _DraftCache()
         proposer = sequence.proposer
         assert proposer is not None, "a sequence that speculates"
         known.computed, proposer.kept = min(known.computed, proposer.kept, len(sequence.ids) - 1), 1 << 62
@@ -398,14 +410,6 @@ class DraftModel:
         if more > 0:
             known.pages += self._table.allocate(more)
         return True
-
-    def _sweep(self) -> None:
-        """Take the pages of sequences that have ended."""
-        for key, known in list(self._known.items()):
-            sequence = known.sequence()
-            if sequence is None or sequence.ended:
-                self._table.free(known.pages)
-                del self._known[key]
 
 
 def _goes_on(ahead: _Following, wanted: Seq[tuple[Sequence, int]]) -> bool:

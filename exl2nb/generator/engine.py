@@ -329,6 +329,11 @@ class Engine:
         return self._speculator.times
 
     @property
+    def prepared(self) -> int:
+        """Kinds of steps, and of rounds of a draft model, that were captured on a GPU so far."""
+        return self._executor.prepared + (self.drafter.prepared if self.drafter is not None else 0)
+
+    @property
     def closed(self) -> bool:
         """True after `close`."""
         return self._closed

@@ -23,7 +23,7 @@ from exl2nb.generator.gpu_executor import PinnedState, biased, bucket, packed_pa
 from exl2nb.generator.speculation import DraftRound
 from exl2nb.model.model import DecodeInputs
 from exl2nb.ops.cuda_sample import ROW_BYTES, sample_rows
-from exl2nb.ops.gpu import capturing, launch_lock
+from exl2nb.ops.gpu import capturing, current_stream, launch_lock
 
 if TYPE_CHECKING:
     from exl2nb.model.model import Model
@@ -172,10 +172,10 @@ class _Graph:
 
     def _launched(self, graph: torch.cuda.CUDAGraph, sequences: int, began: float, waited: float) -> DraftRound:
         begin, end = self._events[self._half]
-        begin.record()
-        with launch_lock(self._device):
+        begin.record(current_stream(self._device))
+        with launch_lock(self._device) as stream:
             graph.replay()
-        end.record()
+        end.record(stream)
         results = self._numbers[self._half * self.steps :][: self.steps, :sequences]
         self.latest = _Round(self._state[-(1 + self.steps) * self.rows :], self.rows, began, results, (begin, end), waited)
         return self.latest

@@ -19,7 +19,7 @@ from exl2nb.model.gpu import SHORT, mixes_adapters
 from exl2nb.model.model import DecodeInputs
 from exl2nb.ops import kernel_code, out_of_memory
 from exl2nb.ops.cuda_sample import ROW_BYTES, TOP, pack_row, sample_rows
-from exl2nb.ops.gpu import LoraBuffers, capturing, launch_lock
+from exl2nb.ops.gpu import LoraBuffers, capturing, current_stream, launch_lock
 from exl2nb.sampling.draw import Sampled
 from exl2nb.sampling.state import SamplerState
 
@@ -324,7 +324,7 @@ class PinnedState:
     def send(self) -> None:
         """Copy it to the GPU, in the order of its stream."""
         self._state.copy_(self._host, non_blocking=True)
-        self._sent.record()
+        self._sent.record(current_stream(self._state.device))
 
 
 class _Graph:
@@ -366,6 +366,7 @@ class _Graph:
 
         self._state, self.ids, self.drawn, self._results = state, ids, drawn, results
         self._counts, self._bias, self._count = counts, bias, 0
+        self._done = [torch.cuda.Event() for _ in range(RING)]
         self._kept = forward, logits, lora  # the graph knows their addresses only
         self._hosts, self._numbers = [PinnedState(state, self._places) for _ in range(1 + GpuExecutor.lookahead)], results.numpy()
         self.step = step
@@ -425,14 +426,14 @@ class _Graph:
         """Enqueue the step for the first rows; tops: number of alternatives of each."""
         if self._model.ranks is not None:
             self._model.ranks.replay(self._cache, self.rows, self.width)
-        with launch_lock(self._state.device):
+        with launch_lock(self._state.device) as stream:
             self._graph.replay()
         alternatives = None
         if max(tops):
             alternatives = tuple(torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in self._top)
-        done = torch.cuda.Event()
-        done.record()
         slot = self._count % RING
+        done = self._done[slot]
+        done.record(stream)
         self._count += 1
         return _PendingGraph(done, self._numbers[slot], tops, alternatives, self._model)
 

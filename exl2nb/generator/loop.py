@@ -221,8 +221,10 @@ class StepLoop:
     def _end(self, sequence: Sequence, outcome: Completion | BaseException) -> None:
         sequence.ended = True
         if sequence.proposer is not None:
-            sequence.proposer.ended(sequence.ids)
+            sequence.proposer.ended(sequence)
         self.scheduler.remove(sequence, keep=isinstance(outcome, Completion))  # pages first: when the caller hears of the end they are free
+        if not self.scheduler.running:
+            self._builder.forget()  # it knows the sequences of the last step
         sequence.channel.end(outcome)
 
 

@@ -225,7 +225,7 @@ class Sequence:
         self.sampler.push(sampled[0])
         reason = self._take(sampled, None, "target", now)
         if self.proposer is not None:
-            self.proposer.pace.record(0, 0)
+            self.proposer.pace.plain_steps += 1
         if self.request.stream:  # `hand_over`, without a call per token
             tokens, handed = self.output.tokens, self._handed
             if len(tokens) > handed:

@@ -156,9 +156,12 @@ class StepTimes:
         self._rows: list[int] = []  # its keys, in order
         self._count = 0
 
-    def record(self, rows: int, seconds: float) -> None:
-        """Add the time of a step with `rows` rows and no prompt. A time far longer than usual counts little: something disturbed it."""
-        self._count += 1
+    def record(self, rows: int, seconds: float, steps: int = 1) -> None:
+        """Add the time of a step with `rows` rows and no prompt. A time far longer than usual counts little: something disturbed it.
+
+        steps: that took so long on average.
+        """
+        self._count += steps
         if rows not in self._seen and self._seen:
             seconds = min(seconds, SURPRISE * self.seconds(rows))
         times = 0
@@ -269,6 +272,11 @@ class AdaptiveLength:
             return times.knows(rows)
         return times.seconds(rows) + draft_s(count) > rows * times.seconds(1)
 
+    def may_pay(self, beside: int, *, draft_s: Callable[[int], float] = lambda count: 0.0) -> bool:
+        """Whether draft tokens would pay if all of them were right, as far as step times are known; arguments as in `length`."""
+        most = min(self.settings.max_tokens, max(1, self._times.reach - beside - 1, 2 * self._longest + 1))
+        return not self.settings.adaptive or (self._times.plain_due and not beside) or self._best(SURE, most, beside, draft_s) > 0
+
     def skip(self, steps: int) -> None:
         """So many steps of `rest` have passed."""
         self.rest -= steps
@@ -339,7 +347,7 @@ class NgramProposer:
 
     def propose(self, ids: Seq[int], count: int) -> list[int]:
         """At most `count` tokens; a copy that reaches the end goes on with itself."""
-        self.reading = not self._learn(ids)
+        self.reading = not self.read(ids, len(ids))
         if self.reading:
             return []
         source, (self.length, at) = self._own, self._own.repeated()
@@ -348,15 +356,15 @@ class NgramProposer:
             source, self.length, at = self._theirs, length, self._theirs.end_of(state)
         return source.after(at, count) if self.length >= self._least else []
 
-    def _learn(self, ids: Seq[int]) -> bool:
-        """Take in the ids, a long prompt piece by piece; whether all are known."""
+    def read(self, ids: Seq[int], count: int) -> bool:
+        """Take in the first `count` ids, a long prompt piece by piece; whether all are known."""
         own, known = self._own, self._known
-        if known > len(ids) or (known and own.text[-1] != ids[known - 1]):  # the text was cut back: what it was remains a text
+        if known > count or (known and own.text[-1] != ids[known - 1]):  # the text was cut back: what it was remains a text
             own.start()
-            known = max(0, len(ids) - LEARNED_AGAIN)
+            known = max(0, count - LEARNED_AGAIN)
         elif not known:
-            known = max(0, len(ids) - LEARNED)
-        end = min(len(ids), known + PIECE)
+            known = max(0, count - LEARNED)
+        end = min(count, known + PIECE)
         for i in range(known, end):
             own.extend(ids[i])
         self._known = end
@@ -367,7 +375,7 @@ class NgramProposer:
             for i in range(max(known, end - LEARNED_AGAIN), end):
                 place = theirs.step(*place, ids[i])
             self._place = place
-        return end == len(ids)
+        return end == count
 
 
 # ---- The draft tokens of running sequences: source, number, acceptance.
@@ -412,6 +420,11 @@ class Drafter(Protocol):
 
     dropped: bool
 
+    @property
+    def prepared(self) -> int:
+        """Kinds of steps and rounds that were captured on a GPU so far."""
+        ...
+
     def seconds(self, count: int) -> float:
         """What making so many draft tokens takes, as far as known; 0: nothing is known."""
         ...
@@ -426,6 +439,10 @@ class Drafter(Protocol):
         Returns:
             Whether the host took time for something that it does once.
         """
+        ...
+
+    def release(self, sequence: Sequence, /) -> None:
+        """A sequence has ended."""
         ...
 
     def prepare(self, progress: Sink | None) -> None:
@@ -468,6 +485,8 @@ class Proposer:
         if self._unproposed is not None and self._unproposed[0] < len(ids):
             self.pace.observe(ids[self._unproposed[0]] == self._unproposed[1])
         self._unproposed = None
+        if beside and not self.pace.may_pay(beside):
+            return []  # nor is the text read, which takes a few microseconds a token
         count = self.pace.length(room, beside)
         found = self._ngram.propose(ids, min(room, self.pace.settings.max_tokens)) if room > 0 else []
         if found and not count and self._ngram.length >= LONG:
@@ -476,6 +495,11 @@ class Proposer:
         if found and not count:
             self._unproposed = len(ids), found[0]
         return found[:count]
+
+    def read(self, ids: Seq[int], known: int) -> None:
+        """Read the first `known` ids while a step runs."""
+        if self._ngram is not None:
+            self._ngram.read(ids, known)
 
     @property
     def reading(self) -> bool:
@@ -489,10 +513,12 @@ class Proposer:
             self.pace.trail.append(Verified(at, tuple(drafted), accepted))
         self.kept = min(self.kept, kept)
 
-    def ended(self, ids: Seq[int]) -> None:
-        """The text is complete."""
+    def ended(self, sequence: Sequence) -> None:
+        """The sequence that it proposes for has ended."""
         if self._earlier is not None:
-            self._earlier.add(ids[-REMEMBERED:])
+            self._earlier.add(sequence.ids[-REMEMBERED:])
+        if self.drafter is not None:
+            self.drafter.release(sequence)
 
     @property
     def acceptance(self) -> Acceptance:
@@ -531,19 +557,36 @@ class Speculator:
         self._began, self._rows = 0.0, 0  # the step that runs: when, and with how many rows; 0: not one to learn from
         self._prepared = 0
         self._round: DraftRound | None = None  # of the step that runs, where its draft tokens were late
-        self._asleep, self._slept, self._running = 0, 0, 0  # steps to sleep, and slept so far; sequences that ran when it began
+        self._asleep, self._slept = 0, 0  # steps to sleep, and slept so far
+        self._running: tuple[int, ...] = ()  # sequences that ran when it began
         self._barren = 0  # steps without draft tokens since the last one that had some, those asleep not counted
 
     def wakes(self, running: Seq[Sequence]) -> bool:
         """Whether `propose` must be called before this step, with every result read; to be asked once a step."""
-        if not any([one.proposer is not None for one in running]):  # steps of requests without it are launched ahead, and not measured
-            self._asleep = self._slept = self._rows = 0
-            self._round = None
-            return False
-        if self._slept < self._asleep and len(running) == self._running:
-            self._slept += 1
-            return False
-        return True
+        if self._asleep and self._running == tuple(map(id, running)):
+            if self._asleep <= self._slept < STALE and not self._may_pay(running):
+                self._asleep = self._slept + LONGEST_REST  # to know that, results in flight need not be read
+            if self._slept < self._asleep:
+                self._slept += 1
+                return False
+            return True
+        if any([one.proposer is not None for one in running]):
+            return True
+        self._asleep = self._slept = self._rows = 0  # steps of requests without it are launched ahead, and not measured
+        self._round = None
+        return False
+
+    def _may_pay(self, running: Seq[Sequence]) -> bool:
+        """Whether certain draft tokens of some sequence would pay; forced tokens of a structure always may."""
+        beside = len(running) - 1
+        for one in running:
+            if one.proposer is not None:
+                pace, drafter = one.proposer.pace, one.proposer.drafter
+                if one.sampler.constraint is not None or (
+                    pace.may_pay(beside) if drafter is None else pace.may_pay(beside, draft_s=drafter.seconds)
+                ):
+                    return True
+        return False
 
     def propose(self, running: Seq[Sequence], prepared: int = 0, /) -> None:
         """Append draft tokens; `rows` of a sequence is one more than there are.
@@ -556,7 +599,7 @@ class Speculator:
             self._prepared, self._rows = prepared, 0
         drafting = self._round.seconds() if self._round is not None else 0.0
         if self._rows and len(decoding) == len(running) and now - self._began > drafting:
-            self.times.record(self._rows, (now - self._began - drafting) / (1 + self._slept))
+            self.times.record(self._rows, (now - self._began - drafting) / (1 + self._slept), 1 + self._slept)
         self._round = None
         proposing = [one for one in decoding if one.proposer is not None and not one.drafted]
         for one in proposing:
@@ -574,7 +617,7 @@ class Speculator:
         if self._barren and all(
             one.proposer.pace.settings.adaptive and one.sampler.constraint is None for one in proposing if one.proposer
         ):
-            self._asleep, self._running = min(1 << (self._barren - 1), LONGEST_REST), len(running)
+            self._asleep, self._running = min(1 << (self._barren - 1), LONGEST_REST), tuple(map(id, running))
             for one in proposing:
                 one.on_device = one.drawn
         drafters = [one.proposer.drafter for one in proposing if one.proposer is not None]
@@ -584,6 +627,8 @@ class Speculator:
 
     def launched(self, spans: Seq[Span], drawn: torch.Tensor | None, /) -> None:
         """A step was launched; drawn: its tokens on the device, if they are there."""
+        if len(spans) == 1 and not self._asleep and (sequence := spans[0].sequence).proposer is not None:
+            sequence.proposer.read(sequence.ids, len(sequence.ids) - sequence.drafted)
         if self._round is None or drawn is None:
             return
         proposer = spans[0].sequence.proposer

@@ -18,6 +18,7 @@ from exl2nb.cache.modes import MODES, parse_mode
 from exl2nb.cache.spec import PAGE_SIZE, CacheSpec
 from exl2nb.core.errors import DeviceError, OptionError
 from exl2nb.core.show import size_text
+from exl2nb.generator.gpu_draft import KEPT
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.gpu import PROMPT, SHORT
 from exl2nb.model.gpu_memory import kept_bytes
@@ -90,6 +91,15 @@ class Formula:
     def total(self, *, context: int, batch: int, mode: str) -> int:
         """All parts together."""
         return sum(self.parts(context=context, batch=batch, mode=mode).values())
+
+    def with_draft(self, draft: Formula) -> Formula:
+        """With a draft model beside it: a cache of as many tokens; on a GPU captured rounds, too, each with logits of its own."""
+        pages = {mode: size + draft.page_bytes[mode] for mode, size in self.page_bytes.items() if mode in draft.page_bytes}
+        made = replace(self, weights=self.weights + draft.weights, page_bytes=pages, stages=(*self.stages, *draft.stages))
+        if not self.segments:
+            return made
+        fixed = self.graph_fixed + draft.graph_fixed - CODE_BYTES
+        return replace(made, graph_fixed=fixed, graph_row=self.graph_row + draft.graph_row + KEPT * draft.logits_row)
 
     def fitting_context(self, free: int, *, batch: int, mode: str) -> int:
         """The most tokens of context, whole pages, at which everything fits `free` bytes; 0 where not even one page does."""

@@ -437,6 +437,7 @@ def plan(
     free: int | None = None,
     revision: str | None = None,
     loras: Sequence[str | os.PathLike[str]] = (),
+    draft: str | os.PathLike[str] | None = None,
 ) -> MemoryPlan: ...
 
 
@@ -451,6 +452,7 @@ def plan(
     batch: int = 1,
     revision: str | None = None,
     loras: Sequence[str | os.PathLike[str]] = (),
+    draft: str | os.PathLike[str] | None = None,
 ) -> SplitPlan: ...
 
 
@@ -466,6 +468,7 @@ def plan(
     free: int | None = None,
     revision: str | None = None,
     loras: Sequence[str | os.PathLike[str]] = (),
+    draft: str | os.PathLike[str] | None = None,
 ) -> MemoryPlan | SplitPlan:
     """Compute what a model will take, without loading it.
 
@@ -478,6 +481,7 @@ def plan(
         devices: several devices, as in `load`: the plan then says which layers lie where, as a `SplitPlan`. parallel: as in `load`.
         free: bytes to compare with; None queries the device.
         loras: adapters to be loaded, directories or hub ids; their headers are read. On one device.
+        draft: a draft model, as in `load`: its directory or hub id. On one device, too.
 
     Raises:
         OptionError: a number out of range, an unknown mode or device. ModelNotFound, ConfigError, FormatError: the model cannot be read.
@@ -492,6 +496,8 @@ def plan(
     if devices is not None:
         if loras:
             raise OptionError("plan: loras with devices; adapters need a model on one device: leave one of them out")
+        if draft is not None:
+            raise OptionError("plan: draft with devices; plan the draft model by itself, on the last of them")
         if parallel not in PARALLEL:
             raise OptionError(f"plan: parallel is {shown(parallel)}; expected one of {', '.join(PARALLEL)}")
         of = plan_ranks if parallel == "tensor" else plan_split
@@ -509,7 +515,14 @@ def plan(
                 adapters += adapter_bytes(place, config)
         tower = plan_encoder(folder, config, device=device)
         name = display_name(folder) if Path(path).expanduser().exists() else f"{path}@{revision}" if revision else str(path)
-    formula = formula_of(config, found, device, modes=(mode,), multiprocessors=multiprocessors(), groups=reads_groups())
+    options = {"modes": (mode,), "multiprocessors": multiprocessors(), "groups": reads_groups()}
+    formula = formula_of(config, found, device, **options)
+    if draft is not None:
+        if draft == "self":
+            raise OptionError("plan: draft is 'self', a copy that loading makes; plan with the directory of that copy")
+        with metadata_folder(draft) as folder:
+            formula = formula.with_draft(formula_of(read_model_config(folder), inspect(folder), device, **options))
+            name = f"{name} with {display_name(folder) if Path(draft).expanduser().exists() else draft}"
     made = MemoryPlan.of(
         replace(formula, weights=formula.weights + tower.nbytes, adapters=adapters),
         name=name,

@@ -73,6 +73,18 @@ def _multiplies_tiles() -> bool:
     return bool(getattr(torch.cpu, "_is_amx_tile_supported", lambda: True)())
 
 
+_streams: dict[tuple[int, int], torch.cuda.Stream] = {}
+
+
+def current_stream(device: torch.device) -> torch.cuda.Stream:
+    """The current stream of a GPU; a tenth of the time of `torch.cuda.current_stream`, which makes an object each time."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    key = index, torch._C._cuda_getCurrentRawStream(index)
+    if key not in _streams:
+        _streams[key] = torch.cuda.current_stream(device)
+    return _streams[key]
+
+
 class LaunchLock:
     """Held while a step or a stream-K product is launched: in another stream than the last launch, it first waits for that launch.
 
@@ -85,15 +97,17 @@ class LaunchLock:
         self._device, self._lock = device, threading.Lock()
         self._last: torch.cuda.Stream | None = None
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> torch.cuda.Stream:
+        """The current stream."""
         self._lock.acquire()
         try:
+            stream = current_stream(self._device)
             if torch.cuda.is_current_stream_capturing():
-                return  # nothing runs yet
-            stream = torch.cuda.current_stream(self._device)
+                return stream  # nothing runs yet
             if self._last is not None and self._last != stream:
                 stream.wait_stream(self._last)
             self._last = stream
+            return stream
         except BaseException:
             self._lock.release()
             raise

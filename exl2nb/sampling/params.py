@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from exl2nb.core.errors import OptionError
@@ -227,7 +228,7 @@ class SamplingParams:
         """True where no random number is drawn."""
         return self.temperature == 0.0
 
-    @property
+    @cached_property
     def changed(self) -> dict[str, Any]:
         """The fields that differ from their neutral defaults."""
         return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}

@@ -87,14 +87,30 @@ def test_a_draft_learns_from_its_target(tool, tmp_path):
 
 def test_rows_that_repeat(tool):
     stream, length = torch.arange(5000, dtype=torch.int32), 513
-    row = tool.train.__globals__["repeated"](stream, length, torch.Generator().manual_seed(1))
-    assert row.shape == (length,)
-    begins = [at for at in range(1, length) if row[at] != row[at - 1] + 1]
-    sizes = [b - a for a, b in zip([0, *begins], begins)]
-    seen = [set(row[:at].tolist()) for at in begins]
-    known = [int(row[at]) in before for at, before in zip(begins, seen)]
-    assert sum(known) >= len(known) / 3, "a passage that stood there before"
-    assert min(sizes) >= 8
+    repeated, chance = tool.train.__globals__["repeated"], torch.Generator().manual_seed(1)
+    for longest, shuffled in ((12, False), (200, False), (12, True), (200, True)):
+        row = repeated(stream, length, chance, longest=longest, shuffled=shuffled)
+        assert row.shape == (length,)
+        first = {}
+        ahead = [(at, first[token]) for at, token in enumerate(row.tolist()) if first.setdefault(token, at) != at]
+        assert len(ahead) >= length / 4, "tokens that stood there before"
+        same = [row[at - 1] == row[place - 1] for at, place in ahead if place]
+        assert sum(same) >= 0.7 * len(same), "behind the same ones"
+        on = sum(int(row[at]) == int(row[at - 1]) + 1 for at in range(1, length))
+        assert (on < 10) is shuffled
+
+
+def test_rows_grow_where_a_model_is_to_copy(tool):
+    train = tool.train.__globals__
+    shape, recipe = tool.SHAPES["llama-60m"], tool.RECIPE
+    lengths = [train["row_length"](done / 100, shape, recipe) for done in range(100)]
+    assert lengths == sorted(lengths)
+    assert set(lengths) == {64, 256, 1024}
+    assert train["row_length"](0.0, shape, train["Recipe"]()) == 1024
+    windows = train["draw_rows"](torch.arange(5000, dtype=torch.int32), 64, shape, recipe, torch.Generator().manual_seed(1))
+    assert windows.shape == (recipe.batch, 1025)
+    unlike = [row[:-1].reshape(-1, 64).sort().values.diff().count_nonzero(dim=1).float().mean() for row in windows]  # of 63
+    assert max(unlike[: recipe.batch // 2]) < 50 < min(unlike[recipe.batch // 2 :])
 
 
 def test_stories(script):

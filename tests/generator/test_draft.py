@@ -1,5 +1,8 @@
 """A draft model: right where it agrees with the target, its cache right after every rejection; and the text never changes."""
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 
@@ -170,7 +173,23 @@ def test_pages_of_ended_requests_come_back(running):
     engine = running(Draft())
     for number in range(6):
         ask(engine, number, prompt=tuple(range(3, 300))).result(20)
-    assert engine.drafter.pages.num_free >= 16 - 2 * 2
+        assert engine.wait_idle()
+        assert engine.drafter.pages.num_free == 16
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_a_request_that_ends_in_the_middle_is_let_go(running, late):
+    """Its pages, and the round that was launched behind its last step."""
+    engine = running(Draft(step_s=0.001), executor=ahead, rounds=fakes.FakeRounds, late=late)
+    asked = ask(engine, 3, 800, speculation=Speculation(kind="draft", adaptive=False, max_tokens=5))
+    next(iter(asked))
+    with fakes.held(engine):
+        sequence = weakref.ref(engine.loop.scheduler.running[0])
+        asked.cancel()
+    assert engine.wait_idle()
+    assert engine.drafter.pages.num_free == 16
+    gc.collect()
+    assert sequence() is None
 
 
 def test_a_draft_that_fails_is_left_alone(running, caplog):

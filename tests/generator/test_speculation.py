@@ -262,6 +262,8 @@ def test_step_times():
     assert 0.018 < times.seconds(8) < 0.03
     times.record(1, 10.0)
     assert times.seconds(1) == pytest.approx(0.012), "one disturbed step does not count for much"
+    times.record(1, 0.012, 600)
+    assert not times.knows(5), "long ago"
 
 
 def test_acceptance_reads_well():
@@ -310,6 +312,29 @@ def test_it_sleeps_while_draft_tokens_do_not_pay(running):
     model.logits_after = lambda ids: np.eye(1, fakes.VOCAB, 20 + len(ids) % 40 if len(ids) > 150 else len(ids) * 7 % 4000, np.float32)[0]
     copied = engine.submit(fakes.greedy(turns, 400, speculation="ngram")).result(20)
     assert copied.speculation.accepted > 150
+
+
+def test_a_batch_in_which_nothing_can_pay_runs_as_without(running):
+    """Its texts are not read, and its steps are launched ahead; a request alone, for which more rows cost little, copies as ever."""
+    model = fakes.FakeModel()
+    model.logits_after = lambda ids: np.eye(1, fakes.VOCAB, 20 + len(ids) % 40, np.float32)[0]
+    engine = running(model, executor=lambda *args: fakes.DelayedExecutor(*args, stream=fakes.AtOnce()))
+    speculator, ahead, asked = engine._speculator, [], []
+    speculator.times.seconds = float
+    propose = speculator._propose
+    speculator._propose = lambda sequences, count: (asked.append(len(sequences)), propose(sequences, count))
+    for kind in ("off", "ngram"):
+        before = engine.loop.executor.ahead
+        with fakes.held(engine):
+            handles = [engine.submit(fakes.greedy([5, 6, n], 200, speculation=kind)) for n in range(7, 15)]
+        found = [handle.result(20).speculation for handle in handles]
+        assert engine.wait_idle(10)
+        ahead.append(engine.loop.executor.ahead - before)
+    assert sum(one.proposed for one in found) == 0
+    assert ahead[1] >= ahead[0] - 8
+    assert len(asked) <= 8
+    speculator.times.seconds = lambda rows: 1.0 + 0.01 * rows
+    assert engine.submit(fakes.greedy([5, 6, 7], 200, speculation="ngram")).result(20).speculation.accepted > 100
 
 
 def test_requests_without_it_run_ahead_after_one_with_it(running):

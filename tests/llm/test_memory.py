@@ -11,7 +11,7 @@ import torch
 
 import exl2nb as ex
 from exl2nb.cli import main
-from exl2nb.core.errors import DeviceError, ModelNotFound
+from exl2nb.core.errors import DeviceError, ModelNotFound, OptionError
 
 from .lora_maker import write_lora
 
@@ -26,6 +26,23 @@ def test_plan_is_what_load_uses(cache, context):
         assert planned.weights == pytest.approx(llm.weight_bytes, rel=0.02)
         page = 256 * planned.token_bytes
         assert abs(planned.cache - llm.cache_bytes) <= 5 * page, "each sequence rounds up to whole pages"
+
+
+def test_a_draft_model_is_planned(capsys):
+    alone, both = (ex.plan(DEMO, context=512, batch=3, draft=draft) for draft in (None, DEMO))
+    with ex.load(DEMO, draft=DEMO, context=512, cache_tokens=3 * 512, progress=None) as llm:
+        assert both.weights == 2 * alone.weights
+        assert both.cache == 2 * alone.cache == 2 * llm.cache_bytes
+    assert "demo_model with demo_model" in str(both)
+    assert main(["plan", "demo", "--draft", str(DEMO), "--context", "512", "--batch", "3", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["parts"]["weights"] == both.weights
+    alone, both = (ex.plan(DEMO, device="cuda", free=2**30, draft=draft) for draft in (None, DEMO))
+    assert both.graphs > alone.graphs + 16 * alone.logits, "captured rounds of draft tokens"
+    assert both.logits == alone.logits
+    with pytest.raises(OptionError, match="a copy that loading makes"):
+        ex.plan(DEMO, draft="self")
+    with pytest.raises(OptionError, match="draft with devices"):
+        ex.plan(DEMO, devices=["cpu"], draft=DEMO)
 
 
 def test_verdict_and_advice():
@@ -70,21 +87,26 @@ CHOICES = ((4096, 1, "fp16"), (2048, 8, "q4"), (4096, 4, "q6"))
 SCRIPT = """
 import json, sys, torch
 import exl2nb as ex
-path, choices = sys.argv[1], json.loads(sys.argv[2])
+path, choices, draft = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3] or None
+more = {"speculation": {"kind": "draft", "adaptive": False}} if draft else {}
 torch.zeros(1, device="cuda")
 first = torch.cuda.mem_get_info()[0]
 for context, batch, cache in choices:
-    plan = ex.plan(path, context=context, batch=batch, cache=cache, device="cuda")
+    plan = ex.plan(path, context=context, batch=batch, cache=cache, device="cuda", draft=draft)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     base, kept = torch.cuda.mem_get_info()[0], torch.cuda.memory_reserved()
-    llm = ex.load(path, device="cuda", context=context, cache=cache, cache_tokens=context * batch, progress=None)
+    llm = ex.load(path, device="cuda", context=context, cache=cache, cache_tokens=context * batch, draft=draft, progress=None)
     torch.cuda.synchronize()
     loaded, reserved = base - torch.cuda.mem_get_info()[0], torch.cuda.memory_reserved() - kept
     long = [5 + i % 200 for i in range(context - 16)]
     for handle in [llm.stream([7 + i, *long[1:]], max_tokens=8, temperature=0.8, seed=1, ignore_eos=True) for i in range(batch)]:
         handle.result()
     llm.generate(["It was"] * batch, max_tokens=8, temperature=0.8, seed=1, ignore_eos=True)
+    for count in range(1, 8) if draft else ():
+        more["speculation"]["max_tokens"] = count
+        for some in (1, batch):
+            llm.generate(["It was"] * some, max_tokens=64, temperature=0.8, seed=1, ignore_eos=True, **more)
     torch.cuda.synchronize()
     most = torch.cuda.memory_stats()["reserved_bytes.all.peak"] - kept
     outside = first - torch.cuda.mem_get_info()[0] - torch.cuda.memory_reserved()  # code that CUDA has loaded in this process, and graphs
@@ -95,9 +117,9 @@ for context, batch, cache in choices:
 """
 
 
-def measured(folder):
+def measured(folder, choices=CHOICES, draft=""):
     """What the GPU gave for every choice, in a process of its own: CUDA's code is loaded once a process."""
-    command = [sys.executable, "-c", SCRIPT, str(folder), json.dumps(CHOICES)]
+    command = [sys.executable, "-c", SCRIPT, str(folder), json.dumps(choices), str(draft)]
     path = os.pathsep.join(part for part in (os.environ.get("PYTHONPATH", ""), str(ROOT)) if part)
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": path})
     assert done.returncode == 0, done.stderr[-2000:]
@@ -138,6 +160,19 @@ def test_plan_is_what_load_takes_on_a_gpu(shape, script, tmp_path_factory):
         if not good or found["total"] != pytest.approx(found["peak"], rel=0.02, abs=64 * 2**20):
             wrong.append(words)
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.gpu
+def test_plan_is_what_a_draft_model_takes_on_a_gpu(script, tmp_path):
+    """Its weights, its cache, and every captured round and verifying step of one request and of four."""
+    make = script("benchmarks/make_random_model.py")
+    for name, bpw in (("target", 4.0), ("draft", 2.5)):
+        make.make(make.SHAPES["tinyllama"], tmp_path / name, bpw=bpw)
+    choice = 2048, 4, "q4"
+    [found] = measured(tmp_path / "target", [choice], tmp_path / "draft")
+    words = report(choice, found)
+    print(words)
+    assert found["total"] == pytest.approx(found["peak"], rel=0.05, abs=96 * 2**20), words
 
 
 def test_adapters_are_planned(tmp_path, capsys):

@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 
+from exl2nb.ops import gpu
 from exl2nb.ops.gpu import LaunchLock, launch_lock
 
 
@@ -20,7 +21,7 @@ class Stream:
 def now(monkeypatch):
     """The current stream, and whether it captures; to be set."""
     state = {"stream": Stream("a"), "capturing": False}
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: state["stream"])
+    monkeypatch.setattr(gpu, "current_stream", lambda device: state["stream"])
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state["capturing"])
     return state
 
