@@ -41,21 +41,6 @@ EXL2NB_BOTH constexpr int lora_parts_bytes(int rows) {
 }
 
 #if __CUDA_ARCH__ >= 900
-// A sum of x a: a whole number of 64 bits, whose lowest ones count what was added. So one atomic addition is data, sum
-// and flag, and the order of additions does not change a bit. At most 2047 additions, each clamped to 32768.
-struct LoraSum {
-  static constexpr int kCount = 11;
-  static constexpr float kOne = 1 << 26, kMost = 1 << 15;  // of one addition: the sum of all stays in 53 bits
-  static __device__ __forceinline__ void add(unsigned long long* to, float v) {
-    const auto whole = static_cast<unsigned long long>(__float2ll_rn(fminf(fmaxf(v, -kMost), kMost) * kOne));
-    asm volatile("red.relaxed.gpu.global.add.u64 [%0],%1;" ::"l"(to), "l"((whole << kCount) + 1) : "memory");
-  }
-  // Whether so many have been added.
-  static __device__ __forceinline__ bool has(unsigned long long v, unsigned count) { return (v & ((1 << kCount) - 1)) == count; }
-  static __device__ __forceinline__ float of(unsigned long long v) {
-    return __ll2float_rn(static_cast<long long>(v) >> kCount) * (1.f / kOne);
-  }
-};
 // y[n] += v * a[n], of 8 halves.
 __device__ __forceinline__ void lora_multiply(float v, const uint4& a, float* y) {
   const uint32_t w[4] = {a.x, a.y, a.z, a.w};

@@ -13,7 +13,7 @@
 #include "cuda/blob/dequant.cuh"
 #include "cuda/gemm/norm.cuh"
 #include "cuda/gemm/skinny/skinny_gemm.cuh"
-#include "cuda/gemm/stream_k/lora_quads.cuh"
+#include "cuda/gemm/stream_k/lora_tiles.cuh"
 #include "cuda/runtime/lamport.cuh"
 #include "cuda/runtime/mma.cuh"
 #include "cuda/runtime/pdl.cuh"
@@ -249,9 +249,10 @@ __device__ __forceinline__ void prefetch_keys(const StreamKKeys& k, int lane) {
 }
 
 // Producer 0 loads activations, 1 to 3 load strips of every item.
-template <int NB>
+template <int NB, class Lora>
 struct StreamKProducer {
   const StreamKArgs& A;
+  const Lora& lora;
   const Item* items;
   const uint16_t* ends;
   uint8_t *weights, *tokens;
@@ -306,7 +307,10 @@ struct StreamKProducer {
     int count = 0, live = 0, used = 0;                  // items issued; items and units in flight
     uint32_t sizes = 0;                                 // units of the items in flight, four bits each
     StreamKCursor<NB> back;
+    typename Lora::Ahead lora_ahead;
     const auto wait = [&] {
+      if (Lora::kAny && producer == kStreamKWeightProducers)
+        lora_ahead.begin(lora, A.tokens, A.begin[blockIdx.x + 1] - A.begin[blockIdx.x] - used, lane);
       pdl_wait();
       if (NB > 2 && A.squares && producer == 0) wait_for_squares();
       if (A.next_image && producer == 1 && lane == 0) prefetch(A.next_image, A.next_image_bytes);
@@ -324,6 +328,7 @@ struct StreamKProducer {
         fetch_weights(p, tile, it, begin, end, at);
       else
         fetch_tokens(p, tile, it, begin, end, at);
+      if (Lora::kAny && producer == kStreamKWeightProducers && count > ahead) lora_ahead.go_on(units);
     });
     if (count <= ahead) wait();
     if (producer == kStreamKWeightProducers && A.keys.rows) prefetch_keys(A.keys, lane);
@@ -570,19 +575,19 @@ struct StreamKEpilogue {
     for (int i = from; i < all; i += step, k++) {
       const int strip = i % kStreamKStrips, n = i / kStreamKStrips, token = n * 8 + 2 * (lane & 3);
       const int column = (s.first_strip + strip) * kStripColumns + (lane >> 2);
-      Quad q = {}, first = {}, old = {};
-      QuadColumns to;
-      if (!A.out) {
-        to.load(A, column);
-        if (!A.paired) old_residual(A, token, column, old);
-      }
-      float4 more[2] = {};  // of adapters; while the sums are on their way
+      float4 more[2] = {};  // of adapters, first as it takes many registers
       if constexpr (Lora::kAny)
 #pragma unroll 1
         for (int p = 0; p <= (A.paired ? 1 : 0); p++) {
           more[0] = more[1];
           more[1] = lora.of(n * 8, A.tokens, A.part[s.part + p].first_column + column - (lane >> 2), lane);
         }
+      Quad q = {}, first = {}, old = {};
+      QuadColumns to;
+      if (!A.out) {
+        to.load(A, column);
+        if (!A.paired) old_residual(A, token, column, old);
+      }
       sum(s, ((strip * NB + n) * 32 + lane) * 4, k, q, first);
       if constexpr (Lora::kAny) first.add(more[0]), q.add(more[1]);
       if (A.paired) {
@@ -773,13 +778,23 @@ __device__ __forceinline__ void run_stream_k(const StreamKArgs& A, const Lora& l
       if (lane == 0) *s.last = last;
       warp_arrive(s.ready, lane);
     }
-    StreamKProducer<NB>{A, s.items, s.ends, s.weights, s.tokens, s.full, s.empty, warp - kStreamKWarps, lane}.run();
+    StreamKProducer<NB, Lora>{A, lora, s.items, s.ends, s.weights, s.tokens, s.full, s.empty, warp - kStreamKWarps, lane}.run();
     return;
   }
   acquire_registers();
   const RowFactors<NB> factors(A, warp, lane);
-  pdl_wait();
-  factors.load(s.factors, warp, lane);
+  if constexpr (Lora::kAny) {
+    typename Lora::template Shrink<NB> shrink(lora.L, A.x, A.tokens, warp, lane);
+    shrink.load_a();
+    pdl_wait();
+    shrink.load_x();
+    factors.load(s.factors, warp, lane);
+    shrink.finish();
+    if (warp == kStreamKWarps - 1) lora.clear(A.tokens, lane);
+  } else {
+    pdl_wait();
+    factors.load(s.factors, warp, lane);
+  }
   __syncwarp();
   warp_arrive(s.ready, lane);
   const Product product(s.tokens);
@@ -809,7 +824,7 @@ template <int NB>
 __global__ void __launch_bounds__(kStreamKThreads, 1) stream_k_gemm(const __grid_constant__ StreamKArgs A) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) uint8_t shared[];
-  run_stream_k<NB, MmaProduct<NB>>(A, NoQuads{}, shared);
+  run_stream_k<NB, MmaProduct<NB>>(A, NoLoraTiles{}, shared);
 #endif
 }
 template <int NB>
@@ -817,7 +832,7 @@ __global__ void __launch_bounds__(kStreamKThreads, 1)
     stream_k_lora(const __grid_constant__ StreamKArgs A, const __grid_constant__ StreamKLora L) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) uint8_t shared[];
-  run_stream_k<NB, MmaProduct<NB>>(A, LoraQuads{L}, shared);
+  run_stream_k<NB, MmaProduct<NB>>(A, LoraTiles{L}, shared);
 #endif
 }
 
