@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "cuda/gemm/fragment.cuh"
+#include "cuda/runtime/mma.cuh"
 #include "format/lora.h"
 
 namespace exl2nb {
@@ -85,6 +86,11 @@ struct LoraSum {
     return __ll2float_rn(static_cast<long long>(v) >> kCount) * (1.f / kOne);
   }
 };
+// c += A B. w: two neighbouring columns of A^T, in the rows of the four places of k that a lane has.
+__device__ __forceinline__ void lora_mma(float (&c)[4], const uint32_t (&w)[4], uint32_t b0, uint32_t b1) {
+  mma16816(c, __byte_perm(w[0], w[1], 0x5410), __byte_perm(w[0], w[1], 0x7632), __byte_perm(w[2], w[3], 0x5410),
+           __byte_perm(w[2], w[3], 0x7632), b0, b1);
+}
 #endif
 
 }  // namespace exl2nb

@@ -1,6 +1,7 @@
 #include "cuda/runtime/step.h"
 
 #include <algorithm>
+#include <cstdlib>
 
 #include "cuda/attention/cache_format.cuh"
 #include "cuda/gemm/elementwise.h"
@@ -267,6 +268,8 @@ class Walker {
     lora.tiles = of(number_), lora.count = all.counts + number_, lora.stride = all.stride;
     lora.sums = sums + (odd ? set : 0), lora.clear = sums + (odd ? 0 : set);
     lora.features = h.perms ? reinterpret_cast<const int*>(a.image - h.image + h.perms) : nullptr;
+    const char* const flags = getenv("EXL2NB_LP");
+    lora.flags = flags ? atoi(flags) : 0;
     lora.inputs = h.K, lora.steps = h.stored / 16;
     if (ahead_.image) lora.next = of(ahead_number_), lora.next_count = all.counts + ahead_number_, lora.next_inputs = ahead_inputs_;
     return lora;

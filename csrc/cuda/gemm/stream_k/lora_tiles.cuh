@@ -23,6 +23,7 @@ struct StreamKLora {
   int stride, inputs, steps;         // features; 16 stored rows each
   const LoraTile* next;              // of the next product, null for none
   const int* next_count;
+  int flags;
   int64_t next_inputs;
 };
 
@@ -53,11 +54,6 @@ __device__ __forceinline__ uint32_t load_input(const half* p, bool any) {
                : "memory");
   return v;
 }
-// c += A B. w: two neighbouring columns of A^T, in the rows of the four places of k that a lane has.
-__device__ __forceinline__ void lora_mma(float (&c)[4], const uint32_t (&w)[4], uint32_t b0, uint32_t b1) {
-  mma16816(c, __byte_perm(w[0], w[1], 0x5410), __byte_perm(w[0], w[1], 0x7632), __byte_perm(w[2], w[3], 0x5410),
-           __byte_perm(w[2], w[3], 0x7632), b0, b1);
-}
 // CTAs that share a tile, at least one, and steps of each.
 struct LoraTeams {
   int count, each;
@@ -79,7 +75,7 @@ struct LoraShrink {
   float scale[2], sum[4];
 
   __device__ __forceinline__ LoraShrink(const StreamKLora& lora, const half* input, int rows, int own_warp, int own_lane)
-      : L(lora), x(input), tokens(rows), warp(own_warp), lane(own_lane), tiles(__ldg(lora.count)) {
+      : L(lora), x(input), tokens(rows), warp(own_warp), lane(own_lane), tiles(lora.flags & 8 ? 0 : __ldg(lora.count)) {
     const LoraTeams all(max(tiles, 1), L.steps);
     teams = all.count, each = all.each;
     at = static_cast<int>(blockIdx.x), row = warp;
@@ -177,6 +173,7 @@ struct LoraAhead {
 #pragma unroll
     for (int n = 0; n < 2; n++) {
       if (n && !L.next) return;
+      if (L.flags & 1 << n) continue;
       const int grid = static_cast<int>(gridDim.x), tiles = __ldg(n ? L.next_count : L.count), entries = tokens * tiles;
       if (!entries) continue;
       // Several CTAs for an entry, or several entries for a CTA.
@@ -227,7 +224,7 @@ struct LoraTiles {
   // What is added, in the order of a Quad (stream_k_gemm.cuh), to 16 columns of y from `column` on and 8 rows from `first` on. Called by
   // whole warps.
   __device__ __forceinline__ float4 of(int first, int tokens, int column, int lane) const {
-    const int g = lane >> 2, t = lane & 3, row = first + g, tiles = __ldg(L.count);
+    const int g = lane >> 2, t = lane & 3, row = first + g, tiles = L.flags & 12 ? 0 : __ldg(L.count);
     float y[4] = {};
 #pragma unroll 1
     for (int tile = 0; tile < tiles; tile++) {
