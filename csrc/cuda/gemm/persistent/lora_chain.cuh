@@ -292,27 +292,33 @@ struct LoraWarp {
   // Rows come in 32s.
   __device__ __forceinline__ void multiply(const half* x) const {
     constexpr int kBlocks = kLoraChainTask / 32;
-    const int left = C.gemm[0].width - chunk * kLoraChainTask;
-    uint4 v[kBlocks];
-#pragma unroll
-    for (int j = 0; j < kBlocks; j++)
-      v[j] = 32 * j < left ? ld_relaxed(x + chunk * kLoraChainTask + 32 * j + 8 * (lane & 3)) : make_uint4(0, 0, 0, 0);
+    const int first = chunk * kLoraChainTask, left = C.gemm[0].width - first;
+    x += first + 8 * (lane & 3);
     float y[4] = {};
+    if (!from) {
+      uint4 v[kBlocks];
 #pragma unroll
-    for (int j = 0; j < kBlocks; j++)
-      if (32 * j < left)
+      for (int j = 0; j < kBlocks; j++) v[j] = 32 * j < left ? ld_relaxed(x + 32 * j) : make_uint4(0, 0, 0, 0);
+      const uint16_t* const a = reinterpret_cast<const uint16_t*>(shared + L.cache) + lora_place(lane, 0) * 16;
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
-          uint32_t w[4];
-#pragma unroll
-          for (int i = 0; i < 4; i++) {
-            const int k = 32 * j + 16 * h + lora_place(lane, i);
-            w[i] = from ? two(from + feature(chunk * kLoraChainTask + k) * a_width, lane)
-                        : two(reinterpret_cast<const uint16_t*>(shared + L.cache) + k * 16, lane);
-          }
-          lora_mma(y, w, h ? v[j].z : v[j].x, h ? v[j].w : v[j].y);
-        }
+      for (int j = 0; j < kBlocks; j++)
+        if (32 * j < left) multiply(y, v[j], [&](int h, int i) { return two(a + (32 * j + 16 * h + lora_place(0, i)) * 16, lane); });
+    } else {
+#pragma unroll 1
+      for (int j = 0; j < min(left, kLoraChainTask); j += 32)
+        multiply(y, ld_relaxed(x + j),
+                 [&](int h, int i) { return two(from + feature(first + j + 16 * h + lora_place(lane, i)) * a_width, lane); });
+    }
     put(y, sums_of(0, m) + column);
+  }
+  // 32 rows.
+  template <class F>
+  __device__ __forceinline__ void multiply(float (&y)[4], const uint4& x, F&& a) const {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const uint32_t w[4] = {a(h, 0), a(h, 1), a(h, 2), a(h, 3)};
+      lora_mma(y, w, h ? x.z : x.x, h ? x.w : x.y);
+    }
   }
   // A lane's two of 16 columns.
   static __device__ __forceinline__ uint32_t two(const uint16_t* row, int lane) {
@@ -372,7 +378,7 @@ struct LoraWarp {
         continue;
       }
       gather(q, row, all);
-      if (row == 0) async_wait<0>();
+      async_wait<0>();
       __syncwarp();
       float y[4] = {};
       each_b(
