@@ -337,7 +337,7 @@ class Walker {
     StreamKLora lora;
     const bool adapted = lora_stream_k_ && !as<HeadOp>(op_);
     if (adapted) lora = stream_k_lora(a);
-    return stream_k_launch(a, group(tokens), ahead_, base_ + at_.stream_k, stream_, pdl_, adapted ? &lora : nullptr);
+    return stream_k_launch(a, group(tokens), ahead_, base_ + at_.stream_k, stream_, pdl_, adapted && !(lora.flags & 64) ? &lora : nullptr);
   }
 
   const char* operator()(const QkvOp& op) {

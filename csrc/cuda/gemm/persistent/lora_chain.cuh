@@ -431,7 +431,7 @@ struct LoraWarp {
         float largest = fabsf(sum);
 #pragma unroll
         for (int d = 8; d; d >>= 1) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, d));
-        if (at < all) low()[at] = __float2half_rn(largest > 1e-30f ? sum * __frcp_rn(largest) : 0.f);
+        if (at < all) low()[at] = __float2half_rn(largest > 1e-30f ? sum * __fdividef(1.f, largest) : 0.f);
         if (at < all && !(lane & 15)) most()[at / 16] = largest;
       }
     }

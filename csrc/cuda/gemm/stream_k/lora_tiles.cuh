@@ -24,16 +24,17 @@ struct StreamKLora {
   const LoraTile* next;              // of the next product, null for none
   const int* next_count;
   int flags;
-  int64_t next_inputs;
+  int next_inputs;
 };
 
 #ifdef __CUDACC__
 // What a kernel is made with: adapters, or none, which is no code.
 struct NoLoraTiles {
   static constexpr bool kAny = false;
+  __device__ __forceinline__ int flags() const { return 0; }
   struct Ahead {
     __device__ __forceinline__ void begin(const NoLoraTiles&, int, int, int) {}
-    __device__ __forceinline__ void go_on(int) {}
+    __device__ __forceinline__ void go_on(int, int) {}
   };
 };
 
@@ -46,12 +47,9 @@ __device__ __forceinline__ uint32_t load_static(const uint16_t* p, bool any) {
                : "l"(p), "r"(static_cast<uint32_t>(any)));
   return v;
 }
-__device__ __forceinline__ uint32_t load_input(const half* p, bool any) {
+__device__ __forceinline__ uint32_t load_input(const half* p) {
   uint32_t v;
-  asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p,%2,0;\nmov.u32 %0,0;\n@p ld.global.cg.u32 %0,[%1];\n}"
-               : "=r"(v)
-               : "l"(p), "r"(static_cast<uint32_t>(any))
-               : "memory");
+  asm volatile("ld.global.cg.u32 %0,[%1];" : "=r"(v) : "l"(p) : "memory");
   return v;
 }
 // CTAs that share a tile, at least one, and steps of each.
@@ -62,15 +60,15 @@ struct LoraTeams {
   __device__ __forceinline__ unsigned additions(int steps) const { return (steps + each - 1) / each; }
 };
 
-// A warp's part of x a. Stages of one pass: load_a, griddepcontrol.wait, load_x, finish, which also does further passes.
+// A warp's part of x a, a pass at a time: load_a, griddepcontrol.wait, load_x, multiply, until nothing is left.
 template <int NB>
 struct LoraShrink {
   static constexpr int kSteps = 8, kGroup = 8 * NB, kWarps = 16;  // steps of a pass; rows of the step in an input's block
   const StreamKLora& L;
   const half* x;
   int tokens, warp, lane, tiles, teams, each;
-  int at, row, step, end;  // share of this CTA: tile + tiles * team; row of the step; steps to come
-  const LoraTile* of;      // null: nothing is left
+  int at, tile, row, step, end;  // share of this CTA: tile + tiles * team; row of the step; steps to come
+  const LoraTile* of;            // null: nothing is left
   uint32_t a[kSteps][4], b[kSteps][2];
   float scale[2], sum[4];
 
@@ -86,8 +84,8 @@ struct LoraShrink {
     of = nullptr;
 #pragma unroll 1
     for (; at < tiles * teams; at += static_cast<int>(gridDim.x), row = warp) {
-      const int team = at / tiles, tile = at - team * tiles;
-      step = team * each, end = min(step + each, L.steps);
+      const int team = at / tiles;
+      tile = at - team * tiles, step = team * each, end = min(step + each, L.steps);
 #pragma unroll 1
       for (; step < end && row < tokens; row += kWarps) {
         of = L.tiles + row * L.stride + tile;
@@ -109,19 +107,20 @@ struct LoraShrink {
     int2 rows[kSteps][2];
 #pragma unroll
     for (int j = 0; j < kSteps; j++)
+      if (step + j < end)
 #pragma unroll
-      for (int h = 0; h < 2; h++) {
-        const int stored = first + 16 * j + 8 * h;
-        rows[j][h] = int2{L.inputs, L.inputs};
-        if (step + j < end) rows[j][h] = L.features ? __ldg(reinterpret_cast<const int2*>(L.features + stored)) : int2{stored, stored + 1};
-      }
+        for (int h = 0; h < 2; h++) {
+          const int stored = first + 16 * j + 8 * h;
+          rows[j][h] = L.features ? __ldg(reinterpret_cast<const int2*>(L.features + stored)) : int2{stored, stored + 1};
+        }
 #pragma unroll
     for (int j = 0; j < kSteps; j++)
+      if (step + j < end)
 #pragma unroll
-      for (int h = 0; h < 2; h++) {
-        a[j][2 * h] = load_static(from + static_cast<int64_t>(rows[j][h].x) * width, rows[j][h].x < L.inputs);
-        a[j][2 * h + 1] = load_static(from + static_cast<int64_t>(rows[j][h].y) * width, rows[j][h].y < L.inputs);
-      }
+        for (int h = 0; h < 2; h++) {
+          a[j][2 * h] = load_static(from + static_cast<int64_t>(rows[j][h].x) * width, rows[j][h].x < L.inputs);
+          a[j][2 * h + 1] = load_static(from + static_cast<int64_t>(rows[j][h].y) * width, rows[j][h].y < L.inputs);
+        }
 #pragma unroll
     for (int n = 0; n < 2; n++) scale[n] = 2 * (lane >> 2) + n < rank ? __ldg(scales + n) : 0.f;
   }
@@ -130,78 +129,67 @@ struct LoraShrink {
     const half* const from = x + step * (16 * kGroup) + (row >> 3) * 64 + (lane >> 2) * 8 + 2 * (lane & 3);
 #pragma unroll
     for (int j = 0; j < kSteps; j++)
+      if (step + j < end)
 #pragma unroll
-      for (int h = 0; h < 2; h++) b[j][h] = load_input(from + (2 * j + h) * (8 * kGroup), step + j < end);
+        for (int h = 0; h < 2; h++) b[j][h] = load_input(from + (2 * j + h) * (8 * kGroup));
   }
-  __device__ __forceinline__ void finish() {
-#pragma unroll 1
-    while (of) {
-      float odd[4] = {};
+  __device__ __forceinline__ void multiply() {
+    if (!of) return;
+    float odd[4] = {};
 #pragma unroll
-      for (int j = 0; j < kSteps; j++)
-        if (step + j < end) lora_mma(j % 2 ? odd : sum, a[j], transposed(b[j][0]), transposed(b[j][1]));
+    for (int j = 0; j < kSteps; j++)
+      if (step + j < end) lora_mma(j % 2 ? odd : sum, a[j], transposed(b[j][0]), transposed(b[j][1]));
 #pragma unroll
-      for (int n = 0; n < 4; n++) sum[n] += odd[n];
-      step += kSteps;
-      if (step >= end) {
-        if ((lane & 3) == (row & 7) >> 1) {
-          unsigned long long* const to = L.sums + (row * L.stride + at % tiles) * 16 + 2 * (lane >> 2);
-          LoraSum::add(to, (row & 1 ? sum[1] : sum[0]) * scale[0]);
-          LoraSum::add(to + 1, (row & 1 ? sum[3] : sum[2]) * scale[1]);
-        }
-        __syncwarp();
-        row += kWarps;
-        seek();
-      }
-      load_a();
-      load_x();
+    for (int n = 0; n < 4; n++) sum[n] += odd[n];
+    step += kSteps;
+    if (step < end) return;
+    if ((lane & 3) == (row & 7) >> 1) {
+      unsigned long long* const to = L.sums + (row * L.stride + tile) * 16 + 2 * (lane >> 2);
+      LoraSum::add(to, (row & 1 ? sum[1] : sum[0]) * scale[0]);
+      LoraSum::add(to + 1, (row & 1 ? sum[3] : sum[2]) * scale[1]);
     }
+    __syncwarp();
+    row += kWarps;
+    seek();
   }
 };
 
-// Brings this CTA's part of the matrices that are needed later to the L2 cache, a piece at a time, so that weights are not held up.
+// Brings this CTA's part of the matrices that are needed later to the L2 cache, some lines at a time, so that weights are not held up.
 struct LoraAhead {
   const uint8_t* from[2];  // of b; of a of the next product
-  int pieces[2];           // of 16 bytes
-  int done, all;           // units of this CTA's share
+  int lines[2], each[2];   // of 128 bytes; of them per unit of the CTA's share
+  int done[2];
 
-  __device__ __forceinline__ LoraAhead() : from{}, pieces{}, done(0), all(1) {}
+  __device__ __forceinline__ LoraAhead() : from{}, lines{}, each{}, done{} {}
   template <class Lora>
   __device__ __forceinline__ void begin(const Lora& lora, int tokens, int units, int lane) {
     const StreamKLora& L = lora.L;
-    all = max(units, 1);
 #pragma unroll
     for (int n = 0; n < 2; n++) {
-      if (n && !L.next) return;
-      if (L.flags & 1 << n) continue;
-      const int grid = static_cast<int>(gridDim.x), tiles = __ldg(n ? L.next_count : L.count), entries = tokens * tiles;
+      if ((n && !L.next) || L.flags & 1 << n) continue;
+      // Several CTAs for an entry; where there are more entries than CTAs, the others stay where they are.
+      const int grid = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x), tiles = __ldg(n ? L.next_count : L.count);
+      const int entries = min(tokens * tiles, grid);
       if (!entries) continue;
-      // Several CTAs for an entry, or several entries for a CTA.
-      int entry = static_cast<int>(blockIdx.x) + lane * grid, share = 0, shares = 1;
-      if (entries < grid) {
-        entry = lane ? entries : static_cast<int>(blockIdx.x) % entries;
-        share = static_cast<int>(blockIdx.x) / entries, shares = (grid - entry + entries - 1) / entries;
-      }
-      if (entry >= entries) continue;
-      const LoraTile* const of = (n ? L.next : L.tiles) + entry / tiles * L.stride + entry % tiles;
-      const LoraTile tile = *of;
+      const int share = block / entries, entry = block - share * entries, shares = (grid - entry + entries - 1) / entries;
+      const int row = entry / tiles;
+      const LoraTile tile = (n ? L.next : L.tiles)[row * L.stride + entry - row * tiles];
       if (!tile.a || !tile.fresh || (n && !tile.head)) continue;
-      const auto* const data = reinterpret_cast<const uint8_t*>(n ? tile.a : tile.b + tile.first * 8);
-      const int64_t count = n ? L.next_inputs * tile.width * 2 : static_cast<int64_t>(tile.rank) * tile.columns;
-      const int64_t begin = count * share / shares;
-      from[n] = data + begin * 16, pieces[n] = static_cast<int>(count * (share + 1) / shares - begin);
+      const int all = ((n ? L.next_inputs * tile.width : tile.rank * tile.columns / 2) + 3) / 4;
+      lines[n] = (all + shares - 1) / shares, each[n] = (lines[n] + units - 1) / max(units, 1);
+      from[n] = reinterpret_cast<const uint8_t*>(n ? tile.a : tile.b + tile.first * 8) + static_cast<int64_t>(share * lines[n]) * 128;
+      lines[n] = min(lines[n], all - share * lines[n]);
     }
+    static_cast<void>(lane);
   }
-  __device__ __forceinline__ void go_on(int units) {
-    const int now = min(done + units, all);
+  __device__ __forceinline__ void go_on(int units, int lane) {
 #pragma unroll
     for (int n = 0; n < 2; n++) {
-      const int64_t begin = static_cast<int64_t>(pieces[n]) * done / all, end = static_cast<int64_t>(pieces[n]) * now / all;
-      if (begin < end)
-        asm volatile("cp.async.bulk.prefetch.L2.global [%0],%1;" ::"l"(from[n] + begin * 16), "r"(static_cast<uint32_t>(end - begin) * 16)
-                     : "memory");
+      const int end = min(done[n] + units * each[n], lines[n]);
+#pragma unroll 1
+      for (int line = done[n] + lane; line < end; line += 32) prefetch_line(from[n] + static_cast<int64_t>(line) * 128);
+      done[n] = end;
     }
-    done = now;
   }
 };
 
@@ -210,7 +198,7 @@ struct LoraTiles {
   template <int NB>
   using Shrink = LoraShrink<NB>;
   using Ahead = LoraAhead;
-  static constexpr int kTogether = 4;  // rows whose b is on its way at once
+  __device__ __forceinline__ int flags() const { return L.flags; }
   const StreamKLora& L;
 
   // The other set becomes zero. Behind griddepcontrol.wait.
@@ -222,71 +210,100 @@ struct LoraTiles {
   }
 
   // What is added, in the order of a Quad (stream_k_gemm.cuh), to 16 columns of y from `column` on and 8 rows from `first` on. Called by
-  // whole warps.
-  __device__ __forceinline__ float4 of(int first, int tokens, int column, int lane) const {
-    const int g = lane >> 2, t = lane & 3, row = first + g, tiles = L.flags & 12 ? 0 : __ldg(L.count);
+  // whole warps. slot: shared memory for 4 rows' b of 16 ranks and 16 columns, and so much again `stride` bytes behind it; null: none.
+  __device__ __forceinline__ float4 of(int first, int column, int lane, uint8_t* slot, int stride) const {
+    const int g = lane >> 2, t = lane & 3, tiles = L.flags & 12 ? 0 : __ldg(L.count);
+    const LoraTile* const here = L.tiles + (first + g) * L.stride;
     float y[4] = {};
 #pragma unroll 1
-    for (int tile = 0; tile < tiles; tile++) {
-      const LoraTile* const here = L.tiles + first * L.stride + tile;
-      const unsigned long long* const sums = L.sums + (row * L.stride + tile) * 16 + 4 * t;
-      const bool has = row < tokens && __ldg(reinterpret_cast<const unsigned long long*>(here + g * L.stride));
-      unsigned long long low[4];
+    for (int base = 0; base < tiles; base += 4) {
+      // Lane 4 g + t looks at tile t of row g.
+      uint4 one = {0, 0, 0, 0};
+      if (base + t < tiles) one = __ldg(reinterpret_cast<const uint4*>(here + base + t) + 1);
+      const int before = column - static_cast<int>(one.z & 0xffff) * 8;
+      unsigned votes = __ballot_sync(~0u, before > -16 && before < static_cast<int>(one.z >> 16) * 8);
+      votes |= votes >> 16, votes |= votes >> 8, votes = (votes | votes >> 4) & 15;
+#pragma unroll 1
+      for (; votes; votes &= votes - 1) {
+        const int k = __ffs(votes) - 1, from = (lane & ~3) | k;
+        const uint4 part = {__shfl_sync(~0u, one.x, from), __shfl_sync(~0u, one.y, from), __shfl_sync(~0u, one.z, from),
+                            __shfl_sync(~0u, one.w, from)};
+        add(part, L.sums + ((first + g) * L.stride + base + k) * 16, column, lane, slot, stride, y);
+      }
+    }
+    return {y[0], y[1], y[2], y[3]};
+  }
+
+ private:
+  // A tile. part: the second half of row g's.
+  __device__ __forceinline__ void add(const uint4& part, const unsigned long long* sums, int column, int lane, uint8_t* slot, int stride,
+                                      float (&y)[4]) const {
+    const int g = lane >> 2, t = lane & 3, columns = static_cast<int>(part.z >> 16) * 8, rank = static_cast<int>(part.w & 255);
+    const int at = column - static_cast<int>(part.z & 0xffff) * 8;
+    const uint16_t* const b = reinterpret_cast<const uint16_t*>(part.x | static_cast<uint64_t>(part.y) << 32) + column;
+    const bool any = at > -16 && at < columns;
+    if (slot) {  // a lane takes 8 columns of every other rank of its row
+      const int half_row = 8 * (t & 1), bytes = at + half_row >= 0 && at + half_row < columns ? 16 : 0;
+      const uint16_t* from = b + half_row + static_cast<int64_t>((t >> 1) * columns);
+      uint8_t* const to = slot + (g >> 2) * stride + (g & 3) * 512 + t * 16;
 #pragma unroll
-      for (int i = 0; i < 4; i++) low[i] = ld_relaxed(sums + i);
-      uint32_t w[kTogether][4];
-      const auto load = [&](int r0) {
+      for (int i = 0; i < 8; i++, from += 2 * columns) {
+        const int own = 2 * i + (t >> 1) < rank ? bytes : 0;
+        copy16_part(to + 64 * i, own ? from : reinterpret_cast<const uint16_t*>(L.tiles), own);
+      }
+      async_commit();
+    }
+    unsigned long long low[4];
 #pragma unroll
-        for (int r = 0; r < kTogether; r++) {
-          const uint4 part = __ldg(reinterpret_cast<const uint4*>(here + (r0 + r) * L.stride) + 1);
-          const int columns = static_cast<int>(part.z >> 16) * 8, at = column + 2 * g - static_cast<int>(part.z & 0xffff) * 8;
-          const int ranks = at >= 0 && at < columns ? static_cast<int>(part.w & 255) - 4 * t : 0;
-          const uint16_t* const b = reinterpret_cast<const uint16_t*>(part.x | static_cast<uint64_t>(part.y) << 32) + column + 2 * g +
-                                    static_cast<int64_t>(4 * t * columns);
+    for (int i = 0; i < 4; i++) low[i] = ld_relaxed(sums + 2 * t + (i & 1) + 8 * (i >> 1));
+    const unsigned additions = LoraTeams(__ldg(L.count), L.steps).additions(L.steps);
+    float v[4], most = 0.f;
 #pragma unroll
-          for (int i = 0; i < 4; i++) w[r][i] = load_static(b + i * columns, i < ranks);
-        }
-      };
-      load(0);
-      const unsigned additions = LoraTeams(tiles, L.steps).additions(L.steps);
-      float v[4], most = 0.f;
+    for (int i = 0; i < 4; i++) {
+      while (any && !LoraSum::has(low[i], additions)) low[i] = ld_relaxed(sums + 2 * t + (i & 1) + 8 * (i >> 1));
+      v[i] = any ? LoraSum::of(low[i]) : 0.f;
+      most = fmaxf(most, fabsf(v[i]));
+    }
+    __syncwarp();
+    // The largest of a row becomes 1, as x is not scaled and halves end at 65504.
+    most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+    most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+    const float inverse = most > 1e-30f ? __fdividef(1.f, most) : 0.f;
+    const half2 b0 = __floats2half2_rn(v[0] * inverse, v[1] * inverse), b1 = __floats2half2_rn(v[2] * inverse, v[3] * inverse);
+    const uint32_t x0 = reinterpret_cast<const uint32_t&>(b0), x1 = reinterpret_cast<const uint32_t&>(b1);
+    float z[4] = {};
+    if (slot) {
+      async_wait<0>();
+      __syncwarp();
+      const uint32_t row = shared_address(slot) + ((lane & 7) + (lane >> 4) * 8) * 32 + (lane >> 3 & 1) * 16;
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        while (has && !LoraSum::has(low[i], additions)) low[i] = ld_relaxed(sums + i);
-        v[i] = has ? LoraSum::of(low[i]) : 0.f;
-        most = fmaxf(most, fabsf(v[i]));
+      for (int r = 0; r < 8; r++) {
+        uint32_t w[4];
+        load_matrices<true>(w, row + (r >> 2) * stride + (r & 3) * 512);
+        mma16816(z, w[0], w[1], w[2], w[3], g == r ? x0 : 0u, g == r ? x1 : 0u);
       }
       __syncwarp();
-      // The largest of a row becomes 1, as x is not scaled and halves end at 65504.
-      most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
-      most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
-      const float inverse = most > 1e-30f ? __frcp_rn(most) : 0.f;
-      const half2 b0 = __floats2half2_rn(v[0] * inverse, v[1] * inverse), b1 = __floats2half2_rn(v[2] * inverse, v[3] * inverse);
-      float z[4] = {};
+    } else {
 #pragma unroll 1
-      for (int r0 = 0;;) {
+      for (int r = 0; r < 8; r++) {
+        const uint64_t address = __shfl_sync(~0u, reinterpret_cast<uint64_t>(b), 4 * r);
+        const int first = __shfl_sync(~0u, at, 4 * r), wide = __shfl_sync(~0u, columns, 4 * r), ranks = __shfl_sync(~0u, rank, 4 * r);
+        uint32_t w[4];
 #pragma unroll
-        for (int r = 0; r < kTogether; r++)
-          lora_mma(z, w[r], g == r0 + r ? reinterpret_cast<const uint32_t&>(b0) : 0u,
-                   g == r0 + r ? reinterpret_cast<const uint32_t&>(b1) : 0u);
-        r0 += kTogether;
-        if (r0 == 8) break;
-        load(r0);
-      }
-#pragma unroll
-      for (int n = 0; n < 2; n++) {
-        const float own = __shfl_sync(~0u, most, 8 * t + 4 * n);
-        y[n] = fmaf(z[n], own, y[n]), y[n + 2] = fmaf(z[n + 2], own, y[n + 2]);
+        for (int i = 0; i < 4; i++) {
+          const int own = g + 8 * (i & 1), from = 2 * t + 8 * (i >> 1);
+          const auto* const p = reinterpret_cast<const uint16_t*>(address) + static_cast<int64_t>(from) * wide + own;
+          const bool in = first + own >= 0 && first + own < wide;
+          w[i] = (in && from < ranks ? __ldg(p) : 0u) | (in && from + 1 < ranks ? static_cast<uint32_t>(__ldg(p + wide)) << 16 : 0u);
+        }
+        mma16816(z, w[0], w[1], w[2], w[3], g == r ? x0 : 0u, g == r ? x1 : 0u);
       }
     }
-    float v[4];  // y: columns 2 g and 2 g + 1; wanted: g and g + 8
 #pragma unroll
-    for (int k = 0; k < 4; k++) {
-      const int from = (g + 8 * (k >> 1)) / 2 * 4 + t;
-      const float even = __shfl_sync(~0u, y[k & 1], from), odd = __shfl_sync(~0u, y[2 + (k & 1)], from);
-      v[k] = g & 1 ? odd : even;
+    for (int n = 0; n < 2; n++) {
+      const float own = __shfl_sync(~0u, most, 8 * t + 4 * n);
+      y[n] = fmaf(z[n], own, y[n]), y[n + 2] = fmaf(z[n + 2], own, y[n + 2]);
     }
-    return {v[0], v[1], v[2], v[3]};
   }
 };
 #endif  // __CUDA_ARCH__ >= 900

@@ -309,7 +309,7 @@ struct StreamKProducer {
     StreamKCursor<NB> back;
     typename Lora::Ahead lora_ahead;
     const auto wait = [&] {
-      if (Lora::kAny && producer == kStreamKWeightProducers)
+      if (Lora::kAny && producer == kStreamKWeightProducers && !(lora.flags() & 16))
         lora_ahead.begin(lora, A.tokens, A.begin[blockIdx.x + 1] - A.begin[blockIdx.x] - used, lane);
       pdl_wait();
       if (NB > 2 && A.squares && producer == 0) wait_for_squares();
@@ -328,7 +328,7 @@ struct StreamKProducer {
         fetch_weights(p, tile, it, begin, end, at);
       else
         fetch_tokens(p, tile, it, begin, end, at);
-      if (Lora::kAny && producer == kStreamKWeightProducers && count > ahead) lora_ahead.go_on(units);
+      if (Lora::kAny && producer == kStreamKWeightProducers && count > ahead && !(lora.flags() & 16)) lora_ahead.go_on(units, lane);
     });
     if (count <= ahead) wait();
     if (producer == kStreamKWeightProducers && A.keys.rows) prefetch_keys(A.keys, lane);
@@ -541,7 +541,7 @@ struct StreamKEpilogue {
       store_tile<NB>(A, tile, factors, warp, lane, y);
     } else {
       int writers = 0, rank = 0;
-      if (NB == 8 && !exclusive && to == A.begin[blockIdx.x + 1]) {
+      if (NB == 8 && !Lora::kAny && !exclusive && to == A.begin[blockIdx.x + 1]) {
         barrier_wait(ready, 0);
         if (p == last->own) writers = last->writers, rank = last->rank;
       }
@@ -553,24 +553,29 @@ struct StreamKEpilogue {
     if (!exclusive || direct(exclusive)) return;
     TileSharers own(A, tile);
     own.writers = 1, own.own = -1;
-    write(own);
+    write(own, false);
     consumer_barrier();  // before the sums are overwritten
+  }
+  // Both, with one copy of the code.
+  __device__ __forceinline__ void finish(const StreamKTile& tile, bool exclusive, bool ends) const {
+    if (!exclusive && !ends) return;
+    barrier_wait(ready, 0);
+    TileSharers s = *last;
+    if (exclusive) s = TileSharers(A, tile), s.writers = 1, s.own = -1;
+    if (s.writers) write(s, !exclusive);
+    if (exclusive) consumer_barrier();
   }
   // Writes this CTA's slice of its last tile.
   __device__ __forceinline__ void finish_last() const {
     barrier_wait(ready, 0);
-    if constexpr (Lora::kAny) {  // whose code needs the registers
-      if (last->writers) write(*last);
-    } else {
-      const TileSharers s = *last;
-      if (s.writers) write(s);
-    }
+    const TileSharers s = *last;
+    if (s.writers) write(s, true);
   }
 
  private:
   // A slice: one strip and 8 rows per warp and pass. With 64 rows a warp takes its own strip and reads its own sums from shared memory;
   // with fewer, strips are dealt to all warps.
-  __device__ __forceinline__ void write(const TileSharers& s) const {
+  __device__ __forceinline__ void write(const TileSharers& s, bool last_one) const {
     const int all = (A.tokens + 7) / 8 * kStreamKStrips;
     const int from = NB == 8 ? s.rank * kStreamKStrips + warp : warp * s.writers + s.rank, step = kStreamKWarps * s.writers;
     barrier_wait(ready, 0);
@@ -584,7 +589,8 @@ struct StreamKEpilogue {
 #pragma unroll 1
         for (int p = 0; p <= (A.paired ? 1 : 0); p++) {
           more[0] = more[1];
-          more[1] = lora.of(n * 8, A.tokens, A.part[s.part + p].first_column + column - (lane >> 2), lane);
+          more[1] =
+              lora.of(n * 8, A.part[s.part + p].first_column + column - (lane >> 2), lane, last_one ? kept.slot : nullptr, kStreamKWeights);
         }
       Quad q = {}, first = {}, old = {};
       QuadColumns to;
@@ -618,7 +624,7 @@ struct StreamKEpilogue {
       float* next = place(from, false, p) + at;
       const size_t ahead = from == s.first ? stream_k_sums(NB) * parts : 0;  // the tile begins in the first CTA's share
       first = q, q = {};
-      const int own = NB == 8 && p == s.own ? static_cast<int>(blockIdx.x) - from : -1;  // kept in shared memory
+      const int own = NB == 8 && !Lora::kAny && p == s.own ? static_cast<int>(blockIdx.x) - from : -1;  // kept in shared memory
 #pragma unroll 1
       for (int base = 0; base < count; base += kTogether) {
         float4 part[kTogether];
@@ -789,12 +795,16 @@ __device__ __forceinline__ void run_stream_k(const StreamKArgs& A, const Lora& l
   const RowFactors<NB> factors(A, warp, lane);
   if constexpr (Lora::kAny) {
     typename Lora::template Shrink<NB> shrink(lora.L, A.x, A.tokens, warp, lane);
-    shrink.load_a();
-    pdl_wait();
-    shrink.load_x();
-    factors.load(s.factors, warp, lane);
-    shrink.finish();
-    if (warp == kStreamKWarps - 1) lora.clear(A.tokens, lane);
+    bool begun = false;
+#pragma unroll 1
+    do {
+      shrink.load_a();
+      if (!begun) pdl_wait();
+      shrink.load_x();
+      if (!begun) factors.load(s.factors, warp, lane), begun = true;
+      shrink.multiply();
+    } while (shrink.of);
+    if (warp == kStreamKWarps - 1 && !(lora.flags() & 32)) lora.clear(A.tokens, lane);
   } else {
     pdl_wait();
     factors.load(s.factors, warp, lane);
@@ -816,9 +826,12 @@ __device__ __forceinline__ void run_stream_k(const StreamKArgs& A, const Lora& l
         epilogue.store_sums(tile, p, to, exclusive, y);
       }
     }
-    epilogue.finish_tile(tile, exclusive);
+    if constexpr (Lora::kAny)
+      epilogue.finish(tile, exclusive, to == A.begin[blockIdx.x + 1]);
+    else
+      epilogue.finish_tile(tile, exclusive);
   });
-  epilogue.finish_last();
+  if constexpr (!Lora::kAny) epilogue.finish_last();
 }
 
 #endif  // __CUDA_ARCH__ >= 900
