@@ -1,7 +1,7 @@
 // y += (scale * (x a)) b for rows with adapters of their own, as in Punica's BGMV (Chen et al., 2023, arXiv:2310.18547): each row finds its
 // matrices through a table. A row's bits do not depend on the other rows.
 //
-// lora_shrink, lora_sums: a CTA takes 256 inputs of a row and every gridDim.y-th 16 columns of a; its sums go to memory, chunk by chunk.
+// lora_shrink: a CTA takes 256 inputs of a row and every gridDim.y-th 16 columns of a; its sums go to memory, chunk by chunk.
 // Two lanes hold a row of 16 columns. lora_expand: a thread takes a column of y (two where [gate; up] becomes one input), its CTA first
 // adds the chunks up in order. Bytes: a and b of every row once, rows with the same adapter from L2; y twice. Adapters and table are
 // written before the step, so they are read ahead of griddepcontrol.wait. Every CTA waits there, even with nothing to do: the next kernel
