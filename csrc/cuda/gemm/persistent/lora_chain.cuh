@@ -126,7 +126,7 @@ struct LoraWarp {
       expand(q);
       __syncwarp();
       warp_arrive(ready, lane);
-      if (q + 1 < C.count) bring(q + 1);
+      if (q + 1 < C.count) plan(q + 1), bring(q + 1);
       if (q == 0 && C.count > 1) clear();
     }
   }
@@ -148,23 +148,24 @@ struct LoraWarp {
       }
       count(q, row) = n;
     }
-#pragma unroll 1
-    for (int q = 0; q < C.count; q++) {
-      const GemmArgs& A = C.gemm[q].a;
-      int all = 0;
-#pragma unroll 1
-      for (int p = 0; p < A.num_parts; p++) {
-        const int own = own_strips(A, p);
-        for (int s = lane; s < own; s += 32)
-          strips(q)[all + s] = {A.part[p].first_column + (first_strip(A, block, p) + s * A.grid) * 16, place(q, p, s)};
-        all += own;
-      }
-      // CTAs or tasks that add.
-      const int adders = q ? min(C.grid, C.gemm[q - 1].a.part[0].strips) : chunks();
-      if (lane == 0) gemm(q) = {all, own_strips(A, 0), A.part[0].outputs, static_cast<unsigned>(adders)};
-    }
-    __syncwarp();
+    plan(0);
     bring(0);
+  }
+  // This CTA's strips of GEMM q.
+  __device__ __forceinline__ void plan(int q) const {
+    const GemmArgs& A = C.gemm[q].a;
+    int all = 0;
+#pragma unroll 1
+    for (int p = 0; p < A.num_parts; p++) {
+      const int own = own_strips(A, p);
+      for (int s = lane; s < own; s += 32)
+        strips(q)[all + s] = {A.part[p].first_column + (first_strip(A, block, p) + s * A.grid) * 16, place(q, p, s)};
+      all += own;
+    }
+    // CTAs or tasks that add.
+    const int adders = q ? min(C.grid, C.gemm[q - 1].a.part[0].strips) : chunks();
+    if (lane == 0) gemm(q) = {all, own_strips(A, 0), A.part[0].outputs, static_cast<unsigned>(adders)};
+    __syncwarp();
   }
   // The other sets become zero.
   __device__ __forceinline__ void clear() const {

@@ -157,7 +157,7 @@ struct LoraShrink {
 // Brings this CTA's part of the matrices that are needed later to the L2 cache, some lines at a time, so that weights are not held up.
 struct LoraAhead {
   const uint8_t* from[2];  // of b; of a of the next product
-  int lines[2], each[2];   // of 128 bytes; of them per unit of the CTA's share
+  int lines[2], each[2];   // pieces of 16 bytes; of them per unit of the CTA's share
   int done[2];
 
   __device__ __forceinline__ LoraAhead() : from{}, lines{}, each{}, done{} {}
@@ -175,9 +175,9 @@ struct LoraAhead {
       const int row = entry / tiles;
       const LoraTile tile = (n ? L.next : L.tiles)[row * L.stride + entry - row * tiles];
       if (!tile.a || !tile.fresh || (n && !tile.head)) continue;
-      const int all = ((n ? L.next_inputs * tile.width : tile.rank * tile.columns / 2) + 3) / 4;
+      const int all = n ? L.next_inputs * tile.width * 2 : tile.rank * tile.columns;
       lines[n] = (all + shares - 1) / shares, each[n] = (lines[n] + units - 1) / max(units, 1);
-      from[n] = reinterpret_cast<const uint8_t*>(n ? tile.a : tile.b + tile.first * 8) + static_cast<int64_t>(share * lines[n]) * 128;
+      from[n] = reinterpret_cast<const uint8_t*>(n ? tile.a : tile.b + tile.first * 8) + static_cast<int64_t>(share * lines[n]) * 16;
       lines[n] = min(lines[n], all - share * lines[n]);
     }
     static_cast<void>(lane);
@@ -186,13 +186,35 @@ struct LoraAhead {
 #pragma unroll
     for (int n = 0; n < 2; n++) {
       const int end = min(done[n] + units * each[n], lines[n]);
-#pragma unroll 1
-      for (int line = done[n] + lane; line < end; line += 32) prefetch_line(from[n] + static_cast<int64_t>(line) * 128);
+      if (lane == 0 && done[n] < end)
+        asm volatile("cp.async.bulk.prefetch.L2.global [%0],%1;" ::"l"(from[n] + static_cast<int64_t>(done[n]) * 16),
+                     "r"((end - done[n]) * 16)
+                     : "memory");
       done[n] = end;
     }
   }
 };
 
+// Eight rows' products of a tile, b from global memory; a lane's b, at, columns and rank are those of row lane / 4. Not inlined: rare.
+static __device__ __noinline__ float4 lora_rows(const uint16_t* b, int at, int columns, int rank, uint32_t x0, uint32_t x1) {
+  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  float z[4] = {};
+#pragma unroll 1
+  for (int r = 0; r < 8; r++) {
+        const uint64_t address = __shfl_sync(~0u, reinterpret_cast<uint64_t>(b), 4 * r);
+        const int first = __shfl_sync(~0u, at, 4 * r), wide = __shfl_sync(~0u, columns, 4 * r), ranks = __shfl_sync(~0u, rank, 4 * r);
+        uint32_t w[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          const int own = g + 8 * (i & 1), from = 2 * t + 8 * (i >> 1);
+          const auto* const p = reinterpret_cast<const uint16_t*>(address) + static_cast<int64_t>(from) * wide + own;
+          const bool in = first + own >= 0 && first + own < wide;
+          w[i] = (in && from < ranks ? __ldg(p) : 0u) | (in && from + 1 < ranks ? static_cast<uint32_t>(__ldg(p + wide)) << 16 : 0u);
+        }
+        mma16816(z, w[0], w[1], w[2], w[3], g == r ? x0 : 0u, g == r ? x1 : 0u);
+      }
+  return {z[0], z[1], z[2], z[3]};
+}
 struct LoraTiles {
   static constexpr bool kAny = true;
   template <int NB>
@@ -284,20 +306,8 @@ struct LoraTiles {
       }
       __syncwarp();
     } else {
-#pragma unroll 1
-      for (int r = 0; r < 8; r++) {
-        const uint64_t address = __shfl_sync(~0u, reinterpret_cast<uint64_t>(b), 4 * r);
-        const int first = __shfl_sync(~0u, at, 4 * r), wide = __shfl_sync(~0u, columns, 4 * r), ranks = __shfl_sync(~0u, rank, 4 * r);
-        uint32_t w[4];
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-          const int own = g + 8 * (i & 1), from = 2 * t + 8 * (i >> 1);
-          const auto* const p = reinterpret_cast<const uint16_t*>(address) + static_cast<int64_t>(from) * wide + own;
-          const bool in = first + own >= 0 && first + own < wide;
-          w[i] = (in && from < ranks ? __ldg(p) : 0u) | (in && from + 1 < ranks ? static_cast<uint32_t>(__ldg(p + wide)) << 16 : 0u);
-        }
-        mma16816(z, w[0], w[1], w[2], w[3], g == r ? x0 : 0u, g == r ? x1 : 0u);
-      }
+      const float4 all = lora_rows(b, at, columns, rank, x0, x1);
+      z[0] = all.x, z[1] = all.y, z[2] = all.z, z[3] = all.w;
     }
 #pragma unroll
     for (int n = 0; n < 2; n++) {

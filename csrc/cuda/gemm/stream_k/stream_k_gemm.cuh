@@ -598,8 +598,7 @@ struct StreamKEpilogue {
         to.load(A, column);
         if (!A.paired) old_residual(A, token, column, old);
       }
-      sum(s, ((strip * NB + n) * 32 + lane) * 4, k, q, first);
-      if constexpr (Lora::kAny) first.add(more[0]), q.add(more[1]);
+      sum(s, ((strip * NB + n) * 32 + lane) * 4, k, more, q, first);
       if (A.paired) {
         gates(token, column, q, first);
         put_quad(A, token, column, q, to);
@@ -614,8 +613,8 @@ struct StreamKEpilogue {
     }
   }
   // Adds the partial sums in CTA order; where paired, q of part 1 and `first` of part 0.
-  __device__ __forceinline__ void sum(const TileSharers& s, int at, int k, Quad& q, Quad& first) const {
-    constexpr int kTogether = 5;
+  __device__ __forceinline__ void sum(const TileSharers& s, int at, int k, const float4 (&more)[2], Quad& q, Quad& first) const {
+    constexpr int kTogether = Lora::kAny ? 3 : 5;
     const int parts = A.paired ? 2 : 1;
     const size_t stride = static_cast<size_t>(stream_k_sums(NB)) * 2 * parts;
 #pragma unroll 1
@@ -624,6 +623,7 @@ struct StreamKEpilogue {
       float* next = place(from, false, p) + at;
       const size_t ahead = from == s.first ? stream_k_sums(NB) * parts : 0;  // the tile begins in the first CTA's share
       first = q, q = {};
+      if constexpr (Lora::kAny) q.add(p == parts - 1 ? more[1] : more[0]);
       const int own = NB == 8 && !Lora::kAny && p == s.own ? static_cast<int>(blockIdx.x) - from : -1;  // kept in shared memory
 #pragma unroll 1
       for (int base = 0; base < count; base += kTogether) {
