@@ -30,7 +30,7 @@ from exl2nb.ops.lora import LoraChange, LoraPart
 
 SMALL = ("sample_rows", "embed_kernel", "rows_kernel", "gates", "Memcpy")
 PRODUCTS = ("stream_k_wgmma", "stream_k_gemm", "stream_k_lora", "skinny_gemm")
-KERNELS = ("persistent_gemm", "persistent_lora", "attention_decode", *PRODUCTS, "lora_shrink", "lora_tiles", "lora_expand", *SMALL)
+KERNELS = ("persistent_gemm", "persistent_lora", "attention_decode", *PRODUCTS, "lora_shrink", "lora_sums", "lora_expand", *SMALL)
 PAGE, WARM_UP, REPLAYS, PROFILED = 256, 20, 50, 12
 
 

@@ -10,8 +10,8 @@ namespace {
 
 constexpr int kShrinkSplit = 4;  // most CTAs that share the columns of a chunk: q, k and v of rank 16, or gate and up of rank 32, one each
 constexpr int kShrinkCtas = 6;   // resident on an SM (40 registers); more would take turns, most of them without columns
-const Kernel<LoraArgs> shrink{"gemm/lora.cu", "lora_shrink"}, expand{"gemm/lora.cu", "lora_expand"};
-const Kernel<LoraTilesArgs> tiles{"gemm/lora.cu", "lora_tiles"};
+const Kernel<LoraArgs> shrink{"gemm/lora.cu", "lora_shrink"}, shrink_all{"gemm/lora.cu", "lora_sums"},
+    expand{"gemm/lora.cu", "lora_expand"};
 
 Dim shrink_grid(const LoraArgs& a, int rows) {
   const auto chunks = static_cast<int>(lora_chunks(a.K)), resident = kShrinkCtas * multiprocessors() / (chunks * rows);
@@ -21,8 +21,8 @@ Dim shrink_grid(const LoraArgs& a, int rows) {
 
 }  // namespace
 
-const char* lora_tiles_launch(const LoraTilesArgs& a, void* stream) {
-  return tiles({static_cast<unsigned>(a.of.ops), kLoraRows, 0, stream, false}, a);
+const char* lora_shrink_launch(const LoraArgs& a, int rows, void* stream, bool pdl) {
+  return shrink_all({shrink_grid(a, rows), kLoraThreads, 0, stream, pdl}, a);
 }
 
 const char* lora_launch(LoraArgs a, int rows, void* stream, bool pdl) {

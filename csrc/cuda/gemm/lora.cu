@@ -1,7 +1,7 @@
 // y += (scale * (x a)) b for rows with adapters of their own, as in Punica's BGMV (Chen et al., 2023, arXiv:2310.18547): each row finds its
 // matrices through a table. A row's bits do not depend on the other rows.
 //
-// lora_shrink: a CTA takes 256 inputs of a row and every gridDim.y-th 16 columns of a; its sums go to memory, chunk by chunk.
+// lora_shrink, lora_sums: a CTA takes 256 inputs of a row and every gridDim.y-th 16 columns of a; its sums go to memory, chunk by chunk.
 // Two lanes hold a row of 16 columns. lora_expand: a thread takes a column of y (two where [gate; up] becomes one input), its CTA first
 // adds the chunks up in order. Bytes: a and b of every row once, rows with the same adapter from L2; y twice. Adapters and table are
 // written before the step, so they are read ahead of griddepcontrol.wait. Every CTA waits there, even with nothing to do: the next kernel
@@ -13,7 +13,48 @@ namespace exl2nb {
 
 __device__ __forceinline__ int padded_rank(const LoraPart& p) { return static_cast<int>(p.rank + 15) & ~15; }
 
-__global__ void __launch_bounds__(kLoraThreads) lora_shrink(const __grid_constant__ LoraArgs a) {
+// This CTA's share of a row's matrices b into the L2 cache, unless an earlier row brings the same.
+__device__ __forceinline__ void prefetch_b(const LoraRows& of, int row, const LoraChange& change) {
+#if __CUDA_ARCH__ >= 900
+  bool known = false;
+  for (int other = threadIdx.x & 31; other < row; other += 32) known |= of.of(other) == &change;
+  if (__any_sync(~0u, known) || threadIdx.x >= change.num_parts) return;
+  const LoraPart part = change.parts[threadIdx.x];
+  const int64_t pieces = gridDim.x * gridDim.y, piece = blockIdx.x * gridDim.y + blockIdx.y, bytes = part.rank * part.columns * 2;
+  const int64_t each = (bytes / 16 + pieces - 1) / pieces * 16, from = piece * each, count = min(each, (bytes & ~15) - from);
+  if (count > 0)
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0],%1;" ::"l"(reinterpret_cast<const uint8_t*>(part.b) + from),
+                 "r"(static_cast<uint32_t>(count))
+                 : "memory");
+#endif
+}
+// The CTA that is the last to have its chunk's sums of a tile adds all chunks up, in order.
+__device__ __forceinline__ void finish_tile(const LoraArgs& a, const LoraPart& part, int column, int row, int tile) {
+  constexpr int kGroups = kLoraThreads / 16;
+  __shared__ float partial[kGroups][16];
+  __shared__ bool last;
+  unsigned* const arrived = a.arrived + row * (a.width / 16) + tile;
+  if (threadIdx.x == 0) last = atomicAdd(arrived, 1u) == gridDim.x - 1;
+  __syncthreads();
+  if (!last) return;
+  __threadfence();
+  const int own = threadIdx.x & 15, group = threadIdx.x >> 4, chunks = gridDim.x;
+  const float* const sums = a.sums + static_cast<int64_t>(row) * chunks * a.width + 16 * tile + own;
+  float sum = 0.f;
+  for (int q = group; q < chunks; q += kGroups) sum += __ldcg(sums + static_cast<int64_t>(q) * a.width);
+  partial[group][own] = sum;
+  __syncthreads();
+  if (group) return;
+  float all = 0.f;
+#pragma unroll
+  for (int n = 0; n < kGroups; n++) all += partial[n][own];
+  a.low[static_cast<int64_t>(row) * a.width + 16 * tile + own] = column + own < part.rank ? all * __ldg(part.scale + column + own) : 0.f;
+  if (own == 0) *arrived = 0;
+}
+
+// ALL: the sums over all chunks, too.
+template <bool ALL>
+__device__ __forceinline__ void shrink(const LoraArgs& a) {
   constexpr int kWarps = kLoraThreads / 32, kEach = kLoraChunk / (16 * kWarps);
   __shared__ float partial[kWarps][16];
   const int chunk = blockIdx.x, row = blockIdx.z, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -22,6 +63,7 @@ __global__ void __launch_bounds__(kLoraThreads) lora_shrink(const __grid_constan
   const half* const x = a.x.x + token_place(a.x.group, a.x.stride, row);
   const int first = chunk * kLoraChunk + warp * 16 * kEach + (lane >> 1);  // input of this lane, and every 16th after it
   float* const sums = a.sums + (static_cast<int64_t>(row) * gridDim.x + chunk) * a.width;
+  if (ALL && change) prefetch_b(a.of, row, *change);
   bool waited = false;
   int tile = 0;  // 16 columns, counted over all parts
   for (int64_t i = 0; change && i < change->num_parts; i++) {
@@ -66,12 +108,16 @@ __global__ void __launch_bounds__(kLoraThreads) lora_shrink(const __grid_constan
 #pragma unroll
         for (int n = 0; n < kWarps; n++) all += partial[n][threadIdx.x];
         sums[16 * tile + threadIdx.x] = all;
+        if (ALL) __threadfence();
       }
       __syncthreads();
+      if (ALL) finish_tile(a, part, column, row, tile);
     }
   }
   if (!waited) pdl_wait();
 }
+__global__ void __launch_bounds__(kLoraThreads) lora_shrink(const __grid_constant__ LoraArgs a) { shrink<false>(a); }
+__global__ void __launch_bounds__(kLoraThreads) lora_sums(const __grid_constant__ LoraArgs a) { shrink<true>(a); }
 
 __global__ void __launch_bounds__(kLoraThreads) lora_expand(const __grid_constant__ LoraArgs a) {
   constexpr int kLow = 64, kGroups = kLoraThreads / 16;  // ranks at a time; threads that share a sum
@@ -149,40 +195,6 @@ __global__ void __launch_bounds__(kLoraThreads) lora_expand(const __grid_constan
   half* const to = a.next.x + token_place(a.next.group, a.next.stride, row);
   for (int p = 0; p < a.next.num_perms; p++)
     to[static_cast<size_t>(p) * a.next.perm_stride + row_place(a.next.group, a.next.inverse[p] ? __ldg(a.next.inverse[p] + c) : c)] = out;
-}
-
-// A CTA takes an op, a thread a row. Rows beyond the step's have no tiles.
-__global__ void __launch_bounds__(kLoraRows) lora_tiles(const __grid_constant__ LoraTilesArgs a) {
-  __shared__ int most;
-  const int row = threadIdx.x, op = blockIdx.x;
-  if (row == 0) most = 0;
-  __syncthreads();
-  LoraRows of = a.of;
-  of.changes += op;
-  const LoraChange* const change = row < of.tokens ? of.of(row) : nullptr;
-  bool fresh = change;
-  for (int other = 0; fresh && other < row; other++) fresh = of.of(other) != change;
-  LoraTile* const to = a.tiles + (static_cast<int64_t>(op) * kLoraRows + row) * a.stride;
-  int tile = 0;
-  for (int64_t i = 0; change && i < change->num_parts; i++) {
-    const LoraPart part = change->parts[i];
-    const int width = padded_rank(part) / 16;
-    for (int n = 0; n < width && tile < a.stride; n++, tile++)
-      to[tile] = {part.a + 16 * n,
-                  part.scale + 16 * n,
-                  part.b + 16 * n * part.columns - part.first,
-                  static_cast<uint16_t>(part.first / 8),
-                  static_cast<uint16_t>(part.columns / 8),
-                  static_cast<uint8_t>(min(part.rank - 16 * n, int64_t(16))),
-                  static_cast<uint8_t>(width),
-                  n == 0,
-                  fresh};
-  }
-  atomicMax(&most, tile);
-  for (; tile < a.stride; tile++) to[tile] = {};
-  __syncthreads();
-  if (row == 0) a.counts[op] = most;
-  for (int i = op * kLoraRows + row; i < a.clear_count; i += gridDim.x * kLoraRows) a.clear[i] = uint4{0, 0, 0, 0};
 }
 
 }  // namespace exl2nb

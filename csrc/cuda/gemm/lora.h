@@ -6,7 +6,6 @@
 #include <cstdint>
 
 #include "cuda/gemm/fragment.cuh"
-#include "cuda/runtime/mma.cuh"
 #include "format/lora.h"
 
 namespace exl2nb {
@@ -45,52 +44,14 @@ struct LoraArgs {
   MatrixInput next;
   int activation;
   bool gated;
+  // Of lora_shrink_launch, instead of y: scaled sums over the chunks, [row][width], and a zero for each 16 of them, which stays one.
+  float* low;
+  unsigned* arrived;
 };
 
 inline int64_t lora_chunks(int64_t K) { return (K + kLoraChunk - 1) / kLoraChunk; }
 const char* lora_launch(LoraArgs a, int rows, void* stream, bool pdl);
-
-// 16 ranks of a part, or fewer, of one row of a step and one op; nothing: all zero.
-struct alignas(16) LoraTile {
-  const uint16_t* a;        // its first column
-  const float* scale;       // of its first rank
-  const uint16_t* b;        // its first rank, of column 0 of y
-  uint16_t first, columns;  // of b, in eights
-  uint8_t rank, width;      // ranks; columns of a, in sixteens
-  uint8_t head, fresh;      // first tile of its part; no earlier row has the same adapter
-};
-// The tiles of all rows and ops, in front of stream-K GEMMs that add the adapters themselves (lora_tiles.cuh): one launch of a step.
-struct LoraTilesArgs {
-  LoraRows of;      // of op 0
-  LoraTile* tiles;  // [op][kLoraRows][stride]
-  int* counts;      // of the widest row of each op
-  int stride;       // tiles of a row
-  uint4* clear;     // becomes zero
-  int clear_count;
-};
-const char* lora_tiles_launch(const LoraTilesArgs& a, void* stream);
-
-#ifdef __CUDACC__
-// A sum of x a: a whole number of 64 bits, whose lowest ones count what was added. So one atomic addition is data, sum
-// and flag, and the order of additions does not change a bit. At most 2047 additions, each clamped to 32768.
-struct LoraSum {
-  static constexpr int kCount = 11;
-  static constexpr float kOne = 1 << 26, kMost = 1 << 15;  // of one addition: the sum of all stays in 53 bits
-  static __device__ __forceinline__ void add(unsigned long long* to, float v) {
-    const auto whole = static_cast<unsigned long long>(__float2ll_rn(fminf(fmaxf(v, -kMost), kMost) * kOne));
-    asm volatile("red.relaxed.gpu.global.add.u64 [%0],%1;" ::"l"(to), "l"((whole << kCount) + 1) : "memory");
-  }
-  // Whether so many have been added.
-  static __device__ __forceinline__ bool has(unsigned long long v, unsigned count) { return (v & ((1 << kCount) - 1)) == count; }
-  static __device__ __forceinline__ float of(unsigned long long v) {
-    return __ll2float_rn(static_cast<long long>(v) >> kCount) * (1.f / kOne);
-  }
-};
-// c += A B. w: two neighbouring columns of A^T, in the rows of the four places of k that a lane has.
-__device__ __forceinline__ void lora_mma(float (&c)[4], const uint32_t (&w)[4], uint32_t b0, uint32_t b1) {
-  mma16816(c, __byte_perm(w[0], w[1], 0x5410), __byte_perm(w[0], w[1], 0x7632), __byte_perm(w[2], w[3], 0x5410),
-           __byte_perm(w[2], w[3], 0x7632), b0, b1);
-}
-#endif
+// In front of a product that adds the rest itself (lora_quads.cuh): low, for at most kLoraRows rows; b is on its way to the L2 cache.
+const char* lora_shrink_launch(const LoraArgs& a, int rows, void* stream, bool pdl);
 
 }  // namespace exl2nb

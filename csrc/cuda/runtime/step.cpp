@@ -1,7 +1,6 @@
 #include "cuda/runtime/step.h"
 
 #include <algorithm>
-#include <cstdlib>
 
 #include "cuda/attention/cache_format.cuh"
 #include "cuda/gemm/elementwise.h"
@@ -57,14 +56,8 @@ AttentionArgs attention_args(const GpuStep& s, const AttentionOp& op, const QkvO
   return a;
 }
 
-// Behind the sums of launches of their own: number of chains' launches, their sums; then, where adapters fit inside, of stream-K GEMMs the
-// ops' numbers of tiles, two sets of sums, tiles.
-int64_t lora_chain_floats(int64_t width) { return kLoraChainHead + kLoraChainSets * 2 * lora_chain_set(width); }
-int64_t lora_count_floats(int64_t ops) { return (ops + 63) / 64 * 64; }
-int64_t lora_set_floats(int64_t width) { return kLoraRows * width * 2; }
-int64_t lora_tile_floats(int64_t ops, int64_t width) {
-  return ops * kLoraRows * (width / 16) * static_cast<int64_t>(sizeof(LoraTile) / sizeof(float));
-}
+// In front of the sums of persistent chains: number of launches; low and arrived (LoraArgs).
+int64_t lora_head_floats(int64_t width) { return kLoraChainHead + kLoraRows * (width + width / 16); }
 int64_t lora_most_chunks(const Program& program) {
   int64_t K = 0;
   for (const Op* op = program.first(); op; op = program.next(op))
@@ -79,7 +72,8 @@ class Walker {
       : program_(program), H_(static_cast<int>(program.hidden())), s_(step), base_(workspace), at_(layout), stream_(stream), pdl_(pdl) {
     const bool inside = s_.lora.adapters && s_.lora_inside && !ranks() && s_.lora_width <= kLoraChainWidth;
     if (inside) {
-      lora_head_ = s_.lora_sums + kLoraRows * lora_most_chunks(program_) * s_.lora_width;
+      const int64_t chunks = lora_most_chunks(program_), apart = kLoraRows * chunks * s_.lora_width;
+      lora_head_ = s_.lora_sums + apart;
       lora_chain_ = chains_lora();
     }
     stream_k_ = all_stream_k();  // asks how many rows a chain takes, with adapters where it has them
@@ -88,13 +82,7 @@ class Walker {
 
   // at: the op that failed. A persistent chain takes several ops, so a visit may move it on.
   const char* run(const Op*& at) {
-    const bool pdl = pdl_;
-    at = program_.first();
-    if (lora_stream_k_) {
-      if (const char* wrong = lora_tiles_launch(lora_tiles(), stream_)) return wrong;
-      pdl_ = false;  // the tiles are complete before the first kernel begins, so all later ones may read them at once
-    }
-    for (; at; at = next(at), number_++, pdl_ = pdl) {
+    for (at = program_.first(); at; at = next(at), number_++) {
       prefetch_behind(next(at));
       op_ = at;
       const char* wrong = visit(at, *this);
@@ -112,14 +100,12 @@ class Walker {
   float* sum() const { return reinterpret_cast<float*>(base_ + at_.sum); }
   // What a stream-K GEMM prefetches for the ops from `op` on: the next matrix's image, and the keys of an attention before it.
   void prefetch_behind(const Op* op) {
-    ahead_ = {}, ahead_number_ = 0;
+    ahead_ = {};
     if (!stream_k_) return;
-    ahead_number_ = number_ + 1;
-    for (; as<AttentionOp>(op); op = next(op), ahead_number_++) ahead_.keys = attention_keys(s_, *as<AttentionOp>(op));
+    for (; as<AttentionOp>(op); op = next(op)) ahead_.keys = attention_keys(s_, *as<AttentionOp>(op));
     if (!op || !matrix_of(op)) return;
     const Weight weight(matrix_of(op));
     const GpuHeader& h = weight.header();
-    ahead_inputs_ = h.K;
     ahead_.image = weight.blob + h.image, ahead_.bytes = (image_bytes(h.num_items, h.num_units, h.num_parts) + 15) / 16 * 16;
   }
   // The input of the matrix, at a place, for so many tokens.
@@ -224,7 +210,7 @@ class Walker {
   // What the adapters change in the sums y of the current op's product of x.
   LoraArgs lora_args(const Weight& w, const MatrixInput& x, float* y) const {
     const int N = w.header().N;
-    return {lora_of(number_), x, w.header().K, nullptr, s_.lora_sums, s_.lora_width, y, N, N, {}, 0, false};
+    return {lora_of(number_), x, w.header().K, nullptr, s_.lora_sums, s_.lora_width, y, N, N, {}, 0, false, nullptr, nullptr};
   }
   const char* adapt(const Weight& w, const MatrixInput& x, float* y) {
     return lora() || lora_chain_ ? lora_launch(lora_args(w, x, y), s_.tokens, stream_, pdl_) : nullptr;
@@ -234,7 +220,7 @@ class Walker {
   bool chains_lora() {
     lora_args_.ops = s_.lora.ops, lora_args_.adapters = s_.lora.adapters, lora_args_.width = s_.lora_width;
     lora_args_.launches = reinterpret_cast<unsigned*>(lora_head_), lora_args_.set = static_cast<int>(lora_chain_set(s_.lora_width));
-    lora_args_.sums = reinterpret_cast<unsigned long long*>(lora_head_ + kLoraChainHead);
+    lora_args_.sums = reinterpret_cast<unsigned long long*>(lora_head_ + lora_head_floats(s_.lora_width));
     lora_chain_ = true;
     const Op* op = next(program_.first());
     while (const auto* qkv = as<QkvOp>(op)) {
@@ -246,33 +232,17 @@ class Walker {
     }
     return as<HeadOp>(op) || as<ResidualOutOp>(op);
   }
-  // Of stream-K GEMMs: the tiles of all rows and ops; what the launch of the current op takes.
-  LoraTilesArgs lora_tiles() const {
-    float* const counts = lora_head_ + lora_chain_floats(s_.lora_width);
-    float* const sums = counts + lora_count_floats(s_.lora.ops);
-    float* const tiles = sums + 2 * lora_set_floats(s_.lora_width);
-    const auto clear = static_cast<int>(2 * lora_set_floats(s_.lora_width) / 4);
-    LoraRows of = s_.lora;
-    of.tokens = s_.tokens;
-    return {of,   reinterpret_cast<LoraTile*>(tiles), reinterpret_cast<int*>(counts), s_.lora_width / 16, reinterpret_cast<uint4*>(sums),
-            clear};
-  }
-  StreamKLora stream_k_lora(const GemmArgs& a) {
-    const LoraTilesArgs all = lora_tiles();
+  // In front of a stream-K GEMM: x a. The GEMM adds the rest.
+  const char* shrink_lora(const GemmArgs& a, int tokens, StreamKLora& lora) {
+    MatrixInput x;
     const GpuHeader& h = header_of(a.head);
-    const auto of = [&](int op) { return all.tiles + static_cast<int64_t>(op) * kLoraRows * all.stride; };
-    auto* const sums = reinterpret_cast<unsigned long long*>(all.clear);
-    const int64_t set = kLoraRows * s_.lora_width;
-    const bool odd = lora_products_++ % 2;
-    StreamKLora lora{};
-    lora.tiles = of(number_), lora.count = all.counts + number_, lora.stride = all.stride;
-    lora.sums = sums + (odd ? set : 0), lora.clear = sums + (odd ? 0 : set);
-    lora.features = h.perms ? reinterpret_cast<const int*>(a.image - h.image + h.perms) : nullptr;
-    const char* const flags = getenv("EXL2NB_LP");
-    lora.flags = flags ? atoi(flags) : 0;
-    lora.inputs = h.K, lora.steps = h.stored / 16;
-    if (ahead_.image) lora.next = of(ahead_number_), lora.next_count = all.counts + ahead_number_, lora.next_inputs = ahead_inputs_;
-    return lora;
+    set_input(x, a.head, a.image - h.image, const_cast<half*>(a.x), stream_k_rows(s_.capacity));
+    x.group = group(tokens);
+    float* const low = lora_head_ + kLoraChainHead;
+    auto* const arrived = reinterpret_cast<unsigned*>(low + kLoraRows * s_.lora_width);
+    lora = {lora_of(number_), low, s_.lora_width};
+    const LoraArgs args{lora.of, x, h.K, nullptr, s_.lora_sums, s_.lora_width, nullptr, 0, 0, {}, 0, false, low, arrived};
+    return lora_shrink_launch(args, a.tokens, stream_, pdl_);
   }
 
   static Epilogue epilogue_of(const Op& op) { return as<GateUpOp>(&op) ? kActivation : kStore; }
@@ -326,7 +296,7 @@ class Walker {
     }
     const char* const wrong = embed_launch(a, s_.tokens, stream_, pdl_);
     if (wrong || !lora()) return wrong;
-    return lora_launch({lora_of(number_), {}, a.vocab, s_.ids, nullptr, s_.lora_width, a.x, H_, H_, {}, 0, false},
+    return lora_launch({lora_of(number_), {}, a.vocab, s_.ids, nullptr, s_.lora_width, a.x, H_, H_, {}, 0, false, nullptr, nullptr},
                        s_.tokens, stream_, pdl_);
   }
 
@@ -336,8 +306,8 @@ class Walker {
   const char* run_stream_k(const GemmArgs& a, int tokens) {
     StreamKLora lora;
     const bool adapted = lora_stream_k_ && !as<HeadOp>(op_);
-    if (adapted) lora = stream_k_lora(a);
-    return stream_k_launch(a, group(tokens), ahead_, base_ + at_.stream_k, stream_, pdl_, adapted && !(lora.flags & 64) ? &lora : nullptr);
+    if (const char* wrong = adapted ? shrink_lora(a, tokens, lora) : nullptr) return wrong;
+    return stream_k_launch(a, group(tokens), ahead_, base_ + at_.stream_k, stream_, pdl_, adapted ? &lora : nullptr);
   }
 
   const char* operator()(const QkvOp& op) {
@@ -635,7 +605,6 @@ class Walker {
   float* lamport_qkv_ = nullptr;  // what the last QKV wrote, where it has Lamport flags
   int lamport_set_ = 0;
   StreamKNext ahead_{};
-  int ahead_number_ = 0, ahead_inputs_ = 0;  // of that op: its number, its matrix's features
   const QkvOp* last_qkv_ = nullptr;
   const ResidualOp* o_ = nullptr;  // behind the last attention
   int exchanges_ = 0;
@@ -644,7 +613,6 @@ class Walker {
   // Adapters inside the products: of persistent chains; of stream-K GEMMs. lora_head_: memory of both (step.h).
   bool lora_chain_ = false, lora_stream_k_ = false;
   float* lora_head_ = nullptr;
-  int lora_products_ = 0;
   LoraChain lora_args_{};
 };
 
@@ -652,11 +620,7 @@ class Walker {
 
 int64_t lora_sums(const Program& program, int64_t width) {
   const int64_t chunks = lora_most_chunks(program);
-  const int64_t apart = kLoraRows * chunks * width + lora_chain_floats(width);
-  if (width > kLoraChainWidth) return apart;
-  int64_t ops = 0;
-  for (const Op* op = program.first(); op; op = program.next(op)) ops++;
-  return apart + lora_count_floats(ops) + 2 * lora_set_floats(width) + lora_tile_floats(ops, width);
+  return kLoraRows * chunks * width + lora_head_floats(width) + kLoraChainSets * 2 * lora_chain_set(width);
 }
 
 std::string step_workspace(const Program& program, int capacity, size_t& bytes, int64_t& width) {

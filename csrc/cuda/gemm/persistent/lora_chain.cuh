@@ -29,9 +29,8 @@ struct LoraChain {
   const int* adapters;  // by row, -1 for none
   unsigned long long* sums;
   unsigned* launches;
-  int width, set;                                   // stride of the sums: widest change; numbers of a set
-  int parts, gemms, low, adds, cache, cache_bytes;  // offsets in shared memory
-  int most_strips;                                  // of a CTA and a GEMM
+  int width, set;                            // stride of the sums: widest change; numbers of a set
+  int parts, low, adds, cache, cache_bytes;  // offsets in shared memory
 };
 // Numbers of a set.
 inline int64_t lora_chain_set(int64_t width) { return kLoraChainGemms * kLoraChainRows * width; }
@@ -42,50 +41,65 @@ EXL2NB_BOTH constexpr int lora_parts_bytes(int rows) {
 }
 
 #if __CUDA_ARCH__ >= 900
-// What the warp needs to know of a GEMM, in shared memory: kernel parameters would stall on the constant cache.
-struct LoraChainGemm {
-  int strips, own;     // of this CTA, in all parts; of its first part
-  int outputs;         // of the first part
-  unsigned additions;  // to each of its sums
+// A sum of x a: a whole number of 64 bits, whose lowest ones count what was added. So one atomic addition is data, sum
+// and flag, and the order of additions does not change a bit. At most 2047 additions, each clamped to 32768.
+struct LoraSum {
+  static constexpr int kCount = 11;
+  static constexpr float kOne = 1 << 26, kMost = 1 << 15;  // of one addition: the sum of all stays in 53 bits
+  static __device__ __forceinline__ void add(unsigned long long* to, float v) {
+    const auto whole = static_cast<unsigned long long>(__float2ll_rn(fminf(fmaxf(v, -kMost), kMost) * kOne));
+    asm volatile("red.relaxed.gpu.global.add.u64 [%0],%1;" ::"l"(to), "l"((whole << kCount) + 1) : "memory");
+  }
+  // Whether so many have been added.
+  static __device__ __forceinline__ bool has(unsigned long long v, unsigned count) { return (v & ((1 << kCount) - 1)) == count; }
+  static __device__ __forceinline__ float of(unsigned long long v) {
+    return __ll2float_rn(static_cast<long long>(v) >> kCount) * (1.f / kOne);
+  }
 };
-struct LoraChainStrip {
-  int column, place;  // of y; among the CTA's outputs
-};
-// Values of four places of k at a lane of an MMA.
-__device__ __forceinline__ int lora_place(int lane, int i) { return 2 * (lane & 3) + (i & 1) + 8 * (i >> 1); }
-
-// The warp. Args: PersistentArgs. Products are those of one row: its values stand in all eight columns of the MMA.
+// y[n] += v * a[n], of 8 halves.
+__device__ __forceinline__ void lora_multiply(float v, const uint4& a, float* y) {
+  const uint32_t w[4] = {a.x, a.y, a.z, a.w};
+#pragma unroll
+  for (int n = 0; n < 4; n++) {
+    y[2 * n] = fmaf(v, __half2float(__ushort_as_half(static_cast<uint16_t>(w[n]))), y[2 * n]);
+    y[2 * n + 1] = fmaf(v, __half2float(__ushort_as_half(static_cast<uint16_t>(w[n] >> 16))), y[2 * n + 1]);
+  }
+}
+// Two lanes that differ in bit `d` add up 2 * N numbers; the one with the bit keeps the second N.
+template <int N>
+__device__ __forceinline__ void lora_halve(float* y, int lane, int d) {
+#pragma unroll
+  for (int n = 0; n < N; n++) {
+    const float other = __shfl_xor_sync(~0u, lane & d ? y[n] : y[n + N], d);
+    y[n] = (lane & d ? y[n + N] : y[n]) + other;
+  }
+}
+// The warp. Args: PersistentArgs.
 template <class Args>
 struct LoraWarp {
   const Args& C;
   const LoraChain& L;
   uint8_t* shared;
-  int rows, block, lane, width;
+  int rows, block, lane;
   unsigned long long* sums;  // of this launch
   int b_at;                  // place of b in the cache, behind a
-  // The task: row, chunk, first of its columns of all parts', negative for none.
-  int m, chunk, column, a_width;
-  const uint16_t* from;  // its columns of a; null: in the cache
+  // The task: row, chunk, first of its columns of all parts', negative for none; and this lane's rows of a there, 8 columns each.
+  int m, chunk, column, at[8];
+  const uint16_t* from;  // null: in the cache
 
   __device__ __forceinline__ LoraWarp(const Args& args, const LoraChain& lora, uint8_t* smem, int cta, int thread)
-      : C(args), L(lora), shared(smem), rows(args.gemm[0].a.tokens), block(cta), lane(thread), width(lora.width), sums(nullptr), b_at(0) {}
+      : C(args), L(lora), shared(smem), rows(args.gemm[0].a.tokens), block(cta), lane(thread), sums(nullptr), b_at(0) {}
 
   __device__ __forceinline__ int& count(int q, int row) const { return reinterpret_cast<int*>(shared + L.parts)[q * rows + row]; }
   __device__ __forceinline__ LoraPart* parts(int q, int row) const {
     return reinterpret_cast<LoraPart*>(shared + L.parts + lora_counts_bytes(rows)) + (q * rows + row) * kLoraChainParts;
   }
-  __device__ __forceinline__ LoraChainGemm& gemm(int q) const { return reinterpret_cast<LoraChainGemm*>(shared + L.gemms)[q]; }
-  __device__ __forceinline__ LoraChainStrip* strips(int q) const {
-    return reinterpret_cast<LoraChainStrip*>(shared + L.gemms + kLoraChainGemms * sizeof(LoraChainGemm)) + q * L.most_strips;
-  }
-  // Scaled sums over the largest of each 16 of them; those; the rows' scales.
-  __device__ __forceinline__ half* low() const { return reinterpret_cast<half*>(shared + L.low); }
-  __device__ __forceinline__ float* most() const { return reinterpret_cast<float*>(shared + L.low + 2 * width); }
-  __device__ __forceinline__ float* scales(int row) const { return reinterpret_cast<float*>(shared + L.low) + (1 + row) * width; }
+  __device__ __forceinline__ float* low() const { return reinterpret_cast<float*>(shared + L.low); }  // then the rows' scales
+  __device__ __forceinline__ float* scales(int row) const { return low() + (1 + row) * L.width; }
   __device__ __forceinline__ float* adds() const { return reinterpret_cast<float*>(shared + L.adds); }
   static __device__ __forceinline__ int padded(const LoraPart& p) { return static_cast<int>(p.rank + 15) & ~15; }
   __device__ __forceinline__ int chunks() const { return (C.gemm[0].width + kLoraChainTask - 1) / kLoraChainTask; }
-  __device__ __forceinline__ unsigned long long* sums_of(int q, int row) const { return sums + (q * kLoraChainRows + row) * width; }
+  __device__ __forceinline__ unsigned long long* sums_of(int q, int row) const { return sums + (q * kLoraChainRows + row) * L.width; }
   __device__ __forceinline__ int own_strips(const GemmArgs& A, int p) const {
     return A.part[p].per_cta + (first_strip(A, block, p) < A.part[p].rest ? 1 : 0);
   }
@@ -126,11 +140,11 @@ struct LoraWarp {
       expand(q);
       __syncwarp();
       warp_arrive(ready, lane);
-      if (q + 1 < C.count) plan(q + 1), bring(q + 1);
+      if (q + 1 < C.count) bring(q + 1);
       if (q == 0 && C.count > 1) clear();
     }
   }
-  // Before griddepcontrol.wait: the parts of all rows and GEMMs, the CTA's strips, and what the first GEMM needs.
+  // Before griddepcontrol.wait: the parts of all rows and GEMMs, and what the first GEMM needs.
   __device__ __forceinline__ void begin() {
     for (int i = lane; i < C.count * rows; i += 32) {
       const int q = i / rows, row = i - q * rows, adapter = __ldg(L.adapters + row);
@@ -148,24 +162,8 @@ struct LoraWarp {
       }
       count(q, row) = n;
     }
-    plan(0);
-    bring(0);
-  }
-  // This CTA's strips of GEMM q.
-  __device__ __forceinline__ void plan(int q) const {
-    const GemmArgs& A = C.gemm[q].a;
-    int all = 0;
-#pragma unroll 1
-    for (int p = 0; p < A.num_parts; p++) {
-      const int own = own_strips(A, p);
-      for (int s = lane; s < own; s += 32)
-        strips(q)[all + s] = {A.part[p].first_column + (first_strip(A, block, p) + s * A.grid) * 16, place(q, p, s)};
-      all += own;
-    }
-    // CTAs or tasks that add.
-    const int adders = q ? min(C.grid, C.gemm[q - 1].a.part[0].strips) : chunks();
-    if (lane == 0) gemm(q) = {all, own_strips(A, 0), A.part[0].outputs, static_cast<unsigned>(adders)};
     __syncwarp();
+    bring(0);
   }
   // The other sets become zero.
   __device__ __forceinline__ void clear() const {
@@ -183,14 +181,15 @@ struct LoraWarp {
     if (q == 0)
       fetch(C.grid - 1 - block, used);
     else
-      each_a(q, used, [&](const LoraPart& part, int, int, uint8_t* to) {
-        const int pieces = 2 * padded(part), own = gemm(q - 1).own, end = gemm(q - 1).outputs * pieces / 16;  // of a strip
+      each_a(q, used, [&](const LoraPart& part, int, int, const uint16_t* a, uint8_t* to) {
+        const GemmArgs& A = C.gemm[q - 1].a;
+        const int strip0 = first_strip(A, block, 0), own = own_strips(A, 0), pieces = 2 * padded(part);  // of a strip
 #pragma unroll 1
         for (int s = 0; s < own; s++)
 #pragma unroll 1
           for (int i = lane; i < pieces; i += 32)
-            if (const int at = strips(q - 1)[s].column / 16 * pieces + i; at < end)
-              take16(to ? to + (s * pieces + i) * 16 : nullptr, part.a + at * 8);
+            if (const int at = (strip0 + s * A.grid) * pieces + i; at < C.gemm[q].width * pieces / 16)
+              take16(to ? to + (s * pieces + i) * 16 : nullptr, a + at * 8);
       });
     async_commit();
     b_at = used;
@@ -198,13 +197,11 @@ struct LoraWarp {
     for (int row = 0; row < rows; row++) {
       each_b(
           q, row, used,
-          [&](const LoraPart& part, int at, int, uint8_t* to) {
+          [&](const LoraPart& part, int64_t at, int, uint8_t* to) {
 #pragma unroll 1
-            for (int i = lane; i < 2 * part.rank; i += 32)
-              if (const int here = at + 8 * (i & 1); here >= 0 && here < part.columns)
-                take16(to ? to + i * 16 : nullptr, part.b + (i >> 1) * part.columns + here);
+            for (int r = lane & 3; at >= 0 && r < part.rank; r += 4) take16(to ? to + r * 16 : nullptr, part.b + r * part.columns + at);
           },
-          [](int) {});
+          [](bool, int) {});
       float* to = scales(row);
 #pragma unroll 1
       for (int i = 0; i < count(q, row); i++) {
@@ -221,48 +218,65 @@ struct LoraWarp {
     else
       prefetch_line(from);
   }
-  // f(part, row, first tile, where the CTA's rows of a are or null): of all rows of the step.
+  // f(part, row, first tile, a, where its rows of this CTA are or nowhere): of all rows of the step.
   template <class F>
   __device__ __forceinline__ void each_a(int q, int& used, F&& f) const {
-    const int own = gemm(q - 1).own;
+    const int own = own_strips(C.gemm[q - 1].a, 0);
 #pragma unroll 1
     for (int row = 0; row < rows; row++)
 #pragma unroll 1
       for (int i = 0, tile = 0; own && i < count(q, row); i++) {
         const LoraPart& part = parts(q, row)[i];
-        f(part, row, tile, cached(used, own * 32 * padded(part)));
+        f(part, row, tile, part.a, cached(used, own * 32 * padded(part)));
         tile += padded(part) / 16;
       }
   }
-  // of_part(part, the strip's first column in it, first tile, where its b is or null) for the parts of a strip, then done(its place).
+  // of_part(part, first of 8 columns in it or negative, first tile, where their b is or nowhere) by lanes 4 o to 4 o + 3 for the o-th eight
+  // columns of the CTA and every 8th after it; done(whether there are such columns, their place among the outputs).
   template <class Part, class Done>
   __device__ __forceinline__ void each_b(int q, int row, int& used, Part&& of_part, Done&& done) const {
-    const int n = count(q, row), all = n ? gemm(q).strips : 0;
+    const GemmArgs& A = C.gemm[q].a;
+    const int n = count(q, row);
+    int all = 0;
+    for (int p = 0; p < A.num_parts; p++) all += 2 * own_strips(A, p);
 #pragma unroll 1
-    for (int s = 0; s < all; s++) {
-      const LoraChainStrip strip = strips(q)[s];
+    for (int base = 0; n && base < all; base += 8) {
+      int o = base + (lane >> 2), p = 0;
+      const bool live = o < all;
+#pragma unroll 1
+      for (; p + 1 < A.num_parts && o >= 2 * own_strips(A, p); p++) o -= 2 * own_strips(A, p);
+      const int s = o >> 1, half_strip = 8 * (o & 1);
+      const int y_column = A.part[p].first_column + (first_strip(A, block, p) + s * A.grid) * 16 + half_strip;
 #pragma unroll 1
       for (int i = 0, tile = 0; i < n; i++) {
         const LoraPart& part = parts(q, row)[i];
-        const int at = strip.column - static_cast<int>(part.first);
-        if (at > -16 && at < part.columns) of_part(part, at, tile, cached(used, 32 * padded(part)));
+        const int64_t at = y_column - part.first;
+        const bool in = live && at >= 0 && at < part.columns;
+        if (const unsigned mask = __ballot_sync(~0u, in)) {
+          uint8_t* const here = cached(used, __popc(mask) * 4 * padded(part));
+          of_part(part, in ? at : -1, tile, here ? here + __popc(mask & ((1u << (lane & ~3)) - 1)) * 4 * padded(part) : nullptr);
+        }
         tile += padded(part) / 16;
       }
-      done(strip.place);
+      done(live, place(q, p, s) + half_strip);
     }
   }
 
-  __device__ __forceinline__ int feature(int stored) const { return L.features ? __ldg(L.features + stored) : stored; }
+  // Stored row of a lane's j-th number of x. Two lanes share them.
+  __device__ __forceinline__ int stored_row(int j) const {
+    return chunk * kLoraChainTask + (lane >> 3) * 32 + 2 * (lane >> 1 & 3) + (j & 1) + (j >> 1 & 1) * 8 + (j >> 2) * 16;
+  }
   // Finds a task's rows of a and brings them to the cache, where that has room.
   __device__ __forceinline__ void fetch(int task, int& used) {
     const int of_rows = task / chunks();
     chunk = task - of_rows * chunks(), m = of_rows % rows, column = of_rows / rows * 16;
     from = nullptr;
+    int width = 0;
 #pragma unroll 1
-    for (int i = 0, first = column; column < width && i < count(0, m); i++) {
+    for (int i = 0, first = column; column < L.width && i < count(0, m); i++) {
       const LoraPart& part = parts(0, m)[i];
       if (first < padded(part)) {
-        from = part.a + first, a_width = padded(part);
+        from = part.a + first, width = padded(part);
         break;
       }
       first -= padded(part);
@@ -270,14 +284,16 @@ struct LoraWarp {
     if (!from) column = -1;
     if (!from) return;
     uint8_t* const to = cached(used, kLoraChainTask * 32);
-    if (!to) return;
+    if (has_rows())
 #pragma unroll
-    for (int j = 0; j < kLoraChainTask / 16; j++) {
-      const int stored = chunk * kLoraChainTask + 16 * j + (lane >> 1);
-      if (stored < C.gemm[0].width) copy16<true>(to + (j * 32 + lane) * 16, from + feature(stored) * a_width + 8 * (lane & 1));
-    }
-    from = nullptr;
+      for (int j = 0; j < 8; j++) {
+        at[j] = (L.features ? __ldg(L.features + stored_row(j)) : stored_row(j)) * width + 8 * (lane & 1);
+        take16(to ? to + (j * 32 + lane) * 16 : nullptr, from + at[j]);
+      }
+    if (to) from = nullptr;
   }
+  // Whether the matrix has this lane's rows of the task: its rows come in 32s.
+  __device__ __forceinline__ bool has_rows() const { return stored_row(0) < C.gemm[0].width; }
 
   // x a of the first GEMM: this CTA's tasks.
   __device__ __forceinline__ void shrink() {
@@ -285,157 +301,116 @@ struct LoraWarp {
     for (int task = C.grid - 1 - block;;) {
       if (column >= 0) multiply(C.gemm[0].a.x + static_cast<size_t>(m) * C.gemm[0].a.x_stride);
       task += C.grid;
-      if (task >= width / 16 * rows * chunks()) return;
+      if (task >= L.width / 16 * rows * chunks()) return;
       int used = L.cache_bytes;
       fetch(task, used);
     }
   }
-  // Rows come in 32s.
   __device__ __forceinline__ void multiply(const half* x) const {
-    constexpr int kBlocks = kLoraChainTask / 32;
-    const int first = chunk * kLoraChainTask, left = C.gemm[0].width - first;
-    x += first + 8 * (lane & 3);
-    float y[4] = {};
-    if (!from) {
-      uint4 v[kBlocks];
+    float y[8] = {};
+    if (has_rows()) {
+      const uint4 v = ld_relaxed(x + chunk * kLoraChainTask + (lane >> 1) * 8);
+      const uint32_t xs[4] = {v.x, v.y, v.z, v.w};
+      const auto* const here = reinterpret_cast<const uint4*>(shared + L.cache) + lane;
+      uint4 a[8];
 #pragma unroll
-      for (int j = 0; j < kBlocks; j++) v[j] = 32 * j < left ? ld_relaxed(x + 32 * j) : make_uint4(0, 0, 0, 0);
-      const uint16_t* const a = reinterpret_cast<const uint16_t*>(shared + L.cache) + lora_place(lane, 0) * 16;
+      for (int j = 0; j < 8; j++) a[j] = from ? __ldg(reinterpret_cast<const uint4*>(from + at[j])) : here[j * 32];
 #pragma unroll
-      for (int j = 0; j < kBlocks; j++)
-        if (32 * j < left) multiply(y, v[j], [&](int h, int i) { return two(a + (32 * j + 16 * h + lora_place(0, i)) * 16, lane); });
-    } else {
-#pragma unroll 1
-      for (int j = 0; j < min(left, kLoraChainTask); j += 32)
-        multiply(y, ld_relaxed(x + j),
-                 [&](int h, int i) { return two(from + feature(first + j + 16 * h + lora_place(lane, i)) * a_width, lane); });
+      for (int j = 0; j < 8; j++) lora_multiply(j & 1 ? high(xs[j / 2]) : first(xs[j / 2]), a[j], y);
     }
     put(y, sums_of(0, m) + column);
   }
-  // 32 rows.
-  template <class F>
-  __device__ __forceinline__ void multiply(float (&y)[4], const uint4& x, F&& a) const {
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-      const uint32_t w[4] = {a(h, 0), a(h, 1), a(h, 2), a(h, 3)};
-      lora_mma(y, w, h ? x.z : x.x, h ? x.w : x.y);
-    }
+  // Adds what the lanes have of 16 columns: every other lane the first eight, the others the second.
+  __device__ __forceinline__ void put(float (&y)[8], unsigned long long* to) const {
+    __syncwarp();
+    lora_halve<4>(y, lane, 16), lora_halve<2>(y, lane, 8), lora_halve<1>(y, lane, 4);
+    y[0] += __shfl_xor_sync(~0u, y[0], 2);
+    if (!(lane & 2)) LoraSum::add(to + 8 * (lane & 1) + (lane >> 4) * 4 + (lane >> 3 & 1) * 2 + (lane >> 2 & 1), y[0]);
   }
-  // A lane's two of 16 columns.
-  static __device__ __forceinline__ uint32_t two(const uint16_t* row, int lane) {
-    return *reinterpret_cast<const uint32_t*>(row + 2 * (lane >> 2));
-  }
-  // Adds 16 columns.
-  __device__ __forceinline__ void put(const float (&y)[4], unsigned long long* to) const {
-    if ((lane & 3) < 2) LoraSum::add(to + 2 * (lane >> 2) + (lane & 1), lane & 1 ? y[2] : y[0]);
-  }
+  static __device__ __forceinline__ float first(uint32_t w) { return __half2float(__ushort_as_half(static_cast<uint16_t>(w))); }
+  static __device__ __forceinline__ float high(uint32_t w) { return __half2float(__ushort_as_half(static_cast<uint16_t>(w >> 16))); }
 
-  // This CTA's share of x a of GEMM q, of what its epilogue of the GEMM before has left in `adds`.
+  // This CTA's share of x a of GEMM q, of what its epilogue of the GEMM before has left in `adds`. A lane takes a row of every strip and
+  // 8 columns.
   __device__ __forceinline__ void contribute(int q) const {
-    const int own = gemm(q - 1).own, outputs = gemm(q - 1).outputs;
+    const GemmArgs& A = C.gemm[q - 1].a;
+    const int strip0 = first_strip(A, block, 0), own = own_strips(A, 0);
     int used = 0;
-    each_a(q, used, [&](const LoraPart& part, int row, int tile, const uint8_t* here) {
-      const int a_columns = padded(part);
+    each_a(q, used, [&](const LoraPart& part, int row, int tile, const uint16_t* a, const uint8_t* here) {
+      const int width = padded(part);
 #pragma unroll 1
-      for (int begin = 0; begin < a_columns; begin += 16, tile++) {
-        float y[4] = {};
-#pragma unroll 1
+      for (int begin = 0; begin < width; begin += 16, tile++) {
+        float y[8] = {};
+#pragma unroll 2
         for (int s = 0; s < own; s++) {
-          const LoraChainStrip strip = strips(q - 1)[s];
-          const uint16_t* const a =
-              (here ? reinterpret_cast<const uint16_t*>(here) + s * 16 * a_columns : part.a + strip.column * a_columns) + begin;
-          uint32_t w[4];
-          float x[4];
-#pragma unroll
-          for (int i = 0; i < 4; i++) {
-            const int k = lora_place(lane, i);
-            const bool has = strip.column + k < outputs;
-            w[i] = has ? two(a + k * a_columns, lane) : 0u;
-            x[i] = has ? adds()[(strip.place + k) * rows + row] : 0.f;
-          }
-          lora_mma(y, w, two_halves(x[0], x[1]), two_halves(x[2], x[3]));
+          const int k = (strip0 + s * A.grid) * 16 + (lane >> 1), at = begin + 8 * (lane & 1);
+          if (k >= A.part[0].outputs) continue;
+          const uint16_t* const p =
+              here ? reinterpret_cast<const uint16_t*>(here) + (s * 16 + (lane >> 1)) * width + at : a + k * width + at;
+          lora_multiply(adds()[(place(q - 1, 0, s) + (lane >> 1)) * rows + row], *reinterpret_cast<const uint4*>(p), y);
         }
         put(y, sums_of(q, row) + tile * 16);
       }
     });
     __syncwarp();
   }
-  static __device__ __forceinline__ uint32_t two_halves(float a, float b) {
-    const half2 v = __floats2half2_rn(a, b);
-    return reinterpret_cast<const uint32_t&>(v);
-  }
 
   // What the epilogue of GEMM q adds, into shared memory.
   __device__ __forceinline__ void expand(int q) const {
+    const auto& P = C.gemm[q];
     int used = b_at;
 #pragma unroll 1
     for (int row = 0; row < rows; row++) {
-      int all = 0;
+      int width = 0;
 #pragma unroll 1
-      for (int i = 0; i < count(q, row); i++) all += padded(parts(q, row)[i]);
-      if (!all) {
-        const auto& P = C.gemm[q];
+      for (int i = 0; i < count(q, row); i++) width += padded(parts(q, row)[i]);
+      if (!width)
         for (int i = lane; i < P.rounds * P.a.num_parts * P.strips * 16; i += 32) adds()[i * rows + row] = 0.f;
-        continue;
-      }
-      gather(q, row, all);
-      async_wait<0>();
+      gather(q, row, width);
+      if (row == 0) async_wait<0>();
       __syncwarp();
-      float y[4] = {};
+      float y[8] = {};
       each_b(
-          q, row, used,
-          [&](const LoraPart& part, int at, int tile, const uint8_t* here) {
-            const int own = at + 2 * (lane >> 2), ranks = own >= 0 && own < part.columns ? static_cast<int>(part.rank) : 0;
-            const auto* const b = here ? reinterpret_cast<const uint16_t*>(here) : part.b + at;
-            const int stride = here ? 16 : static_cast<int>(part.columns);
-#pragma unroll 1
-            for (int first = 0; first < part.rank; first += 16, tile++) {
-              uint32_t w[4], x[2];
+          q, row, used, [&](const LoraPart& part, int64_t at, int tile, const uint8_t* here) { multiply_b(part, at, tile, here, y); },
+          [&](bool live, int to) {
+            lora_halve<4>(y, lane, 2), lora_halve<2>(y, lane, 1);
+            to += 4 * (lane >> 1 & 1) + 2 * (lane & 1);
+            if (live) adds()[to * rows + row] = y[0], adds()[(to + 1) * rows + row] = y[1];
 #pragma unroll
-              for (int i = 0; i < 4; i++) {
-                const int r = first + lora_place(lane, i);
-                w[i] = r < ranks ? two(b + r * stride, lane) : 0u;
-              }
-#pragma unroll
-              for (int h = 0; h < 2; h++) x[h] = *reinterpret_cast<const uint32_t*>(low() + tile * 16 + lora_place(lane, 2 * h));
-              float z[4] = {};
-              lora_mma(z, w, x[0], x[1]);
-              y[0] = fmaf(z[0], most()[tile], y[0]), y[2] = fmaf(z[2], most()[tile], y[2]);
-            }
-          },
-          [&](int to) {
-            if ((lane & 3) < 2) adds()[(to + 2 * (lane >> 2) + (lane & 1)) * rows + row] = lane & 1 ? y[2] : y[0];
-            y[0] = y[2] = 0.f;
+            for (float& v : y) v = 0.f;
           });
       __syncwarp();
     }
   }
-  // The sums of a row, scaled: halves, as x is not scaled and halves end at 65504, over the largest of their tile.
-  __device__ __forceinline__ void gather(int q, int row, int all) const {
-    const unsigned additions = gemm(q).additions;
+  // The sums of a row, scaled.
+  __device__ __forceinline__ void gather(int q, int row, int width) const {
+    const unsigned all = q ? min(C.grid, C.gemm[q - 1].a.part[0].strips) : chunks();  // CTAs or tasks that add
     const unsigned long long* const from = sums_of(q, row);
 #pragma unroll 1
-    for (int base = 0; base < all; base += 64) {
+    for (int c = lane; c < width; c += 64) {
       unsigned long long v[2];
 #pragma unroll
       for (int j = 0; j < 2; j++)
-        if (const int at = base + 32 * j + lane; at < all) v[j] = ld_relaxed(from + at);
+        if (c + 32 * j < width) v[j] = ld_relaxed(from + c + 32 * j);
 #pragma unroll
-      for (int j = 0; j < 2; j++) {
-        const int at = base + 32 * j + lane;
-        float sum = 0.f;
-        if (at < all) {
-          while (!LoraSum::has(v[j], additions)) v[j] = ld_relaxed(from + at);
-          sum = LoraSum::of(v[j]) * scales(row)[at];
+      for (int j = 0; j < 2; j++)
+        if (const int at = c + 32 * j; at < width) {
+          while (!LoraSum::has(v[j], all)) v[j] = ld_relaxed(from + at);
+          low()[at] = LoraSum::of(v[j]) * scales(row)[at];
         }
-        __syncwarp();
-        float largest = fabsf(sum);
-#pragma unroll
-        for (int d = 8; d; d >>= 1) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, d));
-        if (at < all) low()[at] = __float2half_rn(largest > 1e-30f ? sum * __fdividef(1.f, largest) : 0.f);
-        if (at < all && !(lane & 15)) most()[at / 16] = largest;
-      }
     }
+  }
+  // y += low b, of 8 columns; this lane: every 4th rank.
+  __device__ __forceinline__ void multiply_b(const LoraPart& part, int64_t at, int tile, const uint8_t* here, float (&y)[8]) const {
+    const auto* const b = reinterpret_cast<const uint16_t*>(here ? reinterpret_cast<const void*>(here) : part.b + at);
+    const int64_t stride = here ? 8 : part.columns;
+#pragma unroll 1
+    for (int r0 = lane & 3; at >= 0 && r0 < part.rank; r0 += 16)
+#pragma unroll
+      for (int j = 0; j < 4; j++)
+        if (const int r = r0 + 4 * j; r < part.rank)
+          lora_multiply(low()[tile * 16 + r], *reinterpret_cast<const uint4*>(b + r * stride), y);
+    __syncwarp();
   }
 };
 
@@ -449,8 +424,7 @@ struct WithLora {
   };
   static constexpr int kArrivals = 1 + kWarpArrivals;
   const LoraChain& L;
-  __device__ __forceinline__ int adds_at() const { return L.adds; }
-  __device__ __forceinline__ Adds adds(uint8_t* shared, int at, int first) const { return {reinterpret_cast<float*>(shared + at) + first}; }
+  __device__ __forceinline__ Adds adds(uint8_t* shared, int first) const { return {reinterpret_cast<float*>(shared + L.adds) + first}; }
   template <class Args>
   __device__ __forceinline__ void run(const Args& C, uint8_t* shared, uint64_t* inputs, uint64_t* stored, uint64_t* ready, int block,
                                       int lane) const {
@@ -464,8 +438,7 @@ struct NoLora {
     __device__ __forceinline__ void keep(half, int) const {}
   };
   static constexpr int kArrivals = 1;
-  __device__ __forceinline__ int adds_at() const { return 0; }
-  __device__ __forceinline__ Adds adds(uint8_t*, int, int) const { return {}; }
+  __device__ __forceinline__ Adds adds(uint8_t*, int) const { return {}; }
   template <class Args>
   __device__ __forceinline__ void run(const Args&, uint8_t*, uint64_t*, uint64_t*, uint64_t*, int, int) const {}
   __device__ __forceinline__ void count() const {}

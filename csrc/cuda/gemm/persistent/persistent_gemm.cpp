@@ -79,12 +79,7 @@ PersistentSmem smem_layout(const PersistentArgs& c, const PersistentOp* ops, Lor
   r.xs = take(tokens * blocks * 128);
   if (lora) {
     int adds = 0;
-    lora->most_strips = 0;
-    for (int q = 0; q < c.count; q++) {
-      const int strips = c.gemm[q].rounds * c.gemm[q].a.num_parts * c.gemm[q].strips;
-      lora->most_strips = std::max(lora->most_strips, strips), adds = std::max(adds, strips * 64 * tokens);
-    }
-    lora->gemms = take(kLoraChainGemms * (16 + 8 * lora->most_strips));
+    for (int q = 0; q < c.count; q++) adds = std::max(adds, c.gemm[q].rounds * c.gemm[q].a.num_parts * c.gemm[q].strips * 64 * tokens);
     lora->parts = take(lora_parts_bytes(tokens)), lora->low = take((1 + tokens) * lora->width * 4), lora->adds = take(adds);
   }
   r.stages = std::min(kMaxStages, (shared_per_block() - kOverreadBytes - at) / r.stage_bytes / 2 * 2);

@@ -87,7 +87,6 @@ struct PersistentEpilogue {
   int outputs;
   uint16_t activation;
   bool residual, store, gated, lamport;
-  int adds;  // place of what adapters add
 };
 // Head of the shared memory; partial sums follow at kPartialsOffset.
 struct PersistentState {
@@ -322,7 +321,7 @@ __device__ __forceinline__ int owned_column(const PersistentGemm& P, const Consu
 
 // Once per launch: epilogue parameters and the output columns of both residual GEMMs.
 template <bool RANKS>
-__device__ __forceinline__ void prepare_epilogue(const PersistentArgs& C, int adds, const ConsumerWarp& w) {
+__device__ __forceinline__ void prepare_epilogue(const PersistentArgs& C, const ConsumerWarp& w) {
   if (RANKS && threadIdx.x == kConsumerThreads - 1) state(w).exchange = exchange_number(C.peers);
   if (const int q = threadIdx.x - kConsumerThreads / 2; q >= 0 && q < C.count) {
     const PersistentGemm& P = C.gemm[q];
@@ -334,8 +333,7 @@ __device__ __forceinline__ void prepare_epilogue(const PersistentArgs& C, int ad
                        A.epilogue == kResidual,
                        A.epilogue == kStore,
                        A.gated,
-                       C.lamport,
-                       adds};
+                       C.lamport};
   }
   const int q = threadIdx.x / (kMaxOwnedStrips * 16) * 2, r = threadIdx.x % (kMaxOwnedStrips * 16);
   if (q >= C.count || q > 2 || C.gemm[0].a.epilogue != kResidual) return;
@@ -658,7 +656,7 @@ __device__ __forceinline__ void run_gemm(const PersistentArgs& C, int q, const I
     if (q == 0) w.set = state(w).set;
     const PersistentEpilogue now = state(w).now[q];
     consumer_sync();
-    const auto adds = lora.adds(w.shared, now.adds, round ? round * P.a.num_parts * P.strips * 16 * tokens_of<CHUNKS>(P) : 0);
+    const auto adds = lora.adds(w.shared, round ? round * P.a.num_parts * P.strips * 16 * tokens_of<CHUNKS>(P) : 0);
     round++;
     if (now.residual) {  // one round only
       add_residual<CHUNKS, RANKS>(C, P, q, now, adds, w);
@@ -712,7 +710,7 @@ __device__ __forceinline__ void run_chain(const PersistentArgs& C, const Lora& l
     return;
   }
   ConsumerWarp w{shared, bars, block, warp, lane, warp / kWarpsPerSet, 0, 0, {}};
-  prepare_epilogue<RANKS>(C, lora.adds_at(), w);
+  prepare_epilogue<RANKS>(C, w);
   barrier_wait(bars + kImagesFull, 0);
 #pragma unroll 1
   for (int q = 0; q < C.count; q++) {

@@ -13,7 +13,7 @@
 #include "cuda/blob/dequant.cuh"
 #include "cuda/gemm/norm.cuh"
 #include "cuda/gemm/skinny/skinny_gemm.cuh"
-#include "cuda/gemm/stream_k/lora_tiles.cuh"
+#include "cuda/gemm/stream_k/lora_quads.cuh"
 #include "cuda/runtime/lamport.cuh"
 #include "cuda/runtime/mma.cuh"
 #include "cuda/runtime/pdl.cuh"
@@ -249,10 +249,9 @@ __device__ __forceinline__ void prefetch_keys(const StreamKKeys& k, int lane) {
 }
 
 // Producer 0 loads activations, 1 to 3 load strips of every item.
-template <int NB, class Lora>
+template <int NB>
 struct StreamKProducer {
   const StreamKArgs& A;
-  const Lora& lora;
   const Item* items;
   const uint16_t* ends;
   uint8_t *weights, *tokens;
@@ -307,10 +306,7 @@ struct StreamKProducer {
     int count = 0, live = 0, used = 0;                  // items issued; items and units in flight
     uint32_t sizes = 0;                                 // units of the items in flight, four bits each
     StreamKCursor<NB> back;
-    typename Lora::Ahead lora_ahead;
     const auto wait = [&] {
-      if (Lora::kAny && producer == kStreamKWeightProducers && !(lora.flags() & 16))
-        lora_ahead.begin(lora, A.tokens, A.begin[blockIdx.x + 1] - A.begin[blockIdx.x] - used, lane);
       pdl_wait();
       if (NB > 2 && A.squares && producer == 0) wait_for_squares();
       if (A.next_image && producer == 1 && lane == 0) prefetch(A.next_image, A.next_image_bytes);
@@ -328,7 +324,6 @@ struct StreamKProducer {
         fetch_weights(p, tile, it, begin, end, at);
       else
         fetch_tokens(p, tile, it, begin, end, at);
-      if (Lora::kAny && producer == kStreamKWeightProducers && count > ahead && !(lora.flags() & 16)) lora_ahead.go_on(units, lane);
     });
     if (count <= ahead) wait();
     if (producer == kStreamKWeightProducers && A.keys.rows) prefetch_keys(A.keys, lane);
@@ -541,7 +536,7 @@ struct StreamKEpilogue {
       store_tile<NB>(A, tile, factors, warp, lane, y);
     } else {
       int writers = 0, rank = 0;
-      if (NB == 8 && !Lora::kAny && !exclusive && to == A.begin[blockIdx.x + 1]) {
+      if (NB == 8 && !exclusive && to == A.begin[blockIdx.x + 1]) {
         barrier_wait(ready, 0);
         if (p == last->own) writers = last->writers, rank = last->rank;
       }
@@ -553,29 +548,20 @@ struct StreamKEpilogue {
     if (!exclusive || direct(exclusive)) return;
     TileSharers own(A, tile);
     own.writers = 1, own.own = -1;
-    write(own, false);
+    write(own);
     consumer_barrier();  // before the sums are overwritten
-  }
-  // Both, with one copy of the code.
-  __device__ __forceinline__ void finish(const StreamKTile& tile, bool exclusive, bool ends) const {
-    if (!exclusive && !ends) return;
-    barrier_wait(ready, 0);
-    TileSharers s = *last;
-    if (exclusive) s = TileSharers(A, tile), s.writers = 1, s.own = -1;
-    if (s.writers) write(s, !exclusive);
-    if (exclusive) consumer_barrier();
   }
   // Writes this CTA's slice of its last tile.
   __device__ __forceinline__ void finish_last() const {
     barrier_wait(ready, 0);
     const TileSharers s = *last;
-    if (s.writers) write(s, true);
+    if (s.writers) write(s);
   }
 
  private:
   // A slice: one strip and 8 rows per warp and pass. With 64 rows a warp takes its own strip and reads its own sums from shared memory;
   // with fewer, strips are dealt to all warps.
-  __device__ __forceinline__ void write(const TileSharers& s, bool last_one) const {
+  __device__ __forceinline__ void write(const TileSharers& s) const {
     const int all = (A.tokens + 7) / 8 * kStreamKStrips;
     const int from = NB == 8 ? s.rank * kStreamKStrips + warp : warp * s.writers + s.rank, step = kStreamKWarps * s.writers;
     barrier_wait(ready, 0);
@@ -584,21 +570,21 @@ struct StreamKEpilogue {
     for (int i = from; i < all; i += step, k++) {
       const int strip = i % kStreamKStrips, n = i / kStreamKStrips, token = n * 8 + 2 * (lane & 3);
       const int column = (s.first_strip + strip) * kStripColumns + (lane >> 2);
-      float4 more[2] = {};  // of adapters, first as it takes many registers
-      if constexpr (Lora::kAny)
-#pragma unroll 1
-        for (int p = 0; p <= (A.paired ? 1 : 0); p++) {
-          more[0] = more[1];
-          more[1] =
-              lora.of(n * 8, A.part[s.part + p].first_column + column - (lane >> 2), lane, last_one ? kept.slot : nullptr, kStreamKWeights);
-        }
       Quad q = {}, first = {}, old = {};
       QuadColumns to;
       if (!A.out) {
         to.load(A, column);
         if (!A.paired) old_residual(A, token, column, old);
       }
-      sum(s, ((strip * NB + n) * 32 + lane) * 4, k, more, q, first);
+      float4 more[2] = {};  // of adapters; while the sums are on their way
+      if constexpr (Lora::kAny)
+#pragma unroll 1
+        for (int p = 0; p <= (A.paired ? 1 : 0); p++) {
+          more[0] = more[1];
+          more[1] = lora.of(n * 8, A.tokens, A.part[s.part + p].first_column + column - (lane >> 2), lane);
+        }
+      sum(s, ((strip * NB + n) * 32 + lane) * 4, k, q, first);
+      if constexpr (Lora::kAny) first.add(more[0]), q.add(more[1]);
       if (A.paired) {
         gates(token, column, q, first);
         put_quad(A, token, column, q, to);
@@ -613,8 +599,8 @@ struct StreamKEpilogue {
     }
   }
   // Adds the partial sums in CTA order; where paired, q of part 1 and `first` of part 0.
-  __device__ __forceinline__ void sum(const TileSharers& s, int at, int k, const float4 (&more)[2], Quad& q, Quad& first) const {
-    constexpr int kTogether = Lora::kAny ? 3 : 5;
+  __device__ __forceinline__ void sum(const TileSharers& s, int at, int k, Quad& q, Quad& first) const {
+    constexpr int kTogether = 5;
     const int parts = A.paired ? 2 : 1;
     const size_t stride = static_cast<size_t>(stream_k_sums(NB)) * 2 * parts;
 #pragma unroll 1
@@ -623,8 +609,7 @@ struct StreamKEpilogue {
       float* next = place(from, false, p) + at;
       const size_t ahead = from == s.first ? stream_k_sums(NB) * parts : 0;  // the tile begins in the first CTA's share
       first = q, q = {};
-      if constexpr (Lora::kAny) q.add(p == parts - 1 ? more[1] : more[0]);
-      const int own = NB == 8 && !Lora::kAny && p == s.own ? static_cast<int>(blockIdx.x) - from : -1;  // kept in shared memory
+      const int own = NB == 8 && p == s.own ? static_cast<int>(blockIdx.x) - from : -1;  // kept in shared memory
 #pragma unroll 1
       for (int base = 0; base < count; base += kTogether) {
         float4 part[kTogether];
@@ -788,27 +773,13 @@ __device__ __forceinline__ void run_stream_k(const StreamKArgs& A, const Lora& l
       if (lane == 0) *s.last = last;
       warp_arrive(s.ready, lane);
     }
-    StreamKProducer<NB, Lora>{A, lora, s.items, s.ends, s.weights, s.tokens, s.full, s.empty, warp - kStreamKWarps, lane}.run();
+    StreamKProducer<NB>{A, s.items, s.ends, s.weights, s.tokens, s.full, s.empty, warp - kStreamKWarps, lane}.run();
     return;
   }
   acquire_registers();
   const RowFactors<NB> factors(A, warp, lane);
-  if constexpr (Lora::kAny) {
-    typename Lora::template Shrink<NB> shrink(lora.L, A.x, A.tokens, warp, lane);
-    bool begun = false;
-#pragma unroll 1
-    do {
-      shrink.load_a();
-      if (!begun) pdl_wait();
-      shrink.load_x();
-      if (!begun) factors.load(s.factors, warp, lane), begun = true;
-      shrink.multiply();
-    } while (shrink.of);
-    if (warp == kStreamKWarps - 1 && !(lora.flags() & 32)) lora.clear(A.tokens, lane);
-  } else {
-    pdl_wait();
-    factors.load(s.factors, warp, lane);
-  }
+  pdl_wait();
+  factors.load(s.factors, warp, lane);
   __syncwarp();
   warp_arrive(s.ready, lane);
   const Product product(s.tokens);
@@ -826,12 +797,9 @@ __device__ __forceinline__ void run_stream_k(const StreamKArgs& A, const Lora& l
         epilogue.store_sums(tile, p, to, exclusive, y);
       }
     }
-    if constexpr (Lora::kAny)
-      epilogue.finish(tile, exclusive, to == A.begin[blockIdx.x + 1]);
-    else
-      epilogue.finish_tile(tile, exclusive);
+    epilogue.finish_tile(tile, exclusive);
   });
-  if constexpr (!Lora::kAny) epilogue.finish_last();
+  epilogue.finish_last();
 }
 
 #endif  // __CUDA_ARCH__ >= 900
@@ -841,7 +809,7 @@ template <int NB>
 __global__ void __launch_bounds__(kStreamKThreads, 1) stream_k_gemm(const __grid_constant__ StreamKArgs A) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) uint8_t shared[];
-  run_stream_k<NB, MmaProduct<NB>>(A, NoLoraTiles{}, shared);
+  run_stream_k<NB, MmaProduct<NB>>(A, NoQuads{}, shared);
 #endif
 }
 template <int NB>
@@ -849,7 +817,7 @@ __global__ void __launch_bounds__(kStreamKThreads, 1)
     stream_k_lora(const __grid_constant__ StreamKArgs A, const __grid_constant__ StreamKLora L) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) uint8_t shared[];
-  run_stream_k<NB, MmaProduct<NB>>(A, LoraTiles{L}, shared);
+  run_stream_k<NB, MmaProduct<NB>>(A, LoraQuads{L}, shared);
 #endif
 }
 

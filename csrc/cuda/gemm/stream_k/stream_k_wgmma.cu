@@ -60,7 +60,7 @@ template <int NB>
 __global__ void __launch_bounds__(kStreamKThreads, 1) stream_k_wgmma(const __grid_constant__ StreamKArgs A) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(128) uint8_t shared[];
-  run_stream_k<NB, WgmmaProduct<NB>>(A, NoLoraTiles{}, shared);
+  run_stream_k<NB, WgmmaProduct<NB>>(A, NoQuads{}, shared);
 #endif
 }
 template <int NB>
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kStreamKThreads, 1)
     stream_k_wgmma_lora(const __grid_constant__ StreamKArgs A, const __grid_constant__ StreamKLora L) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(128) uint8_t shared[];
-  run_stream_k<NB, WgmmaProduct<NB>>(A, LoraTiles{L}, shared);
+  run_stream_k<NB, WgmmaProduct<NB>>(A, LoraQuads{L}, shared);
 #endif
 }
 
