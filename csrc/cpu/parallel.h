@@ -94,13 +94,19 @@ class Team {
     // Calls f(task) for tasks of [0, count); returns when all of them are done. f must not throw.
     template <class F>
     void each(int64_t count, const F& f) {
+      each(count, f, [] { return false; });
+    }
+    // idle: what to do meanwhile; false where nothing is left.
+    template <class F, class Idle>
+    void each(int64_t count, const F& f, const Idle& idle) {
       phase_++, total_ += count;
       for (int64_t r = 0; r < size && !over(); r++) {
         const int64_t of = (index + r) % size, begin = count * of / size, end = count * (of + 1) / size, before = own_done_;
         for (int64_t i; (i = claim(of, begin, end)) < end; own_done_++) f(i);
         if (own_done_ != before) team_.progress_[index].done.store(own_done_, std::memory_order_release);
       }
-      for (int spins = 0; !over(); spins++) spin_wait(spins);
+      for (int spins = 0; !over();)
+        if (!idle()) spin_wait(spins++);
     }
 
     // Whether all phases so far are over, and the next ones with `more` tasks in all: then nothing need be prepared for them.
