@@ -24,7 +24,7 @@ static int knob(const char* name, int usual) {
 }
 void read_knobs() {
   knobs.fused = knob("K_FUSED", 0), knobs.tiles = knob("K_TILES", 2), knobs.ahead = knob("K_AHEAD", 4096), knobs.burst = knob("K_BURST", 512);
-  knobs.far = knob("K_FAR", 0), knobs.spin = knob("K_SPIN", 0), knobs.task = knob("K_TASK", 4), knobs.follow = knob("K_FOLLOW", 0), knobs.compute = knob("K_COMPUTE", 1);
+  knobs.far = knob("K_FAR", 0), knobs.spin = knob("K_SPIN", 0), knobs.task = knob("K_TASK", 4), knobs.follow = knob("K_FOLLOW", 0), knobs.compute = knob("K_COMPUTE", 1), knobs.amx = knob("K_AMX", 0);
 }
 namespace {
 
