@@ -3,10 +3,6 @@
 #include <cstdlib>
 #include <cstring>
 
-#include <unistd.h>
-#include <sys/syscall.h>
-#include "amx.h"
-#include "knobs.h"
 #include "draw.h"
 #include "gptq.h"
 #include "kernels.h"
@@ -60,23 +56,8 @@ Isa isa() {
   return found;
 }
 
-bool amx::allowed() {
-#if defined(EXL2NB_AMX_TEST)
-  return true;
-#endif
-  static const bool is = __builtin_cpu_supports("amx-int8") && __builtin_cpu_supports("gfni") && __builtin_cpu_supports("avx512vbmi") && syscall(SYS_arch_prctl, 0x1023, 18) == 0;
-  return is;
-}
-static void gemm(const uint8_t* blob, const BlobPart& part, const Rows& rows, int tile, int end, const Output& out) {
-  if (knobs.amx && quantised(part) && rows.M == 1 && amx::allowed()) return void(amx::one_row(blob, part, rows, tile, end, out));
-  return avx512::table.gemm(blob, part, rows, tile, end, out);
-}
 const Kernels& kernels() {
-  static const Kernels table = [] {
-    Kernels t = EXL2NB_TABLE;
-    if (isa() == Isa::avx512) t.gemm = gemm;
-    return t;
-  }();
+  static const Kernels& table = EXL2NB_TABLE;
   return table;
 }
 const draw::Kernels& draw::kernels() {

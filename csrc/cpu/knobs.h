@@ -2,7 +2,7 @@
 #pragma once
 namespace exl2nb {
 struct Knobs {
-  int fused = 0, tiles = 2, ahead = 4096, burst = 512, far = 0, spin = 0, task = 4, follow = 0, compute = 1, amx = 0;
+  int fused = 0, tiles = 2, ahead = 4096, burst = 512, far = 0, spin = 0, task = 4, follow = 0, compute = 1, bytes = 0, again = 0, hint = 2;
 };
 extern Knobs knobs;
 void read_knobs();

@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <vector>
 
 namespace exl2nb {
 
@@ -27,6 +28,14 @@ class SerialScope {
 inline int64_t available_threads() { return SerialScope::now() ? 1 : num_threads(); }
 // Runs body on this thread and on up to threads - 1 pool threads that join meanwhile; returns when all of them have left it.
 void run_on_threads(int64_t threads, void (*body)(void* context), void* context);
+
+// Prefetches pieces on pool threads until they are done or the pool is used again; returns at once.
+struct Piece {
+  const uint8_t* at;
+  int64_t bytes;
+};
+constexpr int64_t kPieceBytes = 8192;
+void read_ahead(int64_t threads, std::vector<Piece> pieces);
 
 // One iteration of a spin loop: a pause instruction at first, later a yield. spins: iterations so far.
 void spin_wait(int spins);

@@ -24,7 +24,7 @@ static int knob(const char* name, int usual) {
 }
 void read_knobs() {
   knobs.fused = knob("K_FUSED", 0), knobs.tiles = knob("K_TILES", 2), knobs.ahead = knob("K_AHEAD", 4096), knobs.burst = knob("K_BURST", 512);
-  knobs.far = knob("K_FAR", 0), knobs.spin = knob("K_SPIN", 0), knobs.task = knob("K_TASK", 4), knobs.follow = knob("K_FOLLOW", 0), knobs.compute = knob("K_COMPUTE", 1), knobs.amx = knob("K_AMX", 0);
+  knobs.far = knob("K_FAR", 0), knobs.spin = knob("K_SPIN", 0), knobs.task = knob("K_TASK", 4), knobs.follow = knob("K_FOLLOW", 0), knobs.compute = knob("K_COMPUTE", 1), knobs.bytes = knob("K_BYTES", 0), knobs.again = knob("K_AGAIN", 0), knobs.hint = knob("K_HINT", 2);
 }
 namespace {
 
@@ -320,8 +320,22 @@ bool suits_fused_step(const Program& program, const StepBatch& b) {
 void run_step(const Program& program, const StepBatch& b, float* out) {
   read_knobs();
   if (!suits_fused_step(program, b)) return StepRunner(program, b, out).run();
-  FusedStep step(program, b, out, {}, available_threads());
-  step.run_on_all(0);
+  {
+    FusedStep step(program, b, out, {}, available_threads());
+    step.run_on_all(0);
+  }
+  if (knobs.again && b.T == 1) {
+    std::vector<Piece> pieces;
+    int64_t left = int64_t(knobs.again) << 20;
+    for (const Op* op = program.first(); op && left > 0; op = program.next(op)) {
+      const uint8_t* blob = matrix_of(op);
+      if (!blob) continue;
+      const int64_t bytes = std::min(left, header(blob).bytes);
+      for (int64_t at = 0; at < bytes; at += kPieceBytes) pieces.push_back({blob + at, std::min(kPieceBytes, bytes - at)});
+      left -= bytes;
+    }
+    read_ahead(available_threads(), std::move(pieces));
+  }
 }
 
 }  // namespace exl2nb
