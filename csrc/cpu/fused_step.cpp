@@ -8,13 +8,15 @@
 #include <atomic>
 #include <cstring>
 
-#include "knobs.h"
 #include "parallel.h"
 
 namespace exl2nb {
 namespace {
 
 constexpr int kDenseTiles = 6;  // of one call: four times three registers of AVX2
+// Prefetched by a thread while it waits: bytes at most, and lines between two looks at the barrier. Xeon (Emerald Rapids), 16 threads.
+constexpr int64_t kAheadBytes = int64_t(512) << 10;
+constexpr int kAheadLines = 4;
 
 // Sizes of the shared and the per-thread buffers, for one row.
 struct Sizes {
@@ -241,37 +243,36 @@ class FusedStep::Worker {
   }
 
  private:
+  // A range of weights to be prefetched.
+  struct Ahead {
+    const uint8_t *at = nullptr, *end = nullptr;
+  };
+  // Runs the tasks of a phase. A thread that has to wait for the others prefetches what it will read first of the next matrix, so that
+  // memory is busy between products, too.
   template <class F>
   void each(int64_t count, const F& f) {
-    member_.each(count, f, [&]() __attribute__((always_inline)) {
-      for (int r = 0; r < 2; r++) {
-        if (fetch_[r] == fetch_end_[r]) continue;
-        for (int i = 0; i < 4 && fetch_[r] < fetch_end_[r]; i++, fetch_[r] += 64) __builtin_prefetch(fetch_[r], 0, 2);
-        if (fetch_[r] > fetch_end_[r]) fetch_[r] = fetch_end_[r];
+    member_.each(count, f, [this] {
+      for (Ahead& a : ahead_) {
+        if (a.at >= a.end) continue;
+        for (int line = 0; line < kAheadLines; line++, a.at += 64) __builtin_prefetch(a.at, 0, 2);
         return true;
       }
       return false;
     });
   }
-  // What this thread will read first of its share of the next matrix.
+  // Sets what is prefetched while this thread waits, for one row: with more, the weights are in the cache.
   void expect_next() {
-    for (int r = 0; r < 2; r++) fetch_[r] = fetch_end_[r] = nullptr;
-    if (!next_op_ || !knobs.spin) return;
+    ahead_[0] = ahead_[1] = {};
+    if (!next_op_ || b_.T > 1) return;
     const uint8_t* blob = matrix_of(next_op_);
-    const int pairs = paired(next_op_) ? 2 : 1;
-    for (int r = 0; r < pairs; r++) {
-      const BlobPart& part = parts(blob)[r];
-      if (pairs == 2) {
-        const int64_t tile = share_of(part.tiles, member_.index, member_.size);
-        fetch_[r] = blob + part.data + tile * part.tile_bytes;
-      } else {
-        fetch_[r] = tile_weights(blob, share_of(tiles_of(blob), member_.index, member_.size));
-      }
-      fetch_end_[r] = std::min<const uint8_t*>(fetch_[r] + knobs.spin * 1024 / pairs, blob + header(blob).bytes);
-      if (fetch_end_[r] < fetch_[r]) fetch_end_[r] = fetch_[r];
-    }
+    const auto set = [&](Ahead& a, int64_t tiles, int64_t before, int64_t bytes) {
+      const uint8_t* at = tile_weights(blob, before + share_of(tiles, member_.index, member_.size));
+      a = {at, at + bytes};
+    };
+    if (!paired(next_op_)) return set(ahead_[0], tiles_of(blob), 0, kAheadBytes);
+    const int64_t tiles = parts(blob)[0].tiles;
+    set(ahead_[0], tiles, 0, kAheadBytes / 2), set(ahead_[1], tiles, tiles, kAheadBytes / 2);
   }
-  const uint8_t *fetch_[2] = {}, *fetch_end_[2] = {};
   struct OwnRows {  // of a product; ready: this thread has normalised them
     const float* x;
     Norm norm;
@@ -281,24 +282,23 @@ class FusedStep::Worker {
   int64_t pieces(int M) const { return M > 1 || changes_ ? 1 : member_.size; }
   // Inputs of a product of M rows: as codes divided among the threads, as are the first halves of the adapters' products.
   void prepare(const uint8_t* blob, const OwnRows& rows, int M) {
-    const int K = header(blob).K;
-    const float* x = rows.x;
-    const Norm norm = rows.norm;
     if (!s_.sizes.codes && !changes_) return;
+    const int K = header(blob).K;
+    const Norm norm = rows.norm;
     const int64_t count = pieces(M);
     each(prepares_rows(blob) ? M * count : 0, [&](int64_t i) {
       const int64_t m = i / count, piece = i % count;
-      const bool direct = count > 1 && !norm.weight;
-      if (!direct) normalize_or_copy(x + m * K, K, norm, padded_, change(m));
-      if (changes_ && changes_[m]) lora_down(*changes_[m], padded_, K, s_.low + m * s_.width);
-      padded_[K] = 0;  // what padding rows read
+      const float* x = rows.x + m * K;
+      if (norm.weight || has_padding(blob)) {
+        normalize_or_copy(x, K, norm, padded_, change(m));
+        padded_[K] = 0;  // what padding rows read
+        x = padded_;
+      }
+      if (changes_ && changes_[m]) lora_down(*changes_[m], x, K, s_.low + m * s_.width);
       each_order(blob, M, s_.codes, [&](const BlobPart& part, const Codes& c) {
         const auto* perm = part.perm ? reinterpret_cast<const int32_t*>(blob + part.perm) : nullptr;
         const int64_t first = c.k_blocks * piece / count, row = first * kKBlockRows, end = c.k_blocks * (piece + 1) / count * kKBlockRows;
-        const float* from = padded_;
-        if (direct && stored_rows(blob, part) == K) from = x;
-        else if (direct) normalize_or_copy(x, K, norm, padded_, nullptr);
-        kernels().quantize(perm ? from : from + row, perm ? perm + row : nullptr, int(end - row), c.codes(M) + m * c.ldq + row,
+        kernels().quantize(perm ? x : x + row, perm ? perm + row : nullptr, int(end - row), c.codes(M) + m * c.ldq + row,
                            c.scale() + m * c.k_blocks + first, c.sum(M) + m * c.k_blocks + first);
       });
     });
@@ -311,6 +311,10 @@ class FusedStep::Worker {
     for (int64_t m = 0; m < M && !rows.ready; m++) normalize(rows.x + m * K, 1, K, rows.norm, normed_ + m * K, change(m));
     rows.ready = true;
     return normed_;
+  }
+  static bool has_padding(const uint8_t* blob) {
+    return std::any_of(parts(blob), parts(blob) + header(blob).num_parts,
+                       [&](const BlobPart& p) { return quantised(p) && stored_rows(blob, p) != header(blob).K; });
   }
   bool prepares_rows(const uint8_t* blob) const { return has_codes(blob) || changes_; }
   static bool has_codes(const uint8_t* blob) {
@@ -340,13 +344,13 @@ class FusedStep::Worker {
     }
   }
   int64_t shares(int64_t tiles) const {
-    const int64_t whole = member_.size * (b_.T == 1 ? knobs.task : kDenseTiles);
+    const int64_t whole = member_.size * (b_.T == 1 ? kTileBlock : kDenseTiles);
     return member_.size * std::max<int64_t>(1, (tiles + whole - 1) / whole);
   }
   // The first tile of share i of `count`; of one row in whole blocks, which are computed together.
   int64_t share_of(int64_t tiles, int64_t i, int64_t count) const {
     const int64_t first = tiles * i / count;
-    return b_.T == 1 ? std::min(tiles, (first + knobs.task - 1) / knobs.task * knobs.task) : first;
+    return b_.T == 1 ? std::min(tiles, (first + kTileBlock - 1) / kTileBlock * kTileBlock) : first;
   }
   // What is read after share i of `count` of the current matrix; null: the following bytes.
   const uint8_t* after(int64_t i, int64_t count) const {
@@ -403,6 +407,7 @@ class FusedStep::Worker {
   StepChanges step_changes_;
   Changes changes_ = nullptr;    // of the current op
   int64_t index_ = 0;            // of the current op
+  Ahead ahead_[2];               // gate and up are two ranges
   const QkvOp* qkv_ = nullptr;   // the last one
   const Op* next_op_ = nullptr;  // the next op that has a matrix
   int64_t vocab_ = 0;

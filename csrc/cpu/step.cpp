@@ -9,23 +9,11 @@
 #include <string>
 
 #include "engine.h"
-#include <cstdlib>
-
 #include "fused_step.h"
-#include "knobs.h"
 #include "moe.h"
 #include "parallel.h"
 
 namespace exl2nb {
-Knobs knobs;
-static int knob(const char* name, int usual) {
-  const char* v = std::getenv(name);
-  return v ? std::atoi(v) : usual;
-}
-void read_knobs() {
-  knobs.fused = knob("K_FUSED", 0), knobs.tiles = knob("K_TILES", 2), knobs.ahead = knob("K_AHEAD", 4096), knobs.burst = knob("K_BURST", 512);
-  knobs.far = knob("K_FAR", 0), knobs.spin = knob("K_SPIN", 0), knobs.task = knob("K_TASK", 4), knobs.follow = knob("K_FOLLOW", 0), knobs.compute = knob("K_COMPUTE", 1), knobs.bytes = knob("K_BYTES", 0), knobs.again = knob("K_AGAIN", 0), knobs.hint = knob("K_HINT", 2);
-}
 namespace {
 
 constexpr int64_t kMinFusedRows = 2;  // rows
@@ -311,22 +299,21 @@ bool suits_fused_step(const Program& program, const StepBatch& b) {
   if (available_threads() < (b.T < kMinFusedRows ? kManyThreads : 2) || b.T > kMaxFusedRows || b.R > kMaxFusedRows) return false;
   const Weights weights = weights_of(program);
   if (weights.routed) return false;
-  if (b.T < kMinFusedRows) return b.T == 1 && knobs.fused && weights.work >= kManyThreadsWork;
+  if (b.T < kMinFusedRows) return b.T == 1 && weights.work >= kManyThreadsWork;
   return weights.bytes <= cache_bytes() && weights.work * b.T >= kMinFusedWork;
 }
 
 }  // namespace
 
 void run_step(const Program& program, const StepBatch& b, float* out) {
-  read_knobs();
   if (!suits_fused_step(program, b)) return StepRunner(program, b, out).run();
   {
     FusedStep step(program, b, out, {}, available_threads());
     step.run_on_all(0);
   }
-  if (knobs.again && b.T == 1) {
+  if (false) {
     std::vector<Piece> pieces;
-    int64_t left = int64_t(knobs.again) << 20;
+    int64_t left = 0;
     for (const Op* op = program.first(); op && left > 0; op = program.next(op)) {
       const uint8_t* blob = matrix_of(op);
       if (!blob) continue;
