@@ -1,7 +1,9 @@
 """Write a normal EXL2 directory of random codes at a real model's shape: weights made where they are measured, nothing to download.
 
 Timing does not depend on the values, so random codes measure what real ones would; the group tables, permutations, option mixes and head
-are those of a file that the reference converter would make. Scales are set so that activations stay finite through all layers.
+are those of a file that the reference converter would make. Scales are set so that activations stay finite through all layers. Norms have
+random signs: an EXL2 code is half a step below zero on average, so with norms of ones all hidden states would end in one direction or its
+opposite, every text in one token, and a rounding could turn the sign of a token's logits.
 
     python benchmarks/make_random_model.py tinyllama OUT --bpw 4.0
 """
@@ -206,6 +208,10 @@ def make(shape: Shape, out: Path, *, bpw: float, seed: int = 0) -> float:
     rng = torch.Generator(place).manual_seed(seed)
     sizes, depth = shape.linears(), math.sqrt(2 * shape.num_hidden_layers)
     half = {"generator": rng, "dtype": torch.float32, "device": place}
+
+    def norm() -> Tensor:
+        return (2 * torch.randint(2, (shape.hidden_size,), generator=rng, device=place) - 1).half()
+
     tensors = {"model.embed_tokens.weight": (0.5 * torch.randn(shape.vocab_size, shape.hidden_size, **half)).half()}
     options = choose(shape, bpw)
     used = sum(stored_bits(*sizes[role], mix) for option in options for role, mix in option.items())
@@ -230,13 +236,13 @@ def make(shape: Shape, out: Path, *, bpw: float, seed: int = 0) -> float:
                 invperm = shared[role] if role in shared else torch.randperm(k, generator=rng, device=place).int()
                 key = f"model.layers.{i}.{KEYS[role]}"
                 tensors |= {f"{key}.{part}": t for part, t in matrix(k, n, option[role], std, invperm, rng).items()}
-            for norm in ("input_layernorm", "post_attention_layernorm"):
-                tensors[f"model.layers.{i}.{norm}.weight"] = torch.ones(shape.hidden_size, dtype=torch.float16)
+            for name in ("input_layernorm", "post_attention_layernorm"):
+                tensors[f"model.layers.{i}.{name}.weight"] = norm()
             done = (i + 1) * files // len(options)
             if i + 1 < len(options) and done > i * files // len(options):
                 write(tensors, done)
                 tensors = {}
-        tensors["model.norm.weight"] = torch.ones(shape.hidden_size, dtype=torch.float16)
+        tensors["model.norm.weight"] = norm()
         invperm = torch.randperm(shape.hidden_size, generator=rng, device=place).int()
         head = matrix(shape.hidden_size, shape.vocab_size, HEAD, 2 / math.sqrt(shape.hidden_size), invperm, rng)
         write(tensors | {f"lm_head.{part}": t for part, t in head.items()}, files)

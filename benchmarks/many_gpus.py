@@ -6,9 +6,10 @@
 
 Each part is a process with a time limit, and another from one line of results to the next; then it and all that it has started are killed,
 and the next part begins. A line of JSON is written after every measurement, so what is done stays done when a part fails. At the end a line
-for every measurement beside one GPU: speedup, floor, share of the step in exchanges, tokens that are the same.
-The floor of a step: bytes that a rank reads over the bandwidth measured here, plus the exchanges of a step times the latency measured here
-(parts one after the other for a split by layers). Random weights at real shapes (make_random_model.py); they stay in --models.
+for every measurement beside one GPU: speedup, floor, share of the step in exchanges, tokens that are the same, greedy and drawn by a seed.
+The floor of a step: bytes of weights and cache that a rank reads over the bandwidth measured here, plus the exchanges of a step times the
+latency measured here (parts one after the other for a split by layers). Random weights at real shapes (make_random_model.py); they stay in
+--models.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ import exl2nb as ex
 EXCHANGES = 200  # of a captured run
 MARK = "MANY_GPUS_PART"  # in the environment of a part and of all that it starts, which are killed by it
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness. " * 2  # scored
-LARGEST = 300_000  # tokens of all sequences together; a step of more takes seconds
+LARGEST = 2_200_000  # tokens of all sequences together: 64 of 32000, 0.2 s a step of 70B on one H200
 PORT = 5610  # of the first server
 
 
@@ -85,7 +86,9 @@ def decode(task: dict[str, Any], write: Any) -> None:
             write({"context": context, "batch": batch} | timed(llm, context, batch, task["tokens"], task["rounds"]))
             if batch == 1 and context == task["contexts"][0]:
                 scored = [llm.score(TEXT) for _ in range(2)]
-                write({"score": scored[0].total, "scored_tokens": scored[0].count, "score_repeats": scored[0] == scored[1]})
+                drawn = [token.id for token in llm.generate(TEXT[:40], max_tokens=64, seed=1, ignore_eos=True).tokens]
+                found = {"score": scored[0].total, "scored_tokens": scored[0].count, "score_repeats": scored[0] == scored[1]}
+                write(found | {"drawn": drawn})
     if task.get("kill"):
         write({"killed": killing(llm)})
     llm.close()
@@ -121,6 +124,7 @@ def timed(llm: ex.LLM, context: int, batch: int, tokens: int, rounds: int) -> di
         if turn and count and (speed := count / max(last - start, 1e-9)) > best:
             best, step = speed, 1e3 * batch / speed
     found = {"tok_s": round(best, 1), "step_ms": round(step, 3), "prompt_s": round(prompt_s, 3)}
+    found["cache_bytes"] = context * batch * llm.model.cache_spec(1).token_bytes
     return found | {"read_bytes": llm.model.bytes_per_token, "repeats": len(set(texts)) == 1, "ids": list(texts[0][:tokens])}
 
 
@@ -458,6 +462,11 @@ def results(out: Path) -> list[dict[str, Any]]:
     return found
 
 
+def same(one: list[int], other: list[int]) -> int:
+    """Tokens before the first that differs."""
+    return next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
+
+
 def summary(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Every measurement on several devices beside one."""
     speed = next((line["read_bytes_s"] for line in lines if "read_bytes_s" in line), None)
@@ -475,15 +484,19 @@ def summary(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
         row = {"part": "summary", "model": model, "way": way, "gpus": gpus, "context": line["context"], "batch": line["batch"]}
         row |= {"tok_s": line["tok_s"], "step_ms": line["step_ms"], "repeats": line["repeats"]}
         if speed is not None:
-            row["floor_ms"] = round(1e3 * line["read_bytes"] / speed + exchanged, 3)
+            row["floor_ms"] = round(1e3 * (line["read_bytes"] + line["cache_bytes"]) / speed + exchanged, 3)
         if exchanged:
             row["share_in_exchanges"] = round(exchanged / line["step_ms"], 3)
         if of is not None and gpus > 1:
-            same = next((i for i, (a, b) in enumerate(zip(of["ids"], line["ids"])) if a != b), len(line["ids"]))
-            row |= {"speedup": round(of["step_ms"] / line["step_ms"], 3), "same_tokens": same, "of_tokens": len(line["ids"])}
+            row |= {
+                "speedup": round(of["step_ms"] / line["step_ms"], 3),
+                "same_tokens": same(of["ids"], line["ids"]),
+                "of_tokens": len(line["ids"]),
+            }
         one, mine = scores.get((model, "one", 1)), scores.get((model, way, gpus))
         if one and mine and gpus > 1:
             row["nats_a_token_apart"] = round(abs(one["score"] - mine["score"]) / mine["scored_tokens"], 6)
+            row["same_drawn"] = same(one["drawn"], mine["drawn"])
         found.append(row)
     return found
 

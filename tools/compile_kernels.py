@@ -1,24 +1,28 @@
 """Compile every CUDA kernel with NVRTC, without a GPU: all variants that the library may launch.
 
-    python tools/compile_kernels.py --arch 75 90 [--out FOLDER] [--nvrtc SITE | --nvcc NVCC]
+    python tools/compile_kernels.py --arch 75 90 [--out FOLDER [--pack]] [--nvrtc SITE | --nvcc NVCC]
 
-`--out` keeps the code in FOLDER/sm_ARCH: a file per program, and `index.txt` with the sources' digest, the compiler's CUDA version, then a
-line `source<TAB>name<TAB>symbol<TAB>file<TAB>sha256 of the file` per kernel. Programs without Python (benchmarks/cuda) read it, and so does
-exl2nb where FOLDER is `csrc/ready`: release wheels ship that. `--nvcc` compiles with CUDA's offline compiler, whose code addresses shared
-memory with 32 bits and is up to 4 % faster (benchmarks/RESULTS.md). `--nvrtc` is a folder with NVIDIA's wheels `nvidia-cuda-nvrtc` and
-`nvidia-cuda-runtime` (`pip install --target SITE ...`); without it, those beside torch.
+`--out` keeps the code in FOLDER/sm_ARCH, and `index.txt` with the sources' digest, the compiler's CUDA version, then a line per kernel:
+source, name, symbol, file, sha256 of the program's code, where it begins in the file and its size in bytes, apart by tabs. A file is one
+program, which programs without Python read (benchmarks/cuda), or with `--pack` all programs of a source in one stream of xz: 6 MB for
+four architectures, where a zip file of single programs takes 16. exl2nb reads both where FOLDER is `csrc/ready`: release wheels ship that.
+`--nvcc` compiles with CUDA's offline compiler, whose code addresses shared memory with 32 bits and is up to 4 % faster
+(benchmarks/RESULTS.md). `--nvrtc` is a folder with NVIDIA's wheels `nvidia-cuda-nvrtc` and `nvidia-cuda-runtime`
+(`pip install --target SITE ...`); without it, those beside torch.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import lzma
 import os
 import subprocess
 import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from pathlib import Path
 
 from exl2nb.ops import _load, kernel_code
@@ -48,7 +52,7 @@ def nvcc_version(nvcc: str) -> str:
     return said.split("release ", 1)[1].split(",")[0]
 
 
-def compile_all(arch: str, out: Path | None, nvcc: str | None = None) -> int:
+def compile_all(arch: str, out: Path | None, nvcc: str | None = None, pack: bool = False) -> int:
     """Compile for one architecture, such as "90"; returns how many kernels do not compile."""
     major, minor = int(arch[:-1]), int(arch[-1])
     kernels = [one for one in kernel_code.every_kernel() if arch == "90" or not one.arch(major, minor).endswith("a")]
@@ -84,19 +88,27 @@ def compile_all(arch: str, out: Path | None, nvcc: str | None = None) -> int:
         f"{total / 2**20:.1f} MiB, {spent:.0f} s; the longest {slowest.name or slowest.source}, {longest:.1f} s"
     )
     if out is not None:
-        _write(out / f"sm_{arch}", version, kernels, {unit: code for unit, (code, _) in done.items()})
+        _write(out / f"sm_{arch}", version, kernels, {unit: code for unit, (code, _) in done.items()}, pack)
     return len(failed)
 
 
-def _write(out: Path, version: str, kernels: list[KernelId], codes: dict[KernelId, bytes]) -> None:
+def _write(out: Path, version: str, kernels: list[KernelId], codes: dict[KernelId, bytes], pack: bool) -> None:
     out.mkdir(parents=True, exist_ok=True)
-    files = {unit: f"{number}.cubin" for number, unit in enumerate(codes)}
-    for unit, name in files.items():
-        (out / name).write_bytes(codes[unit])
-    sums = {unit: hashlib.sha256(code).hexdigest() for unit, code in codes.items()}
-    made = [one for one in kernels if one.unit in codes]
-    rows = [(one.source, one.name, kernel_code.symbol(codes[one.unit], one.name), files[one.unit], sums[one.unit]) for one in made]
-    (out / "index.txt").write_text(f"{kernel_code.source_digest()}\n{version}\n" + "".join("\t".join(row) + "\n" for row in rows))
+    groups: dict[object, list[KernelId]] = {}
+    for unit in codes:
+        groups.setdefault(unit.source if pack else unit, []).append(unit)
+    places: dict[KernelId, tuple[str, str]] = {}  # file, first byte
+    for number, units in enumerate(groups.values()):
+        file, whole = f"{number}.{'xz' if pack else 'cubin'}", b"".join(codes[unit] for unit in units)
+        (out / file).write_bytes(lzma.compress(whole, preset=9 | lzma.PRESET_EXTREME) if pack else whole)
+        starts = accumulate((len(codes[unit]) for unit in units), initial=0)
+        places |= {unit: (file, str(start)) for unit, start in zip(units, starts)}
+    lines = [kernel_code.source_digest(), version]
+    for one in (one for one in kernels if one.unit in codes):
+        code = codes[one.unit]
+        checksum, (file, start) = hashlib.sha256(code).hexdigest(), places[one.unit]
+        lines.append("\t".join((one.source, one.name, kernel_code.symbol(code, one.name), file, checksum, start, str(len(code)))))
+    (out / "index.txt").write_text("\n".join(lines) + "\n")
 
 
 def main() -> int:
@@ -104,6 +116,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Compile every CUDA kernel with NVRTC, without a GPU.")
     parser.add_argument("--arch", nargs="+", default=["90"], help="compute capabilities without the dot")
     parser.add_argument("--out", type=Path, help="keep the code there")
+    parser.add_argument("--pack", action="store_true", help="in one file per source, packed")
     parser.add_argument("--nvrtc", type=Path, help="folder with NVIDIA's wheels")
     parser.add_argument("--nvcc", help="compile with this nvcc instead")
     options = parser.parse_args()
@@ -114,7 +127,7 @@ def main() -> int:
         print("libexl2nb_cuda.so is missing: run `make build`")
         return 1
     kernel_code.connect(library)
-    return min(1, sum(compile_all(arch, options.out, options.nvcc) for arch in options.arch))
+    return min(1, sum(compile_all(arch, options.out, options.nvcc, options.pack) for arch in options.arch))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@
     python tools/release.py smoke --python python3.13 --torch 2.14.1
 
 Steps, in this order:
-    kernels machine code of the CUDA kernels by nvcc, into csrc/ready: half an hour of one core. Wheels without it compile on first use
+    kernels machine code of the CUDA kernels by nvcc, into csrc/ready, in a quarter of an hour of one core. Wheels without it compile
+            when a kernel is first needed
     sdist   exl2nb-VERSION.tar.gz
     wheels  manylinux_2_28 for x86_64 and aarch64, built from that sdist
     check   contents, size, metadata, and the symbols that the libraries need
@@ -80,7 +81,10 @@ def kernels() -> None:
     """What `ops/kernel_code.py` takes in place of compiling. The installed exl2nb lists the kernels; an editable install, `make build`."""
     shutil.rmtree(READY, ignore_errors=True)
     nvcc = run(ROOT / ".ci" / "nvcc").strip()
-    print(run(sys.executable, ROOT / "tools" / "compile_kernels.py", "--arch", *CAPABILITIES, "--nvcc", nvcc, "--out", READY), end="")
+    print(
+        run(sys.executable, ROOT / "tools" / "compile_kernels.py", "--arch", *CAPABILITIES, "--nvcc", nvcc, "--out", READY, "--pack"),
+        end="",
+    )
 
 
 def sdist() -> None:

@@ -2,9 +2,10 @@
 
 A rank has some heads of attention, some channels of each MLP or expert, and some columns of the output head. What attention gives is
 gathered, so every rank multiplies by the whole output matrix of attention: the rows of that matrix are stored in an order that mixes heads,
-and cutting them would change the file's groups. The channels of an MLP follow the stored order of its down matrix, so a cut falls between
-groups and no code changes. What the ranks' MLPs add to the residual stream is summed. Two exchanges a layer: on the CPU by
-torch.distributed (gloo), on GPUs by kernels that write to each other's memory (`ops.peers`), also within captured steps.
+and cutting them would change the file's groups. The channels of an MLP follow the stored order of its down matrix, so no code changes
+there, and are divided by bits: the first rows of that matrix are the widest. What the ranks' MLPs add to the residual stream is summed. Two
+exchanges a layer: on the CPU by torch.distributed (gloo), on GPUs by kernels that write to each other's memory (`ops.peers`), also within
+captured steps.
 
 Rank 0 is the process that loaded the model. The others (`python -m exl2nb.model.rank`) wait for its commands, which come through their
 standard input, and end with it. On GPUs rank 0 alone draws tokens; the others get them from its GPU.
@@ -52,7 +53,8 @@ from exl2nb.model.split import Span
 from exl2nb.model.store import ModelStore, open_store
 from exl2nb.ops.gpu import launch_lock
 from exl2nb.ops.peers import MOST_RANKS, Peers, nbytes
-from exl2nb.quant.exl2 import Exl2Tensors
+from exl2nb.quant.bits import padded, stored_bits
+from exl2nb.quant.exl2 import Exl2Tensors, parse_groups
 
 HOST = "127.0.0.1"
 START_S, EXCHANGE_S, END_S = 600.0, 60.0, 2.0  # until all ranks have loaded; of one exchange; until a rank that was told to has ended
@@ -111,6 +113,31 @@ def bounds(total: int, size: int, unit: int = 1) -> list[int]:
     """Where the parts of `total` begin, and its end: as equal as whole units allow."""
     units = -(-total // unit)
     return [min(total, units * rank // size * unit) for rank in range(size + 1)]
+
+
+def cuts(groups: Sequence[tuple[int, int]], size: int, beside: float) -> list[int]:
+    """Where the parts of an MLP's channels begin, and their end: of about as many bits each, since ranks wait for the slowest.
+
+    They begin with a group, unless groups are large beside a part: in a part that begins within a group of 128 rows every other unit of 64
+    rows has two groups, so an item of the GPU's blob holds one unit in place of five.
+
+    Args:
+        groups: `(bits, rows)` of the last matrix. beside: bits of a channel in the other matrices, over the outputs of the last one.
+    """
+    total = sum(rows for _, rows in groups)
+    places, bits_before = [0], [0.0]
+    for bits, rows in groups:
+        step = rows if 8 * size * rows <= total else UNIT
+        for first in range(0, rows, step):
+            taken = min(step, rows - first)
+            places.append(places[-1] + taken)
+            bits_before.append(bits_before[-1] + taken * (bits + beside))
+    found = [0]
+    for rank in range(1, size):
+        wanted = bits_before[-1] * rank / size
+        nearest = min(range(len(places)), key=lambda i: abs(bits_before[i] - wanted))
+        found.append(min(max(places[nearest], found[-1] + UNIT), total - (size - rank) * UNIT))
+    return [*found, total]
 
 
 def check_parallel(config: ModelConfig, formats: Collection[str], size: int, *, where: str = "load") -> None:
@@ -172,7 +199,7 @@ class ShardBuilder(Builder):
 
     def mlp(self, layer: int) -> MLP:
         """The rank's channels; the bias behind them on rank 0 alone."""
-        self._cut(*(self.config.names.at(layer, role) for role in (*(("gate",) if self.config.gated else ()), "up", "down")))
+        self._cut(*(self.config.names.at(layer, role) for role in (*(("gate",) if self.config.gated else ()), "up", "down")), even=False)
         whole = super().mlp(layer)
         return whole if self.rank == 0 else replace(whole, down_bias=None)
 
@@ -186,17 +213,33 @@ class ShardBuilder(Builder):
             self._cut(*(names.at(layer, f"shared_{role}") for role in ("gate", "up", "down")))
         return super().routed_mlp(layer)
 
-    def _cut(self, *keys: str) -> None:
-        """The channels of an MLP: in the stored order of its last matrix."""
+    def _cut(self, *keys: str, even: bool = True) -> None:
+        """The channels of an MLP: in the stored order of its last matrix. even: as many for each rank, as those of experts must be."""
         *before, down = keys
         source = self.sources[down]
         limits = bounds(source.linear.in_features, self.size, UNIT if source.kind == "exl2" else 1)
-        first, last = limits[self.rank], limits[self.rank + 1]
         channels = torch.arange(source.linear.in_features)
         if source.kind == "exl2":
-            channels = self._exl2(source).perm
+            channels = torch.argsort(self.store.read(f"{source.prefix}.q_invperm").long())
+            if not even:
+                beside = sum(self._bits(key) * self.sources[key].linear.in_features for key in before)
+                limits = cuts(self._groups(down), self.size, beside / source.linear.out_features)
+        first, last = limits[self.rank], limits[self.rank + 1]
         self._rows[down] = first, last
         self._columns |= dict.fromkeys(before, channels[first:last])
+
+    def _groups(self, key: str) -> list[tuple[int, int]]:
+        """`(bits, rows)` of every group of an EXL2 matrix."""
+        prefix = self.sources[key].prefix
+        table = self.store.read(f"{prefix}.q_groups").tolist()
+        return parse_groups(table, self.store.info(f"{prefix}.q_weight").shape[0], prefix, file=self.store.info(f"{prefix}.q_groups").path)
+
+    def _bits(self, key: str) -> float:
+        """Bits of a weight, its share of the scales included."""
+        linear = self.sources[key].linear
+        if self.sources[key].kind != "exl2":
+            return 16.0
+        return stored_bits(self._groups(key), padded(linear.out_features)) / (linear.in_features * padded(linear.out_features))
 
     def packed(self, key: str) -> Tensor:
         """A blob of the rank's part."""

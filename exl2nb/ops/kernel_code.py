@@ -10,6 +10,7 @@ import ctypes
 import dataclasses
 import hashlib
 import logging
+import lzma
 import os
 import struct
 import sys
@@ -17,7 +18,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 from exl2nb.core import env
@@ -293,20 +294,44 @@ def code_of(kernel: KernelId, major: int, minor: int) -> bytes:
         return _codes[key]
 
 
+@dataclasses.dataclass(frozen=True)
+class _Ready:
+    """Where the package has a program's code: `size` bytes from `start` on of a file, which is packed by xz if its name says so."""
+
+    path: Path
+    checksum: str
+    start: int
+    size: int
+
+    def read(self) -> bytes:
+        """The code, as it is there.
+
+        Raises:
+            OSError, EOFError, lzma.LZMAError: it cannot be read.
+        """
+        text = _unpacked(self.path) if self.path.suffix == ".xz" else self.path.read_bytes()
+        return text[self.start : self.start + self.size]
+
+
+@lru_cache(maxsize=4)  # programs of one source are packed together and asked for one after the other
+def _unpacked(path: Path) -> bytes:
+    return lzma.decompress(path.read_bytes())
+
+
 @cache
-def _ready() -> dict[tuple[KernelId, int, int], tuple[Path, str]]:
-    """Code that ships in the package: file and sha256, by program and compute capability, made by `tools/compile_kernels.py`. Only what was
-    made from these sources and by a CUDA that the driver knows. An index that cannot be read counts as none.
+def _ready() -> dict[tuple[KernelId, int, int], _Ready]:
+    """Code that ships in the package, by program and compute capability, made by `tools/compile_kernels.py`. Only what was made from these
+    sources and by a CUDA that the driver knows. An index that cannot be read counts as none.
     """
-    found: dict[tuple[KernelId, int, int], tuple[Path, str]] = {}
+    found: dict[tuple[KernelId, int, int], _Ready] = {}
     for index in sorted(source_root().glob("ready/sm_*/index.txt")):
         try:
             digest, version, *rows = index.read_text().splitlines()
             if digest != source_digest() or more_options() or driver_version() < tuple(map(int, version.split("."))):
                 continue
             major, minor = divmod(int(index.parent.name.removeprefix("sm_")), 10)
-            for source, name, _, file, checksum in (row.split("\t") for row in rows):
-                found[KernelId(source, name).unit, major, minor] = index.parent / file, checksum
+            for source, name, _, file, checksum, start, size in (row.split("\t") for row in rows):
+                found[KernelId(source, name).unit, major, minor] = _Ready(index.parent / file, checksum, int(start), int(size))
         except (OSError, ValueError) as reason:
             logger.warning("%s is damaged, so kernels that are not in it are compiled: %s", index, reason)
     return found
@@ -317,26 +342,25 @@ def ready_architectures() -> list[str]:
     return sorted({f"{major}.{minor}" for _, major, minor in _ready()})
 
 
-def _ready_file(unit: KernelId, arch: str) -> tuple[Path, str] | None:
+def _ready_for(unit: KernelId, arch: str) -> _Ready | None:
     """Machine code runs on its own architecture and on those of the same major number after it; sm_90a only on itself."""
     major, minor = int(arch.rstrip("a")[:-1]), int(arch.rstrip("a")[-1])
-    files = (_ready().get((unit, major, m)) for m in range(minor, -1, -1))
-    return next((file for file in files if file and file[0].exists()), None)
+    found = (_ready().get((unit, major, m)) for m in range(minor, -1, -1))
+    return next((ready for ready in found if ready and ready.path.exists()), None)
 
 
 def _ready_code(unit: KernelId, arch: str) -> bytes | None:
     """None where the package has none, or it is damaged: the driver would crash on it or run something else."""
-    if (file := _ready_file(unit, arch)) is None:
+    if (ready := _ready_for(unit, arch)) is None:
         return None
-    path, checksum = file
     try:
-        code = path.read_bytes()
-    except OSError as reason:
-        logger.warning("%s cannot be read, so its kernels are compiled: %s", path, reason)
+        code = ready.read()
+    except (OSError, EOFError, lzma.LZMAError) as reason:
+        logger.warning("%s cannot be read, so its kernels are compiled: %s", ready.path, reason)
         return None
-    if hashlib.sha256(code).hexdigest() == checksum:
+    if hashlib.sha256(code).hexdigest() == ready.checksum:
         return code
-    logger.warning("%s is damaged, so its kernels are compiled", path)
+    logger.warning("%s is damaged, so its kernels are compiled", ready.path)
     return None
 
 
@@ -356,7 +380,7 @@ def _cached(kernel: KernelId, arch: str) -> bytes:
 def missing(kernels: Iterable[KernelId], major: int, minor: int) -> list[KernelId]:
     """What must be compiled for these kernels: in no memory and in no cache on disk."""
     units, folder = dict.fromkeys(kernel.unit for kernel in kernels), cache_folder()
-    units = [unit for unit in units if not _ready_file(unit, unit.arch(major, minor))]
+    units = [unit for unit in units if not _ready_for(unit, unit.arch(major, minor))]
     version = nvrtc().version if units else (0, 0)
     paths = {unit: folder and folder / f"{_key(unit, unit.arch(major, minor), version)}.cubin" for unit in units}
     return [unit for unit, path in paths.items() if (unit, unit.arch(major, minor)) not in _codes and not (path and path.exists())]

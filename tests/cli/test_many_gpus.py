@@ -46,11 +46,20 @@ def test_what_a_part_has_started_ends_with_it(many: Any, tmp_path: Path) -> None
 
 def test_the_summary_compares_with_one_gpu(many: Any) -> None:
     about = {"part": "decode", "model": "llama2-70b/10:2.55", "context": 1024, "batch": 1, "repeats": True, "read_bytes": 3 * 10**9}
+    about["cache_bytes"] = 3 * 10**8
     one = about | {"way": "one", "gpus": 1, "tok_s": 100.0, "step_ms": 10.0, "ids": [1, 2, 3, 4]}
-    two = about | {"way": "tensor", "gpus": 2, "tok_s": 160.0, "step_ms": 6.25, "ids": [1, 2, 7, 4], "read_bytes": 15 * 10**8}
+    two = about | {
+        "way": "tensor",
+        "gpus": 2,
+        "tok_s": 160.0,
+        "step_ms": 6.25,
+        "ids": [1, 2, 7, 4],
+        "read_bytes": 15 * 10**8,
+        "cache_bytes": 15 * 10**7,
+    }
     scores = [
-        {"model": about["model"], "way": way, "gpus": n, "score": s, "scored_tokens": 10}
-        for way, n, s in (("one", 1, -30.0), ("tensor", 2, -30.5))
+        {"model": about["model"], "way": way, "gpus": n, "score": s, "scored_tokens": 10, "drawn": drawn}
+        for way, n, s, drawn in (("one", 1, -30.0, [5, 6, 7]), ("tensor", 2, -30.5, [5, 8, 7]))
     ]
     lines = [
         one,
@@ -60,10 +69,10 @@ def test_the_summary_compares_with_one_gpu(many: Any) -> None:
         *({"gpus": 2, "rows": 1, "kind": kind, "us": us} for kind, us in (("sum", 6.0), ("gather", 4.0))),
     ]
     alone, both = many.summary(lines)
-    assert alone["floor_ms"] == 1.0 and "speedup" not in alone
+    assert alone["floor_ms"] == 1.1 and "speedup" not in alone
     assert both["speedup"] == 1.6 and (both["same_tokens"], both["of_tokens"]) == (2, 4)
-    assert both["floor_ms"] == 0.6 and both["share_in_exchanges"] == 0.016  # ten layers, 10 us each
-    assert both["nats_a_token_apart"] == 0.05
+    assert both["floor_ms"] == 0.65 and both["share_in_exchanges"] == 0.016  # ten layers, 10 us each
+    assert (both["nats_a_token_apart"], both["same_drawn"]) == (0.05, 1)
 
 
 def test_parts_are_in_order_of_value(many: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from exl2nb.cache.pool import KVCache
 from exl2nb.core.errors import OptionError
 from exl2nb.model.batch import Batch
 from exl2nb.model.loader import load_model
-from exl2nb.model.parallel import HOST, RankModel, bounds, meeting_place, read_part
+from exl2nb.model.parallel import HOST, RankModel, bounds, cuts, meeting_place, read_part
 from exl2nb.model.rope import RopeOverride
 from exl2nb.ops.gpu import unpack_half
 from exl2nb.quant.exl2 import Exl2Tensors
@@ -132,6 +132,27 @@ def test_bounds() -> None:
     assert bounds(10, 3) == [0, 3, 6, 10]
     assert bounds(131, 2, 32) == [0, 64, 131]
     assert bounds(96, 3, 32) == [0, 32, 64, 96]
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_channels_are_divided_by_bits_between_groups(size: int) -> None:
+    """Those of Llama-2-70B at 2.55 bits: the first part has fewer, since its rows of down are wider."""
+    groups = [(6, 32)] * 45 + [(3, 64)] * 90 + [(2, 64)] * 335 + [(2, 32)]
+    limits, beside = cuts(groups, size, 4.4), 4.4
+    starts = [0, *accumulate(rows for _, rows in groups)]
+    assert limits[0] == 0 and limits[-1] == starts[-1] == 28672
+    assert set(limits) <= set(starts), "every part begins with a group"
+    bits = [bits for bits, rows in groups for _ in range(rows)]
+    parts = [sum(bits[a:b]) + beside * (b - a) for a, b in pairwise(limits)]
+    assert max(parts) <= 1.02 * sum(parts) / size
+    even = [sum(bits[a:b]) + beside * (b - a) for a, b in pairwise(bounds(28672, size, 32))]
+    assert max(even) > 1.05 * sum(even) / size, "what equal numbers of channels would cost"
+
+
+def test_large_groups_are_divided_within() -> None:
+    assert cuts([(4, 768)], 2, 8.0) == [0, 384, 768]
+    assert cuts([(8, 128), (2, 128)], 4, 0.5) == [0, 32, 96, 128, 256]
+    assert cuts([(8, 32), (2, 96)], 4, 0.0) == [0, 32, 64, 96, 128], "a unit for each rank at least"
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

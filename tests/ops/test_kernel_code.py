@@ -1,6 +1,7 @@
 """Compiled kernels: what is compiled at once, the cache on disk, and what is said where nothing can be compiled. A compiler is imitated."""
 
 import hashlib
+import lzma
 import os
 import re
 import subprocess
@@ -314,16 +315,17 @@ def ready(compiler, monkeypatch, tmp_path):
     monkeypatch.setenv("EXL2NB_KERNEL_CACHE", "off")
     folder = tmp_path / "ready" / "sm_80"
     folder.mkdir(parents=True)
-    (folder / "0.cubin").write_bytes(b"ready")
+    (folder / "0.xz").write_bytes(lzma.compress(b"anotherready"))
 
     def write(made_from=digest, version="12.8"):
-        row = (SKINNY.source, SKINNY.name, "symbol", "0.cubin", hashlib.sha256(b"ready").hexdigest())
+        row = (SKINNY.source, SKINNY.name, "symbol", "0.xz", hashlib.sha256(b"ready").hexdigest(), "7", "5")
         (folder / "index.txt").write_text(f"{made_from}\n{version}\n" + "\t".join(row) + "\n")
         kernel_code._ready.cache_clear()
         return folder
 
     yield write
     kernel_code._ready.cache_clear()
+    kernel_code._unpacked.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -349,16 +351,18 @@ def _flip(path):
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda folder: _flip(folder / "0.cubin"),
-        lambda folder: (folder / "0.cubin").write_bytes(b"rea"),
-        lambda folder: (folder / "0.cubin").unlink(),
-        lambda folder: ((folder / "0.cubin").unlink(), (folder / "0.cubin").mkdir()),
+        lambda folder: _flip(folder / "0.xz"),
+        lambda folder: (folder / "0.xz").write_bytes((folder / "0.xz").read_bytes()[:-9]),
+        lambda folder: (folder / "0.xz").write_bytes(b""),
+        lambda folder: (folder / "0.xz").write_bytes(lzma.compress(b"anotherREADY")),
+        lambda folder: (folder / "0.xz").unlink(),
+        lambda folder: ((folder / "0.xz").unlink(), (folder / "0.xz").mkdir()),
         lambda folder: (folder / "index.txt").write_text("\n".join((folder / "index.txt").read_text().split("\n")[:2]) + "\nhalf a row"),
         lambda folder: (folder / "index.txt").write_text(""),
         lambda folder: (folder / "index.txt").write_bytes(b"\xff\xfe"),
         lambda folder: _flip(folder / "index.txt"),
     ],
-    ids=["flipped", "short", "gone", "a folder", "index half", "index empty", "index not text", "index flipped"],
+    ids=["flipped", "short", "empty", "other code", "gone", "a folder", "index half", "index empty", "index not text", "index flipped"],
 )
 def test_damaged_ready_code_is_compiled(ready, compiler, damage):
     folder = ready()
