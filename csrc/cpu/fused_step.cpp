@@ -14,7 +14,8 @@ namespace exl2nb {
 namespace {
 
 constexpr int kDenseTiles = 6;  // of one call: four times three registers of AVX2
-// Prefetched by a thread while it waits: bytes at most, and lines between two looks at the barrier. Xeon (Emerald Rapids), 16 threads.
+// Prefetched by a thread while it waits: bytes at most, and lines between two looks at the barrier. Half of Llama-3-8B on 16 threads of an
+// Emerald Rapids Xeon, 2026-11-27: 14.3 ms, 14.7 with 128 KiB, 14.6 with none.
 constexpr int64_t kAheadBytes = int64_t(512) << 10;
 constexpr int kAheadLines = 4;
 

@@ -34,24 +34,18 @@ class Pool {
   bool run(int64_t workers, void (*body)(void*), void* context) {
     std::unique_lock<std::mutex> mine(busy_, std::try_to_lock);
     if (!mine) return false;
-    stop();
     try {
       for (; started_ < workers; started_++) std::thread([this] { work(); }).detach();
     } catch (const std::system_error&) {  // thread limit reached: go on with fewer
     }
-    begin(workers, body, context);
+    body_ = body;
+    context_ = context;
+    permits_.store(int(workers));
+    epoch_.fetch_add(1);
+    if (asleep_.load() > 0) epoch_.notify_all();
     const Withdrawal withdrawal{*this};
     body(context);
     return true;
-  }
-  void read_ahead(int64_t workers, std::vector<Piece> pieces) {
-    std::unique_lock<std::mutex> mine(busy_, std::try_to_lock);
-    if (!mine || started_ < workers) return;
-    stop();
-    pieces_ = std::move(pieces);
-    next_.store(0);
-    enough_.store(false);
-    begin(workers, [](void* p) { static_cast<Pool*>(p)->prefetch(); }, this);
   }
 
  private:
@@ -62,24 +56,6 @@ class Pool {
       for (int spins = 0; pool.joining_.load() > 0; spins++) spin_wait(spins);
     }
   };
-
-  void begin(int64_t workers, void (*body)(void*), void* context) {
-    body_ = body;
-    context_ = context;
-    permits_.store(int(workers));
-    epoch_.fetch_add(1);
-    if (asleep_.load() > 0) epoch_.notify_all();
-  }
-  // Ends what is read ahead.
-  void stop() {
-    enough_.store(true);
-    permits_.store(0);
-    for (int spins = 0; joining_.load() > 0; spins++) spin_wait(spins);
-  }
-  void prefetch() {
-    for (size_t i; !enough_.load(std::memory_order_relaxed) && (i = next_.fetch_add(1, std::memory_order_relaxed)) < pieces_.size();)
-      for (int64_t at = 0; at < pieces_[i].bytes; at += 64) __builtin_prefetch(pieces_[i].at + at, 0, 2);
-  }
 
   void work() {
     for (uint32_t seen = 0;;) {
@@ -106,18 +82,11 @@ class Pool {
   alignas(64) std::atomic<int> permits_{0};
   alignas(64) std::atomic<int> joining_{0};
   std::atomic<int> asleep_{0};
-  std::vector<Piece> pieces_;
-  std::atomic<size_t> next_{0};
-  std::atomic<bool> enough_{false};
 };
 
 }  // namespace
 
 void spin_wait(int spins) { spins < kSpins ? pause() : std::this_thread::yield(); }
-
-void read_ahead(int64_t threads, std::vector<Piece> pieces) {
-  if (threads > 1) process_singleton<Pool>().read_ahead(threads - 1, std::move(pieces));
-}
 
 void run_on_threads(int64_t threads, void (*body)(void*), void* context) {
   if (threads < 2 || !process_singleton<Pool>().run(threads - 1, body, context)) body(context);

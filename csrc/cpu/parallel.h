@@ -6,7 +6,6 @@
 
 #include <atomic>
 #include <cstdint>
-#include <vector>
 
 namespace exl2nb {
 
@@ -28,14 +27,6 @@ class SerialScope {
 inline int64_t available_threads() { return SerialScope::now() ? 1 : num_threads(); }
 // Runs body on this thread and on up to threads - 1 pool threads that join meanwhile; returns when all of them have left it.
 void run_on_threads(int64_t threads, void (*body)(void* context), void* context);
-
-// Prefetches pieces on pool threads until they are done or the pool is used again; returns at once.
-struct Piece {
-  const uint8_t* at;
-  int64_t bytes;
-};
-constexpr int64_t kPieceBytes = 8192;
-void read_ahead(int64_t threads, std::vector<Piece> pieces);
 
 // One iteration of a spin loop: a pause instruction at first, later a yield. spins: iterations so far.
 void spin_wait(int spins);
@@ -100,12 +91,8 @@ class Team {
     Member(Team& team, int64_t index) : index(index), size(team.size_), team_(team) {}
     const int64_t index, size;
 
-    // Calls f(task) for tasks of [0, count); returns when all of them are done. f must not throw.
-    template <class F>
-    void each(int64_t count, const F& f) {
-      each(count, f, [] { return false; });
-    }
-    // idle: what to do meanwhile; false where nothing is left.
+    // Calls f(task) for tasks of [0, count); returns when all of them are done. f must not throw. While it waits it calls idle, which does
+    // a piece of other work, or returns false.
     template <class F, class Idle>
     void each(int64_t count, const F& f, const Idle& idle) {
       phase_++, total_ += count;

@@ -307,22 +307,8 @@ bool suits_fused_step(const Program& program, const StepBatch& b) {
 
 void run_step(const Program& program, const StepBatch& b, float* out) {
   if (!suits_fused_step(program, b)) return StepRunner(program, b, out).run();
-  {
-    FusedStep step(program, b, out, {}, available_threads());
-    step.run_on_all(0);
-  }
-  if (false) {
-    std::vector<Piece> pieces;
-    int64_t left = 0;
-    for (const Op* op = program.first(); op && left > 0; op = program.next(op)) {
-      const uint8_t* blob = matrix_of(op);
-      if (!blob) continue;
-      const int64_t bytes = std::min(left, header(blob).bytes);
-      for (int64_t at = 0; at < bytes; at += kPieceBytes) pieces.push_back({blob + at, std::min(kPieceBytes, bytes - at)});
-      left -= bytes;
-    }
-    read_ahead(available_threads(), std::move(pieces));
-  }
+  FusedStep step(program, b, out, {}, available_threads());
+  step.run_on_all(0);
 }
 
 }  // namespace exl2nb
