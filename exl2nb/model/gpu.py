@@ -21,7 +21,6 @@ MOST = 512  # tokens of a step that go through the step kernels
 MOST_ROUTED = 64  # of a model with experts: the step kernels read them once for every token that chose them
 PROMPT = 64  # tokens of a step with a prompt in it, at most, that the step kernels take: launched by one call, where prefill makes hundreds
 PROMPT_STEPS = 3  # such steps in a row, where stream-K GEMMs are quick: more tokens are quicker where a matrix is unpacked once
-SMALL_LAYER, SMALL_STEPS = 16 << 20, 8  # of a model whose layers have fewer bytes: launches alone make its prefill slower
 PROMPT_KEYS = 1 << 14  # tokens before a prompt, at most: the step kernels read them once for every few of its tokens
 APART = 4  # this many decoding sequences or more get a launch of their own beside prompts
 STREAM_K_FROM = 9  # tokens of a step from which on its products are stream-K GEMMs; on Hopper sooner, where a persistent chain ends
@@ -46,10 +45,7 @@ class GpuForward:
         self.vocab = program.outputs  # the hidden size where the program is a part of a model
         self.most = MOST_ROUTED if any(name == "routed_mlp" for name, _ in program.steps) else MOST
         routed, hopper = self.most == MOST_ROUTED, device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-        heads, layers = program.heads.values(), max(1, sum(name == "norm_qkv_rope" for name, _ in program.steps))
-        small = sum(int(head[32:40].view(torch.int64)) for head in heads) < SMALL_LAYER * layers
-        steps = 1 if not hopper else SMALL_STEPS if small else PROMPT_STEPS
-        self.prompt_tokens = 0 if routed or program.peers else PROMPT * steps  # tokens
+        self.prompt_tokens = 0 if routed or program.peers else PROMPT * PROMPT_STEPS if hopper else PROMPT  # tokens
         self._kernels: dict[int, gpu.StepKernels] = {}
         self._lora_buffers: gpu.LoraBuffers | None = None
 
