@@ -56,8 +56,9 @@ pair="--target {out}/beds/llama-60m --draft {out}/beds/llama-11m --device cuda -
 {python} benchmarks/speculation.py $pair --rounds 9 --tasks copy batch
 {python} benchmarks/speculation.py $pair --rounds 5 --tasks greedy sampled
 """
-TUNED = """{{python}} benchmarks/quality.py exl2nb/demo_model --calibration {{corpus}} --text {{text}} --device cuda --effort tuned --seed {seed} \
---bpw 2.5 5 4 6 3 3.5 --json {{out}}/sizes.jsonl --work-dir {{out}}/work --out {{out}}/files"""
+TUNED = """sizes="--effort tuned --seed {seed} --bpw 2.5 5 4 6 3 3.5"
+{{python}} benchmarks/quality.py exl2nb/demo_model --calibration {{corpus}} --text {{text}} --device cuda $sizes \
+--json {{out}}/sizes.jsonl --work-dir {{out}}/work --out {{out}}/files"""
 BIGGER = """{{python}} tools/train_test_bed.py {{corpus}} {{out}}/beds --models {model} --seconds 240 --compile
 {{python}} benchmarks/tuned.py {{out}}/beds/{model} --calibration {{corpus}} --text {{text}} --stages "default effort" "descent, learned" \
 --bpw 4 3 6 --seconds 600 --json {{out}}/tuned.json --table {{out}}/tuned.md --device cuda --work-dir {{out}}/work"""
