@@ -9,6 +9,7 @@ text is, token for token, the one without speculation, for every sampler, penalt
 from __future__ import annotations
 
 import time
+import weakref
 from bisect import bisect_left
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -558,12 +559,12 @@ class Speculator:
         self._prepared = 0
         self._round: DraftRound | None = None  # of the step that runs, where its draft tokens were late
         self._asleep, self._slept = 0, 0  # steps to sleep, and slept so far
-        self._running: tuple[int, ...] = ()  # sequences that ran when it began
+        self._running: tuple[weakref.ref[Sequence], ...] = ()  # sequences that ran when it began
         self._barren = 0  # steps without draft tokens since the last one that had some, those asleep not counted
 
     def wakes(self, running: Seq[Sequence]) -> bool:
         """Whether `propose` must be called before this step, with every result read; to be asked once a step."""
-        if self._asleep and self._running == tuple(map(id, running)):
+        if self._asleep and self._running == tuple(map(weakref.ref, running)):
             if self._asleep <= self._slept < STALE and not self._may_pay(running):
                 self._asleep = self._slept + LONGEST_REST  # to know that, results in flight need not be read
             if self._slept < self._asleep:
@@ -617,7 +618,7 @@ class Speculator:
         if self._barren and all(
             one.proposer.pace.settings.adaptive and one.sampler.constraint is None for one in proposing if one.proposer
         ):
-            self._asleep, self._running = min(1 << (self._barren - 1), LONGEST_REST), tuple(map(id, running))
+            self._asleep, self._running = min(1 << (self._barren - 1), LONGEST_REST), tuple(map(weakref.ref, running))
             for one in proposing:
                 one.on_device = one.drawn
         drafters = [one.proposer.drafter for one in proposing if one.proposer is not None]

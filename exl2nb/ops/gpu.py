@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -44,15 +45,16 @@ _setting = threading.Lock()  # of the process: two at once would take each other
 
 @contextmanager
 def fast_products(device: torch.device) -> Iterator[None]:
-    """Products of f32 matrices take less time meanwhile.
+    """Products of f32 matrices take less time meanwhile, in the whole process: torch has no such setting for a thread.
 
     On a GPU they run on tensor cores: TF32, whose error is far below that of an 8-bit code. On the CPU oneDNN computes them, in f32 as
-    ever: where MKL has no AVX-512 path, in half the time. Not on processors that multiply tiles (AMX): there it would round to bf16.
+    ever: where MKL has no AVX-512 path, in half the time. Not where it would round to bf16. Meanwhile `torch.get_float32_matmul_precision`
+    raises on the CPU, and a second caller waits.
     """
     on_gpu = device.type == "cuda"
     settings: Any = torch.backends.cuda.matmul if on_gpu else getattr(torch.backends.mkldnn, "matmul", None)
     name, value = ("allow_tf32", True) if on_gpu else ("fp32_precision", "bf16")
-    if not on_gpu and (_multiplies_tiles() or not hasattr(settings, name)):  # torch before 2.9 has no such setting
+    if not on_gpu and (_may_round() or not hasattr(settings, name)):  # torch before 2.9 has no such setting
         yield
         return
     with _setting:
@@ -61,16 +63,21 @@ def fast_products(device: torch.device) -> Iterator[None]:
         except RuntimeError:  # chosen through torch's other switch of the same thing: it stays as it is
             yield
             return
+        inherits = getattr(settings, "fp32_precision", None) in ("none", getattr(torch.backends, "fp32_precision", "none"))
         setattr(settings, name, value)
         try:
             yield
         finally:
             setattr(settings, name, before)
+            if inherits and hasattr(settings, "fp32_precision"):
+                settings.fp32_precision = "none"  # else it would no longer follow torch.backends.fp32_precision
 
 
-def _multiplies_tiles() -> bool:
-    """Whether the processor does, or torch cannot tell."""
-    return bool(getattr(torch.cpu, "_is_amx_tile_supported", lambda: True)())
+def _may_round() -> bool:
+    """Whether oneDNN would round f32 to bf16 if it may: on processors that multiply tiles (AMX); not known of any but x86, nor where torch
+    cannot tell.
+    """
+    return platform.machine() not in ("x86_64", "AMD64") or bool(getattr(torch.cpu, "_is_amx_tile_supported", lambda: True)())
 
 
 _streams: dict[tuple[int, int], torch.cuda.Stream] = {}

@@ -60,14 +60,14 @@ def test_a_job_that_asks_for_more_than_there_is_runs_alone(tmp_path, words):
 def test_limits_end_a_job_with_all_that_it_started(tmp_path, words, capsys):
     started = tmp_path / "started"
     jobs = {
-        "slow": Job(command=f"(sleep 1000 & echo $! >{started}; wait)", limit_s=1),
+        "slow": Job(command=f"(sleep 1000 & echo $! >{started}; wait)", limit_s=6),
         "fails": Job(command="echo why; exit 3", limit_s=30),
     }
     rows = {row["name"]: row for row in run(queue((0,), 4, **jobs), list(jobs), tmp_path, words, 60)}
     assert rows["slow"]["ended"] and rows["slow"]["exit"] != 0
     assert (rows["fails"]["exit"], rows["fails"]["ended"]) == (3, False)
     assert "    why" in capsys.readouterr().out
-    status = Path(f"/proc/{started.read_text().strip()}/stat")
+    status = Path(f"/proc/{int(started.read_text())}/stat")
     deadline = time.monotonic() + 10
     while status.exists() and status.read_text().split()[2] != "Z" and time.monotonic() < deadline:
         time.sleep(0.05)

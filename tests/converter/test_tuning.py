@@ -222,7 +222,7 @@ def test_a_large_model_sees_fewer_rows_on_a_gpu(source, monkeypatch):
 def test_settings_of_fast_products_are_left_as_they_were(device, settings, name, monkeypatch):
     if not hasattr(settings, name):
         pytest.skip("torch before 2.9 cannot choose on the CPU")
-    monkeypatch.setattr(gpu, "_multiplies_tiles", lambda: False)
+    monkeypatch.setattr(gpu, "_may_round", lambda: False)
     before, other = getattr(settings, name), torch.device("cpu" if device == "cuda" else "cuda")
 
     def fail():
@@ -235,6 +235,16 @@ def test_settings_of_fast_products_are_left_as_they_were(device, settings, name,
     assert getattr(settings, name) == before
     with fast_products(other):
         assert getattr(settings, name) == before
+    if settings.fp32_precision == "none":  # and it follows the setting above it, as before
+        try:
+            torch.backends.fp32_precision = "ieee"
+            assert settings.fp32_precision == "ieee"
+            with pytest.raises(KeyError):
+                fail()
+            torch.backends.fp32_precision = "tf32"
+            assert settings.fp32_precision == "tf32"
+        finally:
+            torch.backends.fp32_precision = "none"
 
 
 def test_products_on_the_cpu_are_not_rounded(monkeypatch):
@@ -248,11 +258,11 @@ def test_products_on_the_cpu_are_not_rounded(monkeypatch):
             return float((x @ y - exact).norm() / exact.norm())
 
     assert off() < 1e-6
-    monkeypatch.setattr(gpu, "_multiplies_tiles", lambda: True)
+    monkeypatch.setattr(gpu, "_may_round", lambda: True)
     before = getattr(getattr(torch.backends.mkldnn, "matmul", None), "fp32_precision", None)
     with fast_products(cpu):
         assert getattr(getattr(torch.backends.mkldnn, "matmul", None), "fp32_precision", None) == before
-    monkeypatch.setattr(gpu, "_multiplies_tiles", lambda: False)
+    monkeypatch.setattr(gpu, "_may_round", lambda: False)
     monkeypatch.setattr(torch.backends.mkldnn, "matmul", None, raising=False)
     assert off() < 1e-6
 

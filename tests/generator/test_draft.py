@@ -180,7 +180,7 @@ def test_pages_of_ended_requests_come_back(running):
 @pytest.mark.parametrize("late", [True, False])
 def test_a_request_that_ends_in_the_middle_is_let_go(running, late):
     """Its pages, and the round that was launched behind its last step."""
-    engine = running(Draft(step_s=0.001), executor=ahead, rounds=fakes.FakeRounds, late=late)
+    engine = running(Draft(step_s=0.02), executor=ahead, rounds=fakes.FakeRounds, late=late)
     asked = ask(engine, 3, 800, speculation=Speculation(kind="draft", adaptive=False, max_tokens=5))
     next(iter(asked))
     with fakes.held(engine):
