@@ -43,8 +43,8 @@ from exl2nb.model.layout import Linear, end_vectors, head_linear, layer_linears,
 from exl2nb.ops.gpu import capturing, fast_products
 
 Weights = dict[str, Tensor]
-# rows of the whole way, if not told: of the demo model 2560 are 120 TFLOP, 11 to 15 minutes of two cores by arithmetic, 20480 a minute of an
-# H100
+# rows of the whole way, if not told: of the demo model 2560 are 120 TFLOP, 11 to 15 minutes of two cores by arithmetic, 20480 a minute
+# of an H100
 SEEN = {"cpu": 2560, "cuda": 20480}
 WORK = 1e16  # weights times tokens of the way on a GPU: 8e16 FLOP, so that models of more than 0.95 billion weights see fewer rows
 SWEEPS = {"cpu": 2, "cuda": 0}
