@@ -8,6 +8,7 @@ GPU draws tokens; with a part on the CPU each part is captured for itself and th
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
@@ -56,7 +57,8 @@ class Piece(NamedTuple):
 class Part:
     """A piece as a program. stream: f32 `(rows, H)`, what it reads in place of embeddings; None in the first part. gpu: runs it there.
 
-    experts: of the last layer, to be run behind the program on the CPU, or None.
+    experts: of the last layer, to be run behind the program on the CPU, or None. captured: steps as graphs, which know the addresses of the
+    pools of one cache; captured_pool: the first of these.
     """
 
     piece: Piece
@@ -65,6 +67,7 @@ class Part:
     gpu: GpuForward | None
     experts: RoutedMLP | None = None
     captured: dict[tuple[int, int], Captured | None] = field(default_factory=dict)  # None: could not be captured
+    captured_pool: weakref.ref[Tensor] | None = None
 
     @property
     def span(self) -> Span:
@@ -366,6 +369,8 @@ class SplitModel(Model):
         if not decoding or not self._graphed:
             return None
         key = 1 << (count - 1).bit_length() if count <= 8 else -(-count // 8) * 8, 1 << (width - 1).bit_length()
+        if part.captured_pool is None or part.captured_pool() is not pools.k[0]:
+            part.captured, part.captured_pool = {}, weakref.ref(pools.k[0])
         if key not in part.captured:
             part.captured[key] = capture(part, pools, *key)
         return part.captured[key]

@@ -123,7 +123,6 @@ class Run:
         self.program, self.inputs, self.sequences, self.k, self.v = program, inputs, sequences, k_pools, v_pools
         self.x = self.logits = torch.empty(0)
         self.done: dict[bool, Tensor] = {}
-        self.qkv: dict[str, Any] = {}
         self.parts: tuple[Tensor, ...] = ()  # q, k, v until attention has read them
         self.gathered = False  # what attention left, from all ranks
         self._unpacked_half: Tensor | None = None
@@ -142,7 +141,6 @@ class Run:
         norm_bias, layer_norm, interleaved, clip = a["rest"]
         i, layer, (num_heads, num_kv_heads, head_dim) = self.inputs, a["layer"], a["heads"]
         x, pools = self._normed(self.x, a, norm_bias, layer_norm), (self.k[layer], self.v[layer])
-        self.qkv = a
         bare = a["bias"] is None and a["q_norm"] is None and a["k_norm"] is None and not clip and not interleaved
         if bare and head_dim % 16 == 0 and 2 * a["cos"].shape[1] == head_dim and pools[0].dtype == pools[1].dtype == torch.float16:
             y = self._adapted(x, a["blob"], None, half=True)
@@ -169,7 +167,7 @@ class Run:
 
     def _attend(self, a: dict[str, Any]) -> None:
         (q, k, v), self.parts = self.parts, ()
-        layer, (_, _, head_dim) = a["layer"], self.qkv["heads"]
+        layer, head_dim = a["layer"], q.shape[2]
         k_pool, v_pool = self.k[layer], self.v[layer]
         longest, softcap, i = max(self.sequences.lengths), a["softcap"], self.inputs
         window = a["window"] if 0 < a["window"] < longest else 0

@@ -238,7 +238,8 @@ def test_adapters_inside_the_products_say_the_same(folders, monkeypatch):
                 llm.loras.load(folder, progress=None)
             for count in (1, 3, 6, 16):
                 with llm.batch([{"prompt": PROMPT, "lora": (None, "l0", "l1", "l2")[(i + 1) % 4]} for i in range(count)], **GREEDY) as job:
-                    found.append((inside, [completion.tokens[0] for completion in job.run()]))
+                    answers = job.run()
+                    found.append((inside, [answers[i].tokens[0] for i in range(count)]))
     half = len(found) // 2
     for (_, outside), (_, inside_) in zip(found[:half], found[half:]):
         for one, other in zip(outside, inside_):

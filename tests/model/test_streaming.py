@@ -15,10 +15,11 @@ import pytest
 import torch
 
 import exl2nb as ex
+from exl2nb.cache.pool import CachePart
 from exl2nb.cli.models import add_load_options, load_options
 from exl2nb.core.errors import OptionError
 from exl2nb.llm.load import _streaming
-from exl2nb.model import streaming
+from exl2nb.model import split, streaming
 from exl2nb.model.batch import Batch
 from exl2nb.model.batch import Span as Tokens
 from exl2nb.model.layers import RoutedMLP, tensors_of
@@ -278,6 +279,20 @@ def test_who_streams() -> None:
         assert llm.model.prompt_device == "cpu" and llm.model.streaming is None
 
 
+def test_captured_steps_belong_to_one_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph knows the addresses of its cache's pools, so another cache has its own; the same one is captured once."""
+    model = halves(DEMO)
+    made: list[CachePart] = []
+    monkeypatch.setattr(split, "capture", lambda part, pools, rows, width: made.append(pools))
+    one, other = (model.new_cache(model.cache_spec(512)) for _ in range(2))
+    batch = Batch.single([9], start=2, pages=[1])
+    model.forward(batch, one)
+    part = model._parts[1]
+    for cache in (one, one, other, other, one):
+        model._captured(part, batch, cache.part(6, 12))
+    assert [pools.k[0] is cache.k[6] for pools, cache in zip(made, (one, other, one), strict=True)] == [True] * 3
+
+
 def test_command_line() -> None:
     parser = argparse.ArgumentParser()
     add_load_options(parser)
@@ -314,6 +329,18 @@ def test_prompts_on_a_gpu(mode: str) -> None:
     assert near(found, expected, bound)
     for _ in range(5):
         assert torch.equal(logits(model, mode), found)
+    model.close()
+
+
+@pytest.mark.gpu
+def test_captured_steps_of_two_caches() -> None:
+    """Steps that were captured for one cache do not write to it when they run on another."""
+    model = halves(DEMO, device="cuda")
+    spec = model.cache_spec(2048)
+    caches = [model.new_cache(spec) for _ in range(2)]
+    batches = steps(model.config.vocab_size)
+    first, second = (torch.cat([model.forward(batch, cache) for batch in batches]) for cache in caches)
+    assert torch.equal(first, second)
     model.close()
 
 

@@ -200,3 +200,18 @@ def test_patterns_of_names_keep_the_running_order(made):
     assert names[0] == "hook_embed" and names == [name for name in model.points if name in names]
     edits = Edits(model.points, {"*.hook_z": 0.0}, 4)
     assert edits.any(["blocks.0.attn.hook_z"]) and "blocks.0.hook_mlp_out" not in edits
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "qwen3_moe"])
+def test_every_point_can_be_edited_on_a_gpu(name, tmp_path):
+    """The same edits as on the CPU give nearly its logits, also where they take the place of what the GPU's own op would make."""
+    folder = write(name, build_wide(name), tmp_path)
+    host, gpu = load_model(folder), load_model(folder, device="cuda")
+    ids = ids_of(host.config.vocab_size, 1, 20)[0].tolist()
+    for point, about in host.points.items():
+        if point == "logits" or about.layer > 1:
+            continue
+        for edit in (lambda value, hook: None, lambda value, hook: value.flip(-1)) if not about.whole else (lambda value, hook: None,):
+            want, found = (trace(model, ids, "logits", patch={point: edit}).logits for model in (host, gpu))
+            assert error(found, want) < 0.03, point
