@@ -30,6 +30,7 @@ CHUNKS = {"cpu": 512, "cuda": 2048}
 PRODUCTS_BYTES = 32 * 2**20  # what the library of matrix products keeps on the GPU
 CODE_BYTES = 146 * 2**20  # kernels that CUDA loads when they are first used; H200, torch 2.11, 2026-11-21
 DRAFT_ROWS = sum(range(2, SHORT + 1))  # of one sequence's captured steps with draft tokens: of 2 to SHORT rows
+DRAFT_GRAPHS = 2 * KEPT + 2 * (SHORT - 1)  # rounds and their followers; verifying steps of one sequence and of several. Each has a pool
 RUNS = 7  # of keys that prefill attends to apart: as many as 131,072 tokens need, one more for each doubling
 GRAPH_BYTES = 8 * 2**20  # of the first captured step, whatever its model
 MULTIPROCESSORS = 132  # of the GPU that is assumed where there is none: an H100 or H200
@@ -98,7 +99,7 @@ class Formula:
         made = replace(self, weights=self.weights + draft.weights, page_bytes=pages, stages=(*self.stages, *draft.stages))
         if not self.segments:
             return made
-        fixed = self.graph_fixed + draft.graph_fixed - CODE_BYTES
+        fixed = self.graph_fixed + draft.graph_fixed - CODE_BYTES + DRAFT_GRAPHS * segment_bytes(1)
         return replace(made, graph_fixed=fixed, graph_row=self.graph_row + draft.graph_row + KEPT * draft.logits_row)
 
     def fitting_context(self, free: int, *, batch: int, mode: str) -> int:
