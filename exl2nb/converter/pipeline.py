@@ -384,6 +384,8 @@ class Pipeline(Run[Context]):
             return ""
         tuning, why = fitting(self.settings.tuning, self.config, self.device, self.length)
         self.settings = dataclasses.replace(self.settings, tuning=tuning)
+        if why and self.settings.least_rows is not None:  # a large model's layers see every row several times: more take hours
+            self.settings = dataclasses.replace(self.settings, rows=self.settings.least_rows, least_rows=None)
         self.context = dataclasses.replace(self.context, forecast=forecast(self.settings, self.config, self.device))
         return why
 

@@ -133,6 +133,14 @@ def test_where_the_whole_model_does_not_fit_its_layers_learn(source, tmp_path, m
         fitting(Tuning(blocks=0), read_model_config(source), torch.device("cpu"), 32)
 
 
+def test_layers_that_learn_alone_take_the_rows_of_the_cpu(source, tmp_path, monkeypatch):
+    monkeypatch.setattr(tuning, "PER_WEIGHT", 1 << 50)
+    monkeypatch.setattr(tuning, "ALONE", 1)
+    job = ConversionJob(source, tmp_path / "large", **{**OPTIONS, "effort": "tuned"})
+    job.settings = dataclasses.replace(job.settings, rows=12, least_rows=6)  # as on a GPU
+    assert job.run().calibration["split"]["hessians"] + job.result.calibration["split"]["sensitivity"] == 6
+
+
 def test_both_stages_follow_each_other(source, tmp_path):
     both = Tuning(descent=0, blocks=2, rows=24, passes=1)
     done = convert(source, tmp_path / "both", **{**OPTIONS, "rows": 12, "tuning": both})
