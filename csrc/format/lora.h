@@ -15,12 +15,25 @@ struct LoraPart {
   int64_t width() const { return (rank + 15) / 16 * 16; }
 };
 
+// 16 ranks of a part, as the stream-K GEMM takes them: A fragments of m16n8k16 (16 rows of A x 16 columns: lane 4 g + t has rows g, g + 8,
+// columns 2t, 2t + 1, then columns 2t + 8, 2t + 9).
+struct LoraBlock {
+  const uint16_t* a;             // f16 [stored rows / 16][lane][8]: A's rows are ranks, its columns the matrix's stored rows
+  const uint16_t* b;             // f16 [strip][lane][8]: A's rows are columns of y, its columns ranks
+  const float* scale;            // (ranks)
+  uint16_t first_strip, strips;  // strips of y, counted over all parts of the matrix
+  int32_t ranks;
+};
+
 // What an adapter does to one op, null for nothing: its parts, then y += gain * y, then y += bias. norm, norm_bias: instead of the op's
 // own.
+constexpr int64_t kFirstA = 8;
 struct LoraChange {
   const LoraPart* parts;
   int64_t num_parts, width;  // width: of all parts together
   const float *gain, *bias, *norm, *norm_bias;
+  const LoraBlock* blocks;           // of all parts: width / 16; null: the stream-K GEMM does not take it
+  const uint16_t* first_a[kFirstA];  // a of the first ones, so that less is loaded one after the other
   bool product() const { return num_parts || gain || bias; }
 };
 

@@ -104,6 +104,7 @@ class Loras:
             or no name, a scale out of range. EngineClosed: the model was closed.
         """
         from exl2nb.model.lora import changes, read_lora
+        from exl2nb.ops.lora import for_gemm
 
         check_range("loras.load: scale", scale, -MAX_WEIGHT, MAX_WEIGHT)
         with showing(progress, "load an adapter") as sink:
@@ -115,7 +116,7 @@ class Loras:
         network, program = self._engine.call(lambda: self._model.network_and_program)
         made = changes(file, config, network, program)
         if self._model.device != "cpu":  # between two steps and in their stream: what becomes free later may still be read by a step
-            made = self._engine.call(lambda: {op: change.to(self._model.device) for op, change in made.items()})
+            made = self._engine.call(lambda: for_gemm({op: change.to(self._model.device) for op, change in made.items()}, program))
         roles = Counter(role for _, parts in file.targets for role in parts) + Counter(
             key.rpartition(".")[0].rpartition(".")[2] for key in file.vectors
         )

@@ -512,7 +512,7 @@ def plan(
         adapters = 0
         for one in loras:
             with metadata_folder(one, adapter=True) as place:
-                adapters += adapter_bytes(place, config)
+                adapters += adapter_bytes(place, config, strips=device == "cuda")
         tower = plan_encoder(folder, config, device=device)
         name = display_name(folder) if Path(path).expanduser().exists() else f"{path}@{revision}" if revision else str(path)
     options = {"modes": (mode,), "multiprocessors": multiprocessors(), "groups": reads_groups()}

@@ -117,8 +117,8 @@ def read_lora(directory: Path, config: ModelConfig) -> LoraFile:
     return LoraFile(path=directory, digest=digest.hexdigest(), base=base, rank=rank, targets=targets, vectors=vectors)
 
 
-def adapter_bytes(directory: Path, config: ModelConfig) -> int:
-    """Memory that an adapter will take, from the headers of its file.
+def adapter_bytes(directory: Path, config: ModelConfig, *, strips: bool = False) -> int:
+    """Memory that an adapter will take, from the headers of its file. strips: with the second copy of layers' products that a GPU has.
 
     Raises:
         ModelNotFound, FormatError: as `read_lora`, but for what only the numbers tell.
@@ -129,7 +129,7 @@ def adapter_bytes(directory: Path, config: ModelConfig) -> int:
         for name in file.names():
             shape = file.info(name).shape
             reader.take(name, shape, lambda shape=shape: torch.empty(shape, device="meta"))
-    return reader.nbytes()
+    return reader.nbytes(strips=strips)
 
 
 def _check_files(directory: Path) -> None:
@@ -350,13 +350,15 @@ class _Reader:
             shapes = {side: tuple(tensor.shape) for side, tensor in found.items()}
             raise FormatError(f"{self.path}: module {module!r}: found {shapes}; expected lora_A (r, K) and lora_B (N, r) with one r")
 
-    def nbytes(self) -> int:
+    def nbytes(self, *, strips: bool) -> int:
         """As `changes` keeps it: products in fp16, a gain (DoRA) and a bias of every op that has one, and norms, in fp32."""
         total, vectors = 0, set[tuple[int, str, str]]()  # layer, stack of matrices, gain or bias
         for module, found in self.halves.items():
             self._check_whole(module, found)
             (rank, inputs), outputs = found["A"].shape, len(found["B"])
             total += 2 * inputs * (rank + -rank % 16) + 2 * rank * outputs + 4 * rank
+            if strips and module in self.modules and self.modules[module][0].layer >= 0:
+                total += 2 * (rank + -rank % 16) * (inputs + -inputs % 16 + outputs + -outputs % 16)
             for linear in self.modules.get(module, ()):
                 stack = linear.layer, _STACKS.get(linear.role, linear.role)
                 vectors |= {(*stack, kind) for kind, side in (("gain", "magnitude_vector"), ("bias", "B_bias")) if side in found}

@@ -176,6 +176,18 @@ def shape_of(head: Tensor) -> tuple[int, int]:
     return K, N
 
 
+def columns_of(head: Tensor) -> list[tuple[int, int]]:
+    """First column and columns of each part, from what `blob_head` returned (GpuPart in csrc/format/gpu_blob.h)."""
+    count = int(head[28:32].view(torch.int32))
+    return [(first, columns) for columns, _, first in head[72 : 72 + 128 * count].view(torch.int32).view(count, 32)[:, :3].tolist()]
+
+
+def stored_rows(head: Tensor, blob: Tensor) -> Tensor:
+    """int64, the feature of each stored row of a blob in its first permutation, K for padding; head: from `blob_head`."""
+    stored, at = int(head[44:48].view(torch.int32)), int(head[48:56].view(torch.int64))
+    return blob[at : at + 4 * stored].view(torch.int32).long() if at else torch.arange(stored, device=blob.device)
+
+
 class LoraBuffers:
     """Where the kernels of a program look for its adapters: a table of fixed place and size, and room for sums.
 
@@ -188,7 +200,7 @@ class LoraBuffers:
 
     def __init__(self, code: Tensor, ops: int, adapters: int, width: int, device: torch.device) -> None:
         self.adapters, self.width = 1 << max(adapters - 1, 15).bit_length(), 1 << max(width - 1, 15).bit_length()
-        self.table = torch.zeros(self.adapters, ops, 7, dtype=torch.int64, device=device)
+        self.table = torch.zeros(self.adapters, ops, 16, dtype=torch.int64, device=device)
         self.sums = torch.zeros(_ops.gpu_lora_sums(code, self.width), device=device)
         self.inside = False  # whether products add the adapters themselves; a captured step stays as it was captured
         self._written: LoraTable | None = None

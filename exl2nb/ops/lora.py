@@ -25,9 +25,65 @@ if TYPE_CHECKING:
 MAGIC, VERSION, HEADER_WORDS = 0x3141524F4C324558, 1, 6
 INSIDE = ("norm_qkv_rope", "linear_residual", "norm_gate_up")  # ops whose products on the GPU can add adapters themselves
 INSIDE_PARTS, INSIDE_WIDTH = 6, 256  # most of a change there: kLoraChainParts, kLoraChainWidth in csrc/cuda/gemm/persistent/lora_chain.cuh
-CHANGE_WORDS, PART_WORDS = 7, 6  # of LoraChange and LoraPart in csrc/format/lora.h
+CHANGE_WORDS, PART_WORDS, BLOCK_WORDS, FIRST_A = 16, 6, 4, 8  # of LoraChange, LoraPart, LoraBlock, kFirstA in csrc/format/lora.h
 
 _tables: weakref.WeakValueDictionary[int, LoraTable] = weakref.WeakValueDictionary()
+
+
+@dataclass(frozen=True, eq=False)
+class LoraStrips:
+    """A part in blocks of 16 ranks, as the stream-K GEMM of up to 16 rows takes it (LoraBlock in csrc/format/lora.h).
+
+    a: f16 `(blocks, stored rows / 16, 32, 8)`. b: f16 `(blocks, strips, 32, 8)`. first: the first of the strips.
+    """
+
+    a: Tensor
+    b: Tensor
+    first: int
+
+    @classmethod
+    def of(cls, part: LoraPart, rows: Tensor, parts: Sequence[tuple[int, int]]) -> LoraStrips:
+        """Of a part for a matrix.
+
+        Args:
+            rows: int64, the feature of each stored row; the number of features where there is none. parts: first column and columns of
+                each of the matrix's.
+        """
+        width = part.a.shape[1]
+        rows = torch.nn.functional.pad(rows, (0, -len(rows) % 16), value=part.a.shape[0])
+        a = torch.nn.functional.pad(part.a, (0, 0, 0, 1))[rows].view(-1, 16, width // 16, 16).permute(2, 0, 3, 1)
+        strips = []  # columns of b; one behind the last is 0
+        for first, columns in parts:
+            found = torch.arange(first - part.first, first - part.first - columns // -16 * 16, device=rows.device)
+            found[columns:] = -1
+            strips.append(torch.where((found < 0) | (found >= part.b.shape[1]), part.b.shape[1], found).view(-1, 16))
+        columns = torch.cat(strips)
+        used = (columns < part.b.shape[1]).any(1).nonzero().flatten()
+        first, end = int(used[0]), int(used[-1]) + 1
+        b = torch.nn.functional.pad(part.b, (0, 1, 0, width - part.rank))[:, columns[first:end]]
+        return cls(_fragments(a), _fragments(b.view(width // 16, 16, end - first, 16).permute(0, 2, 3, 1)), first)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of its tensors."""
+        return self.a.nbytes + self.b.nbytes
+
+    def words(self, scale: Tensor) -> list[list[int]]:
+        """Of each block; scale: the part's."""
+        return [
+            [
+                a.data_ptr(), b.data_ptr(), scale.data_ptr() + 64 * i,
+                self.first | b.shape[0] << 16 | min(16, scale.shape[0] - 16 * i) << 32,
+            ]
+            for i, (a, b) in enumerate(zip(self.a, self.b))
+        ]  # fmt: skip
+
+
+def _fragments(x: Tensor) -> Tensor:
+    """`(..., 16, 16)` as A fragments of m16n8k16, `(..., 32, 8)`: lane 4 g + t has rows g, g + 8, columns 2t, 2t + 1, 2t + 8, 2t + 9."""
+    halves = x.reshape(*x.shape[:-2], 2, 8, 2, 4, 2)  # row's half, g; column's half, t, neighbour
+    n = halves.dim() - 5
+    return halves.permute(*range(n), n + 1, n + 3, n + 2, n, n + 4).reshape(*x.shape[:-2], 32, 8).contiguous()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +98,7 @@ class LoraPart:
     b: Tensor
     scale: Tensor
     first: int = 0
+    strips: LoraStrips | None = None  # a second copy, for the GPU
 
     @classmethod
     def of(cls, a: Tensor, b: Tensor, scale: Tensor, first: int = 0) -> LoraPart:
@@ -56,7 +113,12 @@ class LoraPart:
 
     def to(self, device: str | torch.device) -> LoraPart:
         """The same on a device."""
-        return replace(self, a=self.a.to(device), b=self.b.to(device), scale=self.scale.to(device))
+        return replace(self, a=self.a.to(device), b=self.b.to(device), scale=self.scale.to(device), strips=None)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of its tensors."""
+        return self.a.nbytes + self.b.nbytes + self.scale.nbytes + (0 if self.strips is None else self.strips.nbytes)
 
     @property
     def dense(self) -> Tensor:
@@ -90,6 +152,11 @@ class LoraChange:
         return eights and all(vector is None for vector in vectors)
 
     @property
+    def in_strips(self) -> bool:
+        """Whether the stream-K GEMM of up to 16 rows can take it."""
+        return bool(self.parts) and all(part.strips is not None for part in self.parts)
+
+    @property
     def width(self) -> int:
         """Of all parts together."""
         return sum(part.a.shape[1] for part in self.parts)
@@ -98,7 +165,7 @@ class LoraChange:
     def nbytes(self) -> int:
         """Memory of its tensors."""
         vectors = (self.gain, self.bias, self.norm, self.norm_bias)
-        return sum(t.nbytes for part in self.parts for t in (part.a, part.b, part.scale)) + sum(v.nbytes for v in vectors if v is not None)
+        return sum(part.nbytes for part in self.parts) + sum(v.nbytes for v in vectors if v is not None)
 
 
 Adapter = Mapping[int, LoraChange]
@@ -122,15 +189,22 @@ class LoraTable:
     def __post_init__(self) -> None:
         kept: list[Any] = []
         ops = len(self.program.steps)
-        changes = [None if adapter is None else adapter.get(op) for adapter in self.adapters for op in range(ops)]
+        adapters = [None if adapter is None else for_gemm(adapter, self.program) for adapter in self.adapters]
+        changes = [None if adapter is None else adapter.get(op) for adapter in adapters for op in range(ops)]
         rows = [row for i, change in enumerate(changes) if change for row in self._parts(i % ops, change, kept)]
-        parts = torch.tensor(rows, dtype=torch.int64).to(self.program.device)  # all in one, as each copy to a GPU takes its time
-        kept.append(parts)
+        blocks = [
+            row for change in changes if change and change.in_strips for part in change.parts for row in _strips(part).words(part.scale)
+        ]
+        tables = torch.tensor([word for row in (*rows, *blocks) for word in row], dtype=torch.int64)
+        tables = tables.to(self.program.device)  # all in one, as each copy to a GPU takes its time
+        kept.append(tables)
         words: list[int] = []
-        at = parts.data_ptr()
+        at, block = tables.data_ptr(), tables.data_ptr() + 8 * PART_WORDS * len(rows)
         for i, change in enumerate(changes):
-            words += [0] * CHANGE_WORDS if change is None else self._change(i % ops, change, at, kept)
+            strips = change is not None and change.in_strips
+            words += [0] * CHANGE_WORDS if change is None else self._change(i % ops, change, at, block if strips else 0, kept)
             at += 0 if change is None else 8 * PART_WORDS * len(change.parts)
+            block += 8 * BLOCK_WORDS * change.width // 16 if change is not None and strips else 0
         most = max((change.width for adapter in self.adapters if adapter for change in adapter.values()), default=0)
         head = [MAGIC, VERSION, HEADER_WORDS + len(words), len(self.adapters), ops, most]
         object.__setattr__(self, "widest", most)
@@ -141,10 +215,7 @@ class LoraTable:
     @property
     def fits_inside(self) -> bool:
         """Whether products on the GPU can add all of it: it changes layers' matrices alone, by few parts in columns of eights."""
-        return all(
-            self.program.steps[op][0] in INSIDE and change.is_plain and len(change.parts) <= INSIDE_PARTS and change.width <= INSIDE_WIDTH
-            for adapter in self.adapters if adapter for op, change in adapter.items()
-        )  # fmt: skip
+        return all(_fits(self.program, op, change) for adapter in self.adapters if adapter for op, change in adapter.items())
 
     def _shape(self, op: int) -> tuple[int, int]:
         """Inputs and outputs of an op."""
@@ -178,8 +249,8 @@ class LoraTable:
             rows.append([part.a.data_ptr(), part.b.data_ptr(), part.scale.data_ptr(), part.rank, part.first, b[1]])
         return rows
 
-    def _change(self, op: int, change: LoraChange, parts: int, kept: list[Any]) -> list[int]:
-        """The words of a change whose parts are at an address."""
+    def _change(self, op: int, change: LoraChange, parts: int, blocks: int, kept: list[Any]) -> list[int]:
+        """The words of a change whose parts and blocks are at addresses."""
         name, _ = self.program.steps[op]
         inputs, outputs = self._shape(op)
         vectors = []
@@ -192,7 +263,33 @@ class LoraTable:
             check(fits, "LoraTable", f"{which} of {name}", vector is not None and tuple(vector.shape), f"f32 ({width},)")
             kept.append(vector)
             vectors.append(0 if vector is None else vector.data_ptr())
-        return [parts if change.parts else 0, len(change.parts), change.width, *vectors]
+        first = [block.data_ptr() for part in change.parts for block in _strips(part).a][:FIRST_A] if blocks else []
+        return [parts if change.parts else 0, len(change.parts), change.width, *vectors, blocks, *first, *[0] * (FIRST_A - len(first))]
+
+
+def _fits(program: Program, op: int, change: LoraChange) -> bool:
+    few = len(change.parts) <= INSIDE_PARTS and change.width <= INSIDE_WIDTH
+    return program.steps[op][0] in INSIDE and change.is_plain and few
+
+
+def _strips(part: LoraPart) -> LoraStrips:
+    assert part.strips is not None
+    return part.strips
+
+
+def for_gemm(adapter: Adapter, program: Program) -> Adapter:
+    """The adapter with what stream-K GEMMs take, where they can take it and it has none yet: a second copy of most of it, on Hopper."""
+    if program.device.type != "cuda" or torch.cuda.get_device_capability(program.device)[0] < 9:
+        return adapter
+    found = dict(adapter)
+    for op, change in adapter.items():
+        if not change.parts or change.in_strips or not _fits(program, op, change):
+            continue
+        blob = program.steps[op][1]["blob"]
+        rows, parts = gpu.stored_rows(program.heads[blob.data_ptr()], blob), gpu.columns_of(program.heads[blob.data_ptr()])
+        made = (part if part.strips is not None else replace(part, strips=LoraStrips.of(part, rows, parts)) for part in change.parts)
+        found[op] = replace(change, parts=tuple(made))
+    return found
 
 
 def merged(words: Tensor, adapter: int, op: int) -> dict[str, Any]:
@@ -257,7 +354,7 @@ def _weighted(part: LoraPart, own: Tensor | None, weight: float, total: Tensor |
         columns = slice(part.first, part.first + part.b.shape[1])
         after, alone = 1 + total[columns], 1.0 if own is None else 1 + own[columns]
         ratio = alone / torch.where(after.abs() < 1e-3, 1e-3, after)
-        part = replace(part, b=(part.b * ratio).clamp(-65504, 65504).half().contiguous())
+        part = replace(part, b=(part.b * ratio).clamp(-65504, 65504).half().contiguous(), strips=None)
     return part if weight == 1 else replace(part, scale=part.scale * weight)
 
 

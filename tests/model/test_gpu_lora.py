@@ -17,7 +17,7 @@ from exl2nb.model.batch import Batch, Span
 from exl2nb.model.gpu import GpuForward
 from exl2nb.ops import kernel_code
 from exl2nb.ops._library import REFERENCES
-from exl2nb.ops.lora import LoraChange, LoraPart, LoraTable
+from exl2nb.ops.lora import LoraChange, LoraPart, LoraTable, blend
 from tests.ops.cases import Net
 from tests.ops.test_lora import adapter
 
@@ -150,6 +150,27 @@ def test_inside_the_products(name, rank, step, monkeypatch):
         made = [one.name for one in kernel_code.noted(lambda: pair.found(counts, adapters))]
         assert any(one.startswith(kernel) for one in made), made
         assert len(counts) < 9 or "lora_expand" not in made
+        assert ("lora_sums" in made) == (sum(counts) > 16), "up to 16 rows x a is in the products, too"
+
+
+@pytest.mark.parametrize("name", ["4 bits, wide", "several rounds"])
+@pytest.mark.parametrize("rank", [8, 32])
+def test_sixteen_adapters(name, rank, monkeypatch):
+    """One for each row of a step, the last one a blend of two."""
+    monkeypatch.setenv("EXL2NB_LORA_INSIDE", "1")
+    pair = Pair(INSIDE[name], inside=True)
+    program = pair.plain.program
+    made = [small(plain(program, seed, rank), 0.15 * rank**-0.5) for seed in range(15)]
+    made.append(blend([(made[0], 0.7), (made[1], -0.4)], program))
+    pair.table, table = LoraTable(program, tuple(made)), pair.moved(made)
+    assert table.fits_inside
+    counts, adapters = [1] * 16, [(5 * row) % 16 for row in range(16)]
+    got, want = pair.found(counts, adapters, table=table), pair.wanted(counts, adapters)
+    apart = (got - want).norm(dim=1) / want.norm(dim=1)
+    assert float(apart.max()) < 2e-2, apart
+    assert float((got - want).norm() / want.norm()) < 5e-3
+    others = pair.found(counts, adapters[1:] + adapters[:1], table=table)
+    assert float(((others - got).norm(dim=1) / want.norm(dim=1)).min()) > 0.01, "each row has its own"
 
 
 def test_few_rows_of_a_large_layer(monkeypatch):

@@ -5,7 +5,7 @@ import torch
 
 from exl2nb import ops
 from exl2nb.ops._library import REFERENCES
-from exl2nb.ops.lora import LoraChange, LoraPart, LoraTable, blend
+from exl2nb.ops.lora import LoraChange, LoraPart, LoraStrips, LoraTable, blend
 
 from .cases import Net, prompts, same_bits
 
@@ -174,3 +174,35 @@ def test_which_tables_products_take():
     assert not fits(norm=torch.ones(K))
     part = LoraPart.of(torch.ones(101, 4), torch.ones(4, K), torch.ones(4))
     assert not LoraTable(program, ({0: LoraChange(parts=(part,))},)).fits_inside
+
+
+def matrix_of(fragments):
+    """`(..., 16, 16)` from A fragments of m16n8k16, as the PTX manual lists them."""
+    lane, i = torch.arange(32)[:, None], torch.arange(8)
+    rows, columns = lane // 4 + 8 * (i // 2 % 2), 2 * (lane % 4) + i % 2 + 8 * (i // 4)
+    found = torch.zeros(*fragments.shape[:-2], 16, 16, dtype=fragments.dtype)
+    found[..., rows, columns] = fragments
+    return found
+
+
+@pytest.mark.parametrize("rank", [16, 21])
+@pytest.mark.parametrize(("first", "columns"), [(24, 40), (0, 114), (64, 50)])
+def test_strips_hold_the_part(first, columns, rank):
+    """Ranks, stored rows and columns where the stream-K GEMM looks for them; zeros where there are none."""
+    K, parts = 72, [(0, 40), (40, 24), (64, 50)]
+    g = torch.Generator().manual_seed(rank)
+    part = LoraPart.of(torch.randn(K, rank, generator=g), torch.randn(rank, columns, generator=g), torch.ones(rank), first)
+    rows = torch.randperm(K + 8, generator=g).clamp(max=K)  # eight rows of padding
+    strips, width = LoraStrips.of(part, rows, parts), part.a.shape[1]
+    a = matrix_of(strips.a).permute(1, 3, 0, 2).reshape(-1, width)
+    padded = torch.cat([part.a, torch.zeros(1, width)])
+    assert torch.equal(a, padded[rows].half())
+    b = matrix_of(strips.b).permute(0, 3, 1, 2).reshape(width, -1)
+    places = torch.cat([torch.arange(begin, begin + count) for begin, count in parts])  # of columns in strips
+    at = torch.cat([torch.arange(count) + start for (_, count), start in zip(parts, (0, 48, 80))])
+    want = torch.zeros(width, 144, dtype=torch.float16)
+    inside = (places >= first) & (places < first + columns)
+    want[:rank, at[inside]] = part.b
+    assert torch.equal(b, want[:, 16 * strips.first : 16 * strips.first + b.shape[1]])
+    assert b.count_nonzero() == want.count_nonzero()
+    assert strips.words(part.scale)[-1][3] == strips.first | b.shape[1] // 16 << 16 | (rank - 16 * (width // 16 - 1)) << 32

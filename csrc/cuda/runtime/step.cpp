@@ -58,6 +58,8 @@ AttentionArgs attention_args(const GpuStep& s, const AttentionOp& op, const QkvO
 
 // In front of the sums of persistent chains: number of launches; low and arrived (LoraArgs).
 int64_t lora_head_floats(int64_t width) { return kLoraChainHead + kLoraRows * (width + width / 16); }
+// Behind the sums of persistent chains: two sets of stream-K GEMMs of up to 16 rows.
+int64_t lora_set_floats(int64_t width) { return 2 * 2 * kLoraStripRows * width; }
 int64_t lora_most_chunks(const Program& program) {
   int64_t K = 0;
   for (const Op* op = program.first(); op; op = program.next(op))
@@ -74,10 +76,12 @@ class Walker {
     if (inside) {
       const int64_t chunks = lora_most_chunks(program_), apart = kLoraRows * chunks * s_.lora_width;
       lora_head_ = s_.lora_sums + apart;
+      lora_sets_ =
+          reinterpret_cast<unsigned long long*>(s_.lora_sums + lora_sums(program_, s_.lora_width) - lora_set_floats(s_.lora_width));
       lora_chain_ = chains_lora();
     }
     stream_k_ = all_stream_k();  // asks how many rows a chain takes, with adapters where it has them
-    lora_chain_ = lora_chain_ && !stream_k_, lora_stream_k_ = inside && stream_k_ && s_.tokens <= kLoraRows;
+    lora_chain_ = lora_chain_ && !stream_k_, lora_stream_k_ = inside && stream_k_ && s_.tokens <= kLoraRows && even_products();
   }
 
   // at: the op that failed. A persistent chain takes several ops, so a visit may move it on.
@@ -232,15 +236,28 @@ class Walker {
     }
     return as<HeadOp>(op) || as<ResidualOutOp>(op);
   }
-  // In front of a stream-K GEMM: x a. The GEMM adds the rest.
-  const char* shrink_lora(const GemmArgs& a, int tokens, StreamKLora& lora) {
-    MatrixInput x;
+  // Whether the layers have an even number of matrices: GEMMs of up to 16 rows take two sets of sums by turns, from the first one on in
+  // every step.
+  bool even_products() const {
+    int products = 0;
+    for (const Op* op = program_.first(); op; op = next(op)) products += matrix_of(op) && !as<HeadOp>(op);
+    return products % 2 == 0;
+  }
+  // What a stream-K GEMM needs to add the adapters; for more than 16 rows also x a, which is a launch.
+  const char* lora_of_stream_k(const GemmArgs& a, int tokens, StreamKLora& lora) {
     const GpuHeader& h = header_of(a.head);
+    if (group(tokens) <= kLoraStripRows) {
+      const int64_t set = kLoraStripRows * s_.lora_width;
+      const int turn = lora_products_++ & 1;
+      lora = {lora_of(number_), nullptr, s_.lora_width, lora_sets_ + turn * set, lora_sets_ + (1 - turn) * set, (h.stored + 15) / 16, {}};
+      return nullptr;
+    }
+    MatrixInput x;
     set_input(x, a.head, a.image - h.image, const_cast<half*>(a.x), stream_k_rows(s_.capacity));
     x.group = group(tokens);
     float* const low = lora_head_ + kLoraChainHead;
     auto* const arrived = reinterpret_cast<unsigned*>(low + kLoraRows * s_.lora_width);
-    lora = {lora_of(number_), low, s_.lora_width};
+    lora = {lora_of(number_), low, s_.lora_width, nullptr, nullptr, 0, {}};
     const LoraArgs args{lora.of, x, h.K, nullptr, s_.lora_sums, s_.lora_width, nullptr, 0, 0, {}, 0, false, low, arrived};
     return lora_shrink_launch(args, a.tokens, stream_, pdl_);
   }
@@ -306,7 +323,7 @@ class Walker {
   const char* run_stream_k(const GemmArgs& a, int tokens) {
     StreamKLora lora;
     const bool adapted = lora_stream_k_ && !as<HeadOp>(op_);
-    if (const char* wrong = adapted ? shrink_lora(a, tokens, lora) : nullptr) return wrong;
+    if (const char* wrong = adapted ? lora_of_stream_k(a, tokens, lora) : nullptr) return wrong;
     return stream_k_launch(a, group(tokens), ahead_, base_ + at_.stream_k, stream_, pdl_, adapted ? &lora : nullptr);
   }
 
@@ -613,14 +630,16 @@ class Walker {
   // Adapters inside the products: of persistent chains; of stream-K GEMMs. lora_head_: memory of both (step.h).
   bool lora_chain_ = false, lora_stream_k_ = false;
   float* lora_head_ = nullptr;
+  unsigned long long* lora_sets_ = nullptr;
   LoraChain lora_args_{};
+  int lora_products_ = 0;  // stream-K GEMMs with adapters so far
 };
 
 }  // namespace
 
 int64_t lora_sums(const Program& program, int64_t width) {
   const int64_t chunks = lora_most_chunks(program);
-  return kLoraRows * chunks * width + lora_head_floats(width) + kLoraChainSets * 2 * lora_chain_set(width);
+  return kLoraRows * chunks * width + lora_head_floats(width) + kLoraChainSets * 2 * lora_chain_set(width) + lora_set_floats(width);
 }
 
 std::string step_workspace(const Program& program, int capacity, size_t& bytes, int64_t& width) {
@@ -645,6 +664,11 @@ std::string step_launch(const Program& program, const GpuStep& step, void* works
   if (!failed) return "";
   for (const size_t offset : layout.lamport_qkv)
     driver()->fill(reinterpret_cast<uintptr_t>(workspace) + offset, 0, layout.lamport_bytes, static_cast<CudaStream>(stream));
+  if (step.lora.adapters) {
+    const int64_t floats = lora_set_floats(step.lora_width);
+    float* const sets = step.lora_sums + lora_sums(program, step.lora_width) - floats;
+    driver()->fill(reinterpret_cast<uintptr_t>(sets), 0, static_cast<size_t>(floats) * 4, static_cast<CudaStream>(stream));
+  }
   int number = 0;
   for (const Op* op = program.first(); op != at; op = program.next(op)) number++;
   return std::string(op_name(at)) + ", op " + std::to_string(number) + " of the program: " + failed;

@@ -40,8 +40,8 @@ struct GpuStep {
   LoraRows lora;
   float* lora_sums;
   int lora_width;
-  // Persistent chains and stream-K GEMMs add the adapters themselves (lora_chain.cuh, lora_quads.cuh): those change only matrices inside
-  // layers, by parts in columns of eights.
+  // Persistent chains and stream-K GEMMs add the adapters themselves (lora_chain.cuh, lora_strips.cuh, lora_quads.cuh): those change only
+  // matrices inside layers, by parts in columns of eights.
   bool lora_inside;
   // Of a rank: heads and channels are its own, attention's output matrix is whole; what it adds to the residual and its part of the logits,
   // columns vocab[rank] to vocab[rank + 1] - 1, are exchanged.

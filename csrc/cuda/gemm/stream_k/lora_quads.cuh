@@ -1,8 +1,9 @@
-// Adapters in the epilogue of a stream-K GEMM: the launch before has made the sums of x a (lora_sums of lora.cu) and begun to
-// bring b to the L2 cache; a warp that finishes a strip and 8 rows adds the sums times its 16 columns of b, ahead of the norm factor.
+// Adapters in the epilogue of a stream-K GEMM of 17 to 64 rows: the launch before has made the sums of x a (lora_sums of lora.cu) and begun
+// to bring b to the L2 cache; a warp that finishes a strip and 8 rows adds the sums times its 16 columns of b, ahead of the norm factor.
 #pragma once
 #include "cuda/gemm/lora.h"
 #include "cuda/runtime/pdl.cuh"
+#include "format/gpu_blob.h"
 
 namespace exl2nb {
 
@@ -10,15 +11,19 @@ struct StreamKLora {
   LoraRows of;
   const float* low;  // scaled sums of x a: [row][width], of all parts
   int width;
+  // Of up to 16 rows (lora_strips.cuh) instead of low: sums that count, [row][width], and those of the launch before, which become zero.
+  unsigned long long *sums, *clear;
+  int steps;                   // stored rows / 16
+  int first_strip[kMaxParts];  // of each part of the matrix
 };
 
 #ifdef __CUDACC__
 // What a kernel is made with: adapters, or none, which is no code.
 struct NoQuads {
-  static constexpr bool kAny = false;
+  static constexpr bool kAny = false, kInside = false;
 };
 struct LoraQuads {
-  static constexpr bool kAny = true;
+  static constexpr bool kAny = true, kInside = false;
   const StreamKLora& L;
 
   // What is added, in the order of a Quad (stream_k_gemm.cuh), to 16 columns of y from `column` on and 8 rows from `first` on. Called by

@@ -120,7 +120,12 @@ const char* stream_k_launch(const GemmArgs& a, int group, const StreamKNext& nex
   m.partial = static_cast<float*>(workspace);
   const int grid = grid_of(m, work);
   split_units(m, parts_of(a.head), grid, work, group);
-  const bool wide = group > kStreamKMmaTokens && has_wgmma();
+  const bool wide = group > kStreamKMmaTokens && has_wgmma(), inside = lora && group <= kLoraStripRows;
+  StreamKLora adapters{};
+  if (lora) {
+    adapters = *lora;
+    for (int p = 0; p < a.num_parts; p++) adapters.first_strip[p] = parts_of(a.head)[p].first_strip;
+  }
   for (int first = 0; first < a.tokens; first += kStreamKTokens) {
     m.tokens = std::min(kStreamKTokens, a.tokens - first);
     const auto from = static_cast<size_t>(first);
@@ -129,9 +134,10 @@ const char* stream_k_launch(const GemmArgs& a, int group, const StreamKNext& nex
     m.residual = a.residual + from * a.residual_stride, m.next.x = a.next.x + from * a.next.stride;
     m.next_squares = a.next_squares + from * kStreamKStrips * m.tiles;
     const int size = group == 16 ? 0 : group == 32 ? 1 : 2;
-    const Launch how{unsigned(grid), kStreamKThreads, static_cast<size_t>(stream_k_shared(m, group / 8)), stream, pdl};
+    const int bytes = stream_k_shared(m, group / 8) + (inside ? kLoraStripBytes : 0);
+    const Launch how{unsigned(grid), kStreamKThreads, static_cast<size_t>(bytes), stream, pdl};
     const char* const wrong =
-        lora ? (wide ? wgmma_lora_kernels : lora_kernels)[size](how, m, *lora) : (wide ? wgmma_kernels : mma_kernels)[size](how, m);
+        lora ? (wide ? wgmma_lora_kernels : lora_kernels)[size](how, m, adapters) : (wide ? wgmma_kernels : mma_kernels)[size](how, m);
     if (wrong) return wrong;
   }
   return nullptr;

@@ -14,6 +14,7 @@
 #include "cuda/gemm/norm.cuh"
 #include "cuda/gemm/skinny/skinny_gemm.cuh"
 #include "cuda/gemm/stream_k/lora_quads.cuh"
+#include "cuda/gemm/stream_k/lora_strips.cuh"
 #include "cuda/runtime/lamport.cuh"
 #include "cuda/runtime/mma.cuh"
 #include "cuda/runtime/pdl.cuh"
@@ -248,20 +249,27 @@ __device__ __forceinline__ void prefetch_keys(const StreamKKeys& k, int lane) {
   }
 }
 
+template <class Lora>
+__device__ __forceinline__ int extra_items(const Lora& lora) {
+  if constexpr (Lora::kInside) return min(2, (lora.to - lora.from + 3) / 4);
+  return 0;
+}
 // Producer 0 loads activations, 1 to 3 load strips of every item.
-template <int NB>
+template <int NB, class Lora>
 struct StreamKProducer {
   const StreamKArgs& A;
+  const Lora& lora;
   const Item* items;
   const uint16_t* ends;
   uint8_t *weights, *tokens;
   uint64_t *full, *empty;
   int producer, lane;  // producer: index of the producer warp
 
-  // Calls f(part, tile, item, begin, end, position) for every item of every tile.
+  // Calls f(part, tile, item, begin, end, position) for every item of every tile. from_here: behind adapters.
   template <class F>
-  __device__ __forceinline__ void each(F f) const {
+  __device__ __forceinline__ void each(const StreamKCursor<NB>& from_here, F f) const {
     StreamKCursor<NB> at;
+    if constexpr (Lora::kInside) at = from_here;
     each_tile(A, [&](const StreamKTile& tile, int from, int to) {
 #pragma unroll 1
       for (int p = 0; p <= (A.paired ? 1 : 0); p++) {
@@ -301,17 +309,34 @@ struct StreamKProducer {
     if (first < all) bulk_copy(tokens, from + first, all - first, bar);
   }
 
-  __device__ __forceinline__ void run() const {
-    const int ahead = producer ? kStreamKPrefetch : 0;  // items before griddepcontrol.wait
-    int count = 0, live = 0, used = 0;                  // items issued; items and units in flight
-    uint32_t sizes = 0;                                 // units of the items in flight, four bits each
+  // With adapters: calls issued() behind the last item, then waits until a stage is free and returns its number.
+  template <class F>
+  __device__ __forceinline__ int run(F issued) const {
+    const int ahead = producer ? kStreamKPrefetch + extra_items(lora) : 0;  // items before griddepcontrol.wait
+    int count = 0, live = 0, used = 0;                                      // items issued; items and units in flight
+    uint32_t sizes = 0;                                                     // units of the items in flight, four bits each
     StreamKCursor<NB> back;
     const auto wait = [&] {
       pdl_wait();
       if (NB > 2 && A.squares && producer == 0) wait_for_squares();
       if (A.next_image && producer == 1 && lane == 0) prefetch(A.next_image, A.next_image_bytes);
+      if constexpr (Lora::kInside)
+        if (producer == 2) lora.clear();
     };
-    each([&](const StreamKPart& p, const StreamKTile& tile, const Item& it, int begin, int end, const StreamKCursor<NB>& at) {
+    StreamKCursor<NB> begun;
+    if constexpr (Lora::kInside)
+      lora.each([&](int block, int step, int n, bool) {
+        if (count++ == ahead) wait();
+        if (live == stream_k_stages(NB)) barrier_wait(empty + back.stage, back.phase), back.next(0), live--, used--;
+        sizes = sizes << 4 | 1, used++, live++;
+        uint64_t* const bar = full + begun.stage;
+        if (producer)
+          lora.fetch_a(block, step, n, weights + begun.stage * kStreamKWeights, bar, producer - 1, kStreamKWeightProducers);
+        else
+          lora.fetch_x(A.x, block, step, n, tokens + begun.slot * stream_k_unit(NB), bar);
+        begun.next(1);
+      });
+    each(begun, [&](const StreamKPart& p, const StreamKTile& tile, const Item& it, int begin, int end, const StreamKCursor<NB>& at) {
       const int units = end - begin;
       if (count++ == ahead) wait();
       while (live == stream_k_stages(NB) || used + units > stream_k_ring(NB)) {
@@ -327,6 +352,12 @@ struct StreamKProducer {
     });
     if (count <= ahead) wait();
     if (producer == kStreamKWeightProducers && A.keys.rows) prefetch_keys(A.keys, lane);
+    if constexpr (Lora::kInside) {
+      issued();
+      if (live == stream_k_stages(NB)) barrier_wait(empty + back.stage, back.phase);
+      return (back.stage + live) % stream_k_stages(NB);
+    }
+    return 0;
   }
 };
 
@@ -510,6 +541,23 @@ struct alignas(16) TileSharers {
 
 static_assert(sizeof(TileSharers) == kTileSharersBytes, "shared memory layout");
 
+// What adapters add to this CTA's slice of its last tile (StreamKEpilogue::write), by all warps, as soon as they have nothing else to do:
+// an item is a strip and 8 rows of a part. room: the stage behind the last one used, with the rounded sums.
+template <class Lora>
+__device__ __forceinline__ void multiply_items(const StreamKArgs& A, const Lora& lora, const TileSharers& own, uint8_t* room) {
+  const int all = (A.tokens + 7) / 8 * kStreamKStrips;
+  barrier_wait(lora.rounded_all(), 0);
+#pragma unroll 1
+  for (;;) {
+    const int item = lora.take(), i = (A.paired ? item >> 1 : item) * own.writers + own.rank, p = A.paired ? item & 1 : 0;
+    if (i >= all) break;
+    *lora.item(room, item) = lora.template multiply_b<true>(i / kStreamKStrips * 8,
+                                                            lora.L.first_strip[own.part + p] + own.first_strip + i % kStreamKStrips, room);
+  }
+  __syncwarp();
+  warp_arrive(lora.ready(), threadIdx.x & 31);
+}
+
 // Epilogue of all consumer warps. CTAs whose share ends in a tile write a slice of it each as the partial sums arrive, so a CTA waits for
 // one tile only, at its end. TileSharers of that tile is computed at the start by a producer warp: code at the end stalls on instruction
 // fetch.
@@ -548,20 +596,27 @@ struct StreamKEpilogue {
     if (!exclusive || direct(exclusive)) return;
     TileSharers own(A, tile);
     own.writers = 1, own.own = -1;
-    write(own);
+    write<true>(own);
     consumer_barrier();  // before the sums are overwritten
   }
   // Writes this CTA's slice of its last tile.
-  __device__ __forceinline__ void finish_last() const {
+  __device__ __forceinline__ void finish_last([[maybe_unused]] uint8_t* room) const {
     barrier_wait(ready, 0);
-    const TileSharers s = *last;
-    if (s.writers) write(s);
+    if constexpr (Lora::kInside) {
+      if (last->writers == 0) return;
+      multiply_items(A, lora, *last, room);
+      write<false>(*last, room);
+    } else {
+      const TileSharers s = *last;
+      if (s.writers) write<false>(s);
+    }
   }
 
  private:
   // A slice: one strip and 8 rows per warp and pass. With 64 rows a warp takes its own strip and reads its own sums from shared memory;
   // with fewer, strips are dealt to all warps.
-  __device__ __forceinline__ void write(const TileSharers& s) const {
+  template <bool ALONE>
+  __device__ __forceinline__ void write(const TileSharers& s, [[maybe_unused]] uint8_t* room = nullptr) const {
     const int all = (A.tokens + 7) / 8 * kStreamKStrips;
     const int from = NB == 8 ? s.rank * kStreamKStrips + warp : warp * s.writers + s.rank, step = kStreamKWarps * s.writers;
     barrier_wait(ready, 0);
@@ -570,6 +625,13 @@ struct StreamKEpilogue {
     for (int i = from; i < all; i += step, k++) {
       const int strip = i % kStreamKStrips, n = i / kStreamKStrips, token = n * 8 + 2 * (lane & 3);
       const int column = (s.first_strip + strip) * kStripColumns + (lane >> 2);
+      float4 inside[2] = {};  // of adapters, first: it takes many registers
+      if constexpr (Lora::kInside && ALONE)
+#pragma unroll 1
+        for (int p = 0; p <= (A.paired ? 1 : 0); p++) {
+          inside[0] = inside[1];
+          inside[1] = lora.template multiply_b<false>(n * 8, lora.L.first_strip[s.part + p] + s.first_strip + strip, nullptr);
+        }
       Quad q = {}, first = {}, old = {};
       QuadColumns to;
       if (!A.out) {
@@ -577,14 +639,21 @@ struct StreamKEpilogue {
         if (!A.paired) old_residual(A, token, column, old);
       }
       float4 more[2] = {};  // of adapters; while the sums are on their way
-      if constexpr (Lora::kAny)
+      if constexpr (Lora::kAny && !Lora::kInside)
 #pragma unroll 1
         for (int p = 0; p <= (A.paired ? 1 : 0); p++) {
           more[0] = more[1];
           more[1] = lora.of(n * 8, A.tokens, A.part[s.part + p].first_column + column - (lane >> 2), lane);
         }
       sum(s, ((strip * NB + n) * 32 + lane) * 4, k, q, first);
-      if constexpr (Lora::kAny) first.add(more[0]), q.add(more[1]);
+      if constexpr (Lora::kInside && !ALONE) {
+        barrier_wait(lora.ready(), 0);
+        const int parts = A.paired ? 2 : 1, item = (k * kStreamKWarps + warp) * parts;
+        if (A.paired) first.add(*lora.item(room, item));
+        q.add(*lora.item(room, item + parts - 1));
+      }
+      if constexpr (Lora::kInside && ALONE) first.add(inside[0]), q.add(inside[1]);
+      if constexpr (Lora::kAny && !Lora::kInside) first.add(more[0]), q.add(more[1]);
       if (A.paired) {
         gates(token, column, q, first);
         put_quad(A, token, column, q, to);
@@ -762,10 +831,11 @@ struct StreamKConsumer {
 
 // The kernel. Product: MmaProduct (per warp) or WgmmaProduct (per warpgroup).
 template <int NB, class Product, class Lora>
-__device__ __forceinline__ void run_stream_k(const StreamKArgs& A, const Lora& lora, uint8_t* shared) {
+__device__ __forceinline__ void run_stream_k(const StreamKArgs& A, Lora lora, uint8_t* shared) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   pdl_launch_dependents();
   const StreamKSmem<NB> s(A, shared);
+  if constexpr (Lora::kInside) lora.begin();
   if (warp >= kStreamKWarps) {
     release_registers();
     if (warp == kStreamKWarps + kStreamKWeightProducers) {
@@ -773,11 +843,31 @@ __device__ __forceinline__ void run_stream_k(const StreamKArgs& A, const Lora& l
       if (lane == 0) *s.last = last;
       warp_arrive(s.ready, lane);
     }
-    StreamKProducer<NB>{A, s.items, s.ends, s.weights, s.tokens, s.full, s.empty, warp - kStreamKWarps, lane}.run();
+    const int producer = warp - kStreamKWarps;
+    const StreamKProducer<NB, Lora> run{A, lora, s.items, s.ends, s.weights, s.tokens, s.full, s.empty, producer, lane};
+    if constexpr (!Lora::kInside) {
+      run.run([] {});
+    } else {
+      const TileSharers& own = *s.last;
+      const int stage = run.run([&] {
+        barrier_wait(s.ready, 0);
+        if (producer != 1 || own.writers == 0) return;
+        const int from = kStreamKStrips * own.rank / own.writers, to = kStreamKStrips * (own.rank + 1) / own.writers;
+#pragma unroll 1
+        for (int p = 0; p <= (A.paired ? 1 : 0); p++) lora.prefetch_b(lora.L.first_strip[own.part + p] + own.first_strip + from, to - from);
+      });
+      if (own.writers == 0) return;
+      uint8_t* const room = s.weights + stage * kStreamKWeights;
+      lora.round_sums(room, producer, kStreamKProducers);
+      __syncwarp();
+      warp_arrive(lora.rounded_all(), lane);
+      multiply_items(A, lora, own, room);
+    }
     return;
   }
   acquire_registers();
   const RowFactors<NB> factors(A, warp, lane);
+  if constexpr (Lora::kInside) lora.keep(warp);
   pdl_wait();
   factors.load(s.factors, warp, lane);
   __syncwarp();
@@ -785,6 +875,7 @@ __device__ __forceinline__ void run_stream_k(const StreamKArgs& A, const Lora& l
   const Product product(s.tokens);
   const StreamKEpilogue<NB, Lora> epilogue{A, lora, s.factors, s.last, s.ready, {s.weights + warp * kMaxItemBytes}, warp, lane};
   StreamKCursor<NB> at;
+  if constexpr (Lora::kInside) lora.template multiply_a<NB>(s, product.x, kStreamKWeights, at, warp);
   each_tile(A, [&](const StreamKTile& tile, int from, int to) {
     const bool exclusive = to - from == tile.units;
 #pragma unroll 1
@@ -799,7 +890,7 @@ __device__ __forceinline__ void run_stream_k(const StreamKArgs& A, const Lora& l
     }
     epilogue.finish_tile(tile, exclusive);
   });
-  epilogue.finish_last();
+  epilogue.finish_last(s.weights + at.stage * kStreamKWeights);
 }
 
 #endif  // __CUDA_ARCH__ >= 900
@@ -817,7 +908,10 @@ __global__ void __launch_bounds__(kStreamKThreads, 1)
     stream_k_lora(const __grid_constant__ StreamKArgs A, const __grid_constant__ StreamKLora L) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) uint8_t shared[];
-  run_stream_k<NB, MmaProduct<NB>>(A, LoraQuads{L}, shared);
+  if constexpr (NB == 2)
+    run_stream_k<NB, MmaProduct<NB>>(A, LoraStrips(L, A.tokens, shared + stream_k_shared(A, NB)), shared);
+  else
+    run_stream_k<NB, MmaProduct<NB>>(A, LoraQuads{L}, shared);
 #endif
 }
 
