@@ -1,26 +1,44 @@
-// Adapters inside the persistent chain: y += (scale * (x a)) b without a launch of its own. A warp more in every CTA does it while the
-// consumers multiply. (18 or 19 warps: the registers are the same.)
+// Adapters inside the persistent chain: y += (scale * (x a)) b without a launch of its own. Two warps more in every CTA do it while the
+// consumers multiply: A adds x a to sums, B multiplies the sums by b. (18 or 20 warps: the registers are the same.)
 //
 // x a, where x is what the GEMM before has made: every CTA multiplies the columns that it owns, which the epilogue leaves in shared memory,
-// as soon as they are stored. In the first GEMM, whose x another kernel has made: task = 128 stored rows, 16 columns of a, one row of the
+// as soon as they are stored. In the first GEMM, whose x another kernel has made: task = 64 stored rows, 16 columns of a, one row of the
 // step; each CTA has few, from the last CTA on, as the first own more strips.
 // Exchange: sums[gemm][row][width] as whole numbers of 64 bits that count what was added (LoraSum). Three sets: launches of several GEMMs
-// take the first two by turns and clear the others; a launch of one GEMM takes the third. Expand: every CTA's warp multiplies the sums by
-// the columns of b of its CTA: 4 lanes share 8 columns. The results are in shared memory before kFactorsReady; the epilogue adds them to
-// its sums, ahead of the norm factor, as x is not scaled either. What a GEMM needs of a and b comes to shared memory during the one before,
-// as far as there is room beside the ring, else to L2. Bytes: a and b once per row of the step; 8 * width per row and CTA from L2. Limits:
-// LoraTable.fits_inside of ops/lora.py.
+// take the first two by turns and clear the others; a launch of one GEMM takes the third. Then every CTA's warp B multiplies the sums by
+// the columns of b of its CTA. The results are in shared memory before kFactorsReady; the epilogue adds them to its sums, ahead of the norm
+// factor, as x is not scaled either.
+// The consumers wait for these warps, and a warp by itself takes ten to forty cycles an instruction: instructions and constants come from
+// memory, which weights keep busy. So there are few instructions between inputs and results: both products run on the tensor cores, tile
+// by tile from lists. What a tile is, where its inputs are and where its sums go was written down when it was fetched, during the GEMM
+// before. Where the tiles of a GEMM have no room beside the ring, a warp fetches and multiplies them in turns.
+// Bytes: a and b once per row of the step; 8 * width per row and CTA from L2. Limits: LoraTable.fits_inside of ops/lora.py.
 #pragma once
 #include "cuda/gemm/lora.h"
 #include "cuda/gemm/skinny/skinny_gemm.cuh"
 #include "cuda/runtime/lamport.cuh"
+#include "cuda/runtime/mma.cuh"
 
 namespace exl2nb {
 
 constexpr int kLoraChainGemms = 4, kLoraChainParts = 6, kLoraChainWidth = 256;  // of a chain; most of a change, in all parts
 constexpr int kLoraChainRows = 4, kLoraChainHead = 64;                          // of a launch; floats in front of the sums
 constexpr int kLoraChainSets = 3;
-constexpr int kLoraChainTask = 128, kLoraChainCache = 24 * 1024;  // stored rows; most bytes of a and b in shared memory
+constexpr int kLoraChainTask = 64, kLoraTile = 512;     // stored rows; bytes of 16 x 16 numbers of a or b
+constexpr int kLoraList = 64, kLoraTogether = 4;        // most tiles of a list, and most sums; tiles whose loads are in flight
+constexpr int kLoraStrips = kLoraList - kLoraTogether;  // most that a CTA owns
+constexpr int kLoraChainCache = 24 * 1024;              // most bytes of tiles in shared memory
+
+// A tile in shared memory: addresses of it and of the 16 numbers that it is multiplied by; the sum, of those that the tensor cores hold, to
+// which the products are added; whether these sums are then complete.
+struct LoraTile {
+  uint32_t tile, from;
+  int sum, last;
+};
+EXL2NB_BOTH constexpr int lora_list_bytes() { return kLoraList * static_cast<int>(sizeof(LoraTile)) + (kLoraList + 8) * 4; }
+// Least bytes for tiles: one of zeros, those of a task or of so many strips of a, and those of one strip of b.
+EXL2NB_BOTH constexpr int lora_least_a(int strips) { return strips > kLoraChainTask / 16 ? strips : kLoraChainTask / 16; }
+EXL2NB_BOTH constexpr int lora_least_cache(int width, int strips) { return (1 + lora_least_a(strips) + width / 16) * kLoraTile; }
 
 struct LoraChain {
   const LoraChange* changes[kLoraChainGemms];  // of adapter 0, as in LoraRows
@@ -29,13 +47,13 @@ struct LoraChain {
   const int* adapters;  // by row, -1 for none
   unsigned long long* sums;
   unsigned* launches;
-  int width, set;                            // stride of the sums: widest change; numbers of a set
-  int parts, low, adds, cache, cache_bytes;  // offsets in shared memory
+  int width, set;  // stride of the sums: widest change; numbers of a set
+  int barriers, args, parts, scales, low, adds, outputs, lists, cache, cache_bytes, a_tiles;  // offsets in shared memory; tiles of a there
 };
 // Numbers of a set.
 inline int64_t lora_chain_set(int64_t width) { return kLoraChainGemms * kLoraChainRows * width; }
 // Bytes of shared memory for the parts of so many rows, and places in them.
-EXL2NB_BOTH constexpr int lora_counts_bytes(int rows) { return (kLoraChainGemms * rows * 4 + 15) / 16 * 16; }
+EXL2NB_BOTH constexpr int lora_counts_bytes(int rows) { return (kLoraChainGemms * rows * 8 + 15) / 16 * 16; }
 EXL2NB_BOTH constexpr int lora_parts_bytes(int rows) {
   return lora_counts_bytes(rows) + kLoraChainGemms * rows * kLoraChainParts * static_cast<int>(sizeof(LoraPart));
 }
@@ -56,50 +74,55 @@ struct LoraSum {
     return __ll2float_rn(static_cast<long long>(v) >> kCount) * (1.f / kOne);
   }
 };
-// y[n] += v * a[n], of 8 halves.
-__device__ __forceinline__ void lora_multiply(float v, const uint4& a, float* y) {
-  const uint32_t w[4] = {a.x, a.y, a.z, a.w};
-#pragma unroll
-  for (int n = 0; n < 4; n++) {
-    y[2 * n] = fmaf(v, __half2float(__ushort_as_half(static_cast<uint16_t>(w[n]))), y[2 * n]);
-    y[2 * n + 1] = fmaf(v, __half2float(__ushort_as_half(static_cast<uint16_t>(w[n] >> 16))), y[2 * n + 1]);
-  }
+// 4 or 8 bytes from global to shared memory in the background; the first `bytes` of them and zeros.
+template <int BYTES>
+__device__ __forceinline__ void copy_word(void* to, const void* from, int bytes = BYTES) {
+  asm volatile("cp.async.ca.shared.global [%0],[%1],%2,%3;" ::"r"(shared_address(to)), "l"(from), "n"(BYTES), "r"(bytes) : "memory");
 }
-// Two lanes that differ in bit `d` add up 2 * N numbers; the one with the bit keeps the second N.
-template <int N>
-__device__ __forceinline__ void lora_halve(float* y, int lane, int d) {
-#pragma unroll
-  for (int n = 0; n < N; n++) {
-    const float other = __shfl_xor_sync(~0u, lane & d ? y[n] : y[n + N], d);
-    y[n] = (lane & d ? y[n + N] : y[n]) + other;
-  }
+
+// 8 bytes of shared memory.
+__device__ __forceinline__ uint2 load_pair(uint32_t from) {
+  uint2 v;
+  asm volatile("ld.shared.v2.u32 {%0,%1},[%2];" : "=r"(v.x), "=r"(v.y) : "r"(from) : "memory");
+  return v;
 }
-// The warp. Args: PersistentArgs.
+
+// A warp. Args: PersistentArgs, whose copy in shared memory it reads: constants that are not in the constant cache take as long as memory,
+// one after the other.
 template <class Args>
 struct LoraWarp {
+  static constexpr int kSumsA = 8, kSumsB = 4;  // that the tensor cores hold at once: of b in two halves each
+  static constexpr float kLow = 1.f / 16;       // of x a between the products, where it is two halves
   const Args& C;
   const LoraChain& L;
   uint8_t* shared;
-  int rows, block, lane;
-  unsigned long long* sums;  // of this launch
-  int b_at;                  // place of b in the cache, behind a
-  // The task: row, chunk, first of its columns of all parts', negative for none; and this lane's rows of a there, 8 columns each.
-  int m, chunk, column, at[8];
-  const uint16_t* from;  // null: in the cache
+  int rows, width, block, lane;
+  unsigned long long* sums;                         // of this launch
+  int tiles, done;                                  // what has been fetched: tiles in the list, sums since the GEMM began
+  bool all;                                         // whether that is all of the GEMM
+  int feature_chunk, feature[kLoraChainTask / 16];  // chunk of rows, and the features of this lane's; -1 behind the last
+  const half* x;                                    // this lane's numbers of the task's x; null: zeros
 
-  __device__ __forceinline__ LoraWarp(const Args& args, const LoraChain& lora, uint8_t* smem, int cta, int thread)
-      : C(args), L(lora), shared(smem), rows(args.gemm[0].a.tokens), block(cta), lane(thread), sums(nullptr), b_at(0) {}
+  __device__ __forceinline__ LoraWarp(const Args& args, int tokens, const LoraChain& lora, uint8_t* smem, int cta, int thread)
+      : C(args), L(lora), shared(smem), rows(tokens), width(lora.width), block(cta), lane(thread), sums(nullptr) {}
 
-  __device__ __forceinline__ int& count(int q, int row) const { return reinterpret_cast<int*>(shared + L.parts)[q * rows + row]; }
+  // Number of parts of a row's change, and its width.
+  __device__ __forceinline__ int2& count(int q, int row) const { return reinterpret_cast<int2*>(shared + L.parts)[q * rows + row]; }
   __device__ __forceinline__ LoraPart* parts(int q, int row) const {
     return reinterpret_cast<LoraPart*>(shared + L.parts + lora_counts_bytes(rows)) + (q * rows + row) * kLoraChainParts;
   }
-  __device__ __forceinline__ float* low() const { return reinterpret_cast<float*>(shared + L.low); }  // then the rows' scales
-  __device__ __forceinline__ float* scales(int row) const { return low() + (1 + row) * L.width; }
-  __device__ __forceinline__ float* adds() const { return reinterpret_cast<float*>(shared + L.adds); }
+  __device__ __forceinline__ float* scales(int row) const { return reinterpret_cast<float*>(shared + L.scales) + row * width; }
+  // x a of 16 numbers: high halves, then low ones.
+  __device__ __forceinline__ half* low(int row, int tile) const {
+    return reinterpret_cast<half*>(shared + L.low) + (row * (width / 16) + tile) * 32;
+  }
+  __device__ __forceinline__ LoraTile* list(bool of_b) const {
+    return reinterpret_cast<LoraTile*>(shared + L.lists + (of_b ? lora_list_bytes() : 0));
+  }
+  // Where the sums of a list's tiles go; -1 behind the last.
+  __device__ __forceinline__ int* places(bool of_b) const { return reinterpret_cast<int*>(list(of_b) + kLoraList); }
   static __device__ __forceinline__ int padded(const LoraPart& p) { return static_cast<int>(p.rank + 15) & ~15; }
   __device__ __forceinline__ int chunks() const { return (C.gemm[0].width + kLoraChainTask - 1) / kLoraChainTask; }
-  __device__ __forceinline__ unsigned long long* sums_of(int q, int row) const { return sums + (q * kLoraChainRows + row) * L.width; }
   __device__ __forceinline__ int own_strips(const GemmArgs& A, int p) const {
     return A.part[p].per_cta + (first_strip(A, block, p) < A.part[p].rest ? 1 : 0);
   }
@@ -109,61 +132,141 @@ struct LoraWarp {
     const int round = P.rounds > 1 ? strip / P.strips : 0;
     return ((round * P.a.num_parts + p) * P.strips + strip - round * P.strips) * 16;
   }
-  // Where so many bytes are in the cache, or null; on to the next ones.
-  __device__ __forceinline__ uint8_t* cached(int& used, int bytes) const {
-    if (used + bytes > L.cache_bytes) return nullptr;
-    used += bytes;
-    return shared + L.cache + used - bytes;
+  // This CTA's share of so many bytes into the L2 cache.
+  __device__ __forceinline__ void prefetch_share(const void* base, int64_t bytes) const {
+    const int64_t each = (bytes / 16 + C.grid - 1) / C.grid * 16, from = block * each, left = (bytes & ~int64_t(15)) - from;
+    if (left > 0)
+      asm volatile("cp.async.bulk.prefetch.L2.global [%0],%1;" ::"l"(static_cast<const uint8_t*>(base) + from),
+                   "r"(static_cast<uint32_t>(left < each ? left : each))
+                   : "memory");
   }
+  // What the next chain reads first, which comes after an attention: the parts of its GEMMs, a and b of its first.
+  __device__ __forceinline__ void prefetch_next() const {
+    if (C.count < kLoraChainGemms || lane >= kLoraChainGemms * rows) return;
+    const int row = lane / kLoraChainGemms, q = lane % kLoraChainGemms, adapter = __ldg(L.adapters + row);
+    if (adapter < 0) return;
+    const LoraChange* const change = L.changes[kLoraChainGemms - 1] + 2 + q + adapter * L.ops;
+    const auto* const from = reinterpret_cast<const LoraPart*>(__ldg(reinterpret_cast<const long long*>(change)));
+    const int n = static_cast<int>(min(__ldg(reinterpret_cast<const long long*>(change) + 1), static_cast<long long>(kLoraChainParts)));
+#pragma unroll 1
+    for (int i = 0; i < n; i++) {
+      prefetch_line(from + i);
+      if (q) continue;
+      const auto* const words = reinterpret_cast<const long long*>(from + i);
+      const int64_t rank = __ldg(words + 3), columns = __ldg(words + 5);
+      prefetch_share(reinterpret_cast<const void*>(__ldg(words)), C.gemm[0].width * ((rank + 15) / 16 * 32));
+      prefetch_share(reinterpret_cast<const void*>(__ldg(words + 1)), rank * columns * 2);
+    }
+  }
+  __device__ __forceinline__ uint8_t* slot(int n) const { return shared + L.cache + n * kLoraTile; }
 
-  // Barriers: polling for the inputs may start; the consumers have read `adds` and left what they stored there; what the epilogue needs is
-  // there.
-  __device__ __forceinline__ void run(uint64_t* inputs, uint64_t* stored, uint64_t* ready) {
-    begin();
+  // The warp that adds to the sums. Barriers: the consumers have left what they stored; the epilogue may leave more.
+  template <class State>
+  __device__ __forceinline__ void run_a(State& state, const Args& parameters, uint64_t* stored, uint64_t* ready) {
+    fetch_parts(state, parameters);
 #pragma unroll 1
     for (int q = 0; q < C.count; q++) {
-      if (q == 0) {
-        pdl_wait();
-        // Read by every CTA before any finishes the launch.
-        sums = L.sums + (C.count == 1 ? 2 : ld_relaxed(L.launches) & 1) * L.set;
-        async_wait<1>();
+      done = q ? 0 : C.grid - 1 - block;
+      if (q == 1) clear();
+#pragma unroll 1
+      for (bool more = false;; more = true) {
+        fill_a(q);
+        async_commit();
+        if (q == 2) prefetch_next();
+        async_wait<0>();
+        if (!more) {
+          if (q == 0)
+            pdl_wait();
+          else if (kWarpArrivals > 1 || lane == 0)
+            barrier_wait(stored, (q - 1) & 1);
+        }
+        if (q == 0) {
+          uint4 v = make_uint4(0, 0, 0, 0);
+          if (tiles && x) v = ld_relaxed(x);
+          take_set();  // behind x, not in front
+          if (tiles && lane < kLoraChainTask / 8) reinterpret_cast<uint4*>(shared + L.outputs)[lane] = v;
+        }
         __syncwarp();
-        shrink();
-      } else {
-        if (kWarpArrivals > 1 || lane == 0) barrier_wait(stored, (q - 1) & 1);
-        async_wait<1>();
+        add_sums();
         __syncwarp();
-        contribute(q);
-        if (kWarpArrivals > 1 || lane == 0) barrier_wait(inputs, q & 1);
-        __syncwarp();
+        if (all) break;
       }
-      expand(q);
-      __syncwarp();
       warp_arrive(ready, lane);
-      if (q + 1 < C.count) bring(q + 1);
-      if (q == 0 && C.count > 1) clear();
     }
   }
-  // Before griddepcontrol.wait: the parts of all rows and GEMMs, and what the first GEMM needs.
-  __device__ __forceinline__ void begin() {
-    for (int i = lane; i < C.count * rows; i += 32) {
-      const int q = i / rows, row = i - q * rows, adapter = __ldg(L.adapters + row);
-      int n = 0;
+  // The warp that multiplies the sums. Barriers: polling for the inputs may start; the consumers have read what they add; what the epilogue
+  // needs is there.
+  __device__ __forceinline__ void run_b(uint64_t* inputs, uint64_t* stored, uint64_t* ready) {
+    pair_sync();
+#pragma unroll 1
+    for (int q = 0; q < C.count; q++) {
+      done = 0;
+#pragma unroll 1
+      for (bool more = false;; more = true) {
+        fill_b(q);
+        if (!more) fetch_scales(q);
+        async_commit(), async_wait<0>();
+        if (!more) {
+          if (q == 0) {
+            pdl_wait();
+            take_set();
+          } else if (kWarpArrivals > 1 || lane == 0) {
+            barrier_wait(stored, (q - 1) & 1), barrier_wait(inputs, q & 1);
+          }
+        }
+        __syncwarp();
+#pragma unroll 1
+        for (int row = 0; !more && row < rows; row++) gather(q, row);
+        __syncwarp();
+        expand();
+        __syncwarp();
+        if (all) break;
+      }
+      warp_arrive(ready, lane);
+    }
+  }
+  static __device__ __forceinline__ void pair_sync() { asm volatile("bar.sync 2,64;" ::: "memory"); }
+  // Behind griddepcontrol.wait, by every CTA before any finishes the launch.
+  __device__ __forceinline__ void take_set() { sums = L.sums + (C.count == 1 ? 2 : ld_relaxed(L.launches) & 1) * L.set; }
+  // The kernel's arguments, and the parts of all rows and GEMMs, for both warps.
+  template <class State>
+  __device__ __forceinline__ void fetch_parts(State& state, const Args& parameters) {
+    constexpr int kPieces = sizeof(Args) / 8, kEach = (kPieces + 31) / 32;
+    const void* argument = &parameters;
+    asm volatile("" : "+l"(argument));  // by ordinary loads, all at once
+    uint2 pieces[kEach];
+#pragma unroll
+    for (int i = 0; i < kEach; i++)
+      if (lane + 32 * i < kPieces) pieces[i] = static_cast<const uint2*>(argument)[lane + 32 * i];
+    features_of((parameters.grid - 1 - block) % ((parameters.gemm[0].width + kLoraChainTask - 1) / kLoraChainTask), parameters);
+    const int all = parameters.count * rows;
+    const uint8_t* from = nullptr;
+    int n = 0;
+    if (lane < all) {
+      const int q = lane / rows, row = lane - q * rows, adapter = __ldg(L.adapters + row);
+      int of_all = 0;
       if (adapter >= 0) {
         const auto* const change = reinterpret_cast<const long long*>(L.changes[q] + adapter * L.ops);
-        const auto* const from = reinterpret_cast<const long long*>(__ldg(change));
-        n = min(static_cast<int>(__ldg(change + 1)), kLoraChainParts);
-        auto* const to = reinterpret_cast<long long*>(parts(q, row));
-        constexpr int kWords = sizeof(LoraPart) / 8;
-#pragma unroll 1
-        for (int k = 0; k < n; k++)
-#pragma unroll
-          for (int word = 0; word < kWords; word++) to[k * kWords + word] = __ldg(from + k * kWords + word);
+        from = reinterpret_cast<const uint8_t*>(__ldg(change));
+        n = min(static_cast<int>(__ldg(change + 1)), kLoraChainParts), of_all = static_cast<int>(__ldg(change + 2));
       }
-      count(q, row) = n;
+      count(q, row) = make_int2(n, n ? of_all : 0);
     }
-    __syncwarp();
-    bring(0);
+#pragma unroll
+    for (int i = 0; i < kEach; i++)
+      if (lane + 32 * i < kPieces) reinterpret_cast<uint2*>(shared + L.args)[lane + 32 * i] = pieces[i];
+    reinterpret_cast<uint4*>(slot(0))[lane] = make_uint4(0, 0, 0, 0);
+    if (lane == 0) state.lora_adds = L.adds, state.lora_outputs = L.outputs;  // not from the parameters, where the epilogue would stall
+#pragma unroll 1
+    for (int i = 0; i < all; i++) {
+      const auto* const part = reinterpret_cast<const uint8_t*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(from), i));
+      const int bytes = __shfl_sync(~0u, n, i) * static_cast<int>(sizeof(LoraPart));
+      auto* const to = reinterpret_cast<uint8_t*>(parts(0, 0) + i * kLoraChainParts);
+      for (int at = lane * 8; at < bytes; at += 32 * 8) copy_word<8>(to + at, part + at);
+    }
+    async_commit();
+    async_wait<0>();
+    pair_sync();
   }
   // The other sets become zero.
   __device__ __forceinline__ void clear() const {
@@ -175,272 +278,333 @@ struct LoraWarp {
     }
   }
 
-  // What GEMM q needs of a, then of b, as asynchronous copies; and the scales.
-  __device__ __forceinline__ void bring(int q) {
-    int used = 0;
-    if (q == 0)
-      fetch(C.grid - 1 - block, used);
-    else
-      each_a(q, used, [&](const LoraPart& part, int, int, const uint16_t* a, uint8_t* to) {
-        const GemmArgs& A = C.gemm[q - 1].a;
-        const int strip0 = first_strip(A, block, 0), own = own_strips(A, 0), pieces = 2 * padded(part);  // of a strip
-#pragma unroll 1
-        for (int s = 0; s < own; s++)
-#pragma unroll 1
-          for (int i = lane; i < pieces; i += 32)
-            if (const int at = (strip0 + s * A.grid) * pieces + i; at < C.gemm[q].width * pieces / 16)
-              take16(to ? to + (s * pieces + i) * 16 : nullptr, a + at * 8);
-      });
-    async_commit();
-    b_at = used;
+  __device__ __forceinline__ void fetch_scales(int q) const {
 #pragma unroll 1
     for (int row = 0; row < rows; row++) {
-      each_b(
-          q, row, used,
-          [&](const LoraPart& part, int64_t at, int, uint8_t* to) {
-#pragma unroll 1
-            for (int r = lane & 3; at >= 0 && r < part.rank; r += 4) take16(to ? to + r * 16 : nullptr, part.b + r * part.columns + at);
-          },
-          [](bool, int) {});
       float* to = scales(row);
 #pragma unroll 1
-      for (int i = 0; i < count(q, row); i++) {
+      for (int i = 0; i < count(q, row).x; i++) {
         const LoraPart& part = parts(q, row)[i];
-        for (int r = lane; r < padded(part); r += 32) to[r] = r < part.rank ? __ldg(part.scale + r) : 0.f;
+        for (int r = lane; r < padded(part); r += 32)
+          copy_word<4>(to + r, r < part.rank ? part.scale + r : part.scale, r < part.rank ? 4 : 0);
         to += padded(part);
       }
     }
-    async_commit();
   }
-  static __device__ __forceinline__ void take16(uint8_t* to, const uint16_t* from) {
-    if (to)
-      copy16<true>(to, from);
+  // The part that has the so-manieth tile of a row's change, which becomes the tile of the part.
+  __device__ __forceinline__ const LoraPart& part_of(int q, int row, int& tile) const {
+    const LoraPart* part = parts(q, row);
+#pragma unroll 1
+    for (; tile >= padded(*part) / 16; part++) tile -= padded(*part) / 16;
+    return *part;
+  }
+
+  // The next tiles of a, as many as there is room for. The first GEMM: of the next task (done: its number). Later: for each row and 16
+  // columns of a (done: how many) the strips that this CTA owns, two lanes a tile.
+  __device__ __forceinline__ void fill_a(int q) {
+    int own_sums = 0;
+    tiles = 0;
+    if (q == 0)
+      all = fetch(own_sums);
     else
-      prefetch_line(from);
-  }
-  // f(part, row, first tile, a, where its rows of this CTA are or nowhere): of all rows of the step.
-  template <class F>
-  __device__ __forceinline__ void each_a(int q, int& used, F&& f) const {
-    const int own = own_strips(C.gemm[q - 1].a, 0);
-#pragma unroll 1
-    for (int row = 0; row < rows; row++)
-#pragma unroll 1
-      for (int i = 0, tile = 0; own && i < count(q, row); i++) {
-        const LoraPart& part = parts(q, row)[i];
-        f(part, row, tile, part.a, cached(used, own * 32 * padded(part)));
-        tile += padded(part) / 16;
-      }
-  }
-  // of_part(part, first of 8 columns in it or negative, first tile, where their b is or nowhere) by lanes 4 o to 4 o + 3 for the o-th eight
-  // columns of the CTA and every 8th after it; done(whether there are such columns, their place among the outputs).
-  template <class Part, class Done>
-  __device__ __forceinline__ void each_b(int q, int row, int& used, Part&& of_part, Done&& done) const {
-    const GemmArgs& A = C.gemm[q].a;
-    const int n = count(q, row);
-    int all = 0;
-    for (int p = 0; p < A.num_parts; p++) all += 2 * own_strips(A, p);
-#pragma unroll 1
-    for (int base = 0; n && base < all; base += 8) {
-      int o = base + (lane >> 2), p = 0;
-      const bool live = o < all;
-#pragma unroll 1
-      for (; p + 1 < A.num_parts && o >= 2 * own_strips(A, p); p++) o -= 2 * own_strips(A, p);
-      const int s = o >> 1, half_strip = 8 * (o & 1);
-      const int y_column = A.part[p].first_column + (first_strip(A, block, p) + s * A.grid) * 16 + half_strip;
-#pragma unroll 1
-      for (int i = 0, tile = 0; i < n; i++) {
-        const LoraPart& part = parts(q, row)[i];
-        const int64_t at = y_column - part.first;
-        const bool in = live && at >= 0 && at < part.columns;
-        if (const unsigned mask = __ballot_sync(~0u, in)) {
-          uint8_t* const here = cached(used, __popc(mask) * 4 * padded(part));
-          of_part(part, in ? at : -1, tile, here ? here + __popc(mask & ((1u << (lane & ~3)) - 1)) * 4 * padded(part) : nullptr);
-        }
-        tile += padded(part) / 16;
-      }
-      done(live, place(q, p, s) + half_strip);
-    }
-  }
-
-  // Stored row of a lane's j-th number of x. Two lanes share them.
-  __device__ __forceinline__ int stored_row(int j) const {
-    return chunk * kLoraChainTask + (lane >> 3) * 32 + 2 * (lane >> 1 & 3) + (j & 1) + (j >> 1 & 1) * 8 + (j >> 2) * 16;
-  }
-  // Finds a task's rows of a and brings them to the cache, where that has room.
-  __device__ __forceinline__ void fetch(int task, int& used) {
-    const int of_rows = task / chunks();
-    chunk = task - of_rows * chunks(), m = of_rows % rows, column = of_rows / rows * 16;
-    from = nullptr;
-    int width = 0;
-#pragma unroll 1
-    for (int i = 0, first = column; column < L.width && i < count(0, m); i++) {
-      const LoraPart& part = parts(0, m)[i];
-      if (first < padded(part)) {
-        from = part.a + first, width = padded(part);
-        break;
-      }
-      first -= padded(part);
-    }
-    if (!from) column = -1;
-    if (!from) return;
-    uint8_t* const to = cached(used, kLoraChainTask * 32);
-    if (has_rows())
-#pragma unroll
-      for (int j = 0; j < 8; j++) {
-        at[j] = (L.features ? __ldg(L.features + stored_row(j)) : stored_row(j)) * width + 8 * (lane & 1);
-        take16(to ? to + (j * 32 + lane) * 16 : nullptr, from + at[j]);
-      }
-    if (to) from = nullptr;
-  }
-  // Whether the matrix has this lane's rows of the task: its rows come in 32s.
-  __device__ __forceinline__ bool has_rows() const { return stored_row(0) < C.gemm[0].width; }
-
-  // x a of the first GEMM: this CTA's tasks.
-  __device__ __forceinline__ void shrink() {
-#pragma unroll 1
-    for (int task = C.grid - 1 - block;;) {
-      if (column >= 0) multiply(C.gemm[0].a.x + static_cast<size_t>(m) * C.gemm[0].a.x_stride);
-      task += C.grid;
-      if (task >= L.width / 16 * rows * chunks()) return;
-      int used = L.cache_bytes;
-      fetch(task, used);
-    }
-  }
-  __device__ __forceinline__ void multiply(const half* x) const {
-    float y[8] = {};
-    if (has_rows()) {
-      const uint4 v = ld_relaxed(x + chunk * kLoraChainTask + (lane >> 1) * 8);
-      const uint32_t xs[4] = {v.x, v.y, v.z, v.w};
-      const auto* const here = reinterpret_cast<const uint4*>(shared + L.cache) + lane;
-      uint4 a[8];
-#pragma unroll
-      for (int j = 0; j < 8; j++) a[j] = from ? __ldg(reinterpret_cast<const uint4*>(from + at[j])) : here[j * 32];
-#pragma unroll
-      for (int j = 0; j < 8; j++) lora_multiply(j & 1 ? high(xs[j / 2]) : first(xs[j / 2]), a[j], y);
-    }
-    put(y, sums_of(0, m) + column);
-  }
-  // Adds what the lanes have of 16 columns: every other lane the first eight, the others the second.
-  __device__ __forceinline__ void put(float (&y)[8], unsigned long long* to) const {
+      all = fill_strips(q, own_sums);
+    const int padding = -tiles & (kLoraTogether - 1);
     __syncwarp();
-    lora_halve<4>(y, lane, 16), lora_halve<2>(y, lane, 8), lora_halve<1>(y, lane, 4);
-    y[0] += __shfl_xor_sync(~0u, y[0], 2);
-    if (!(lane & 2)) LoraSum::add(to + 8 * (lane & 1) + (lane >> 4) * 4 + (lane >> 3 & 1) * 2 + (lane >> 2 & 1), y[0]);
+    if (lane < padding) list(false)[tiles + lane] = {shared_address(slot(0)), shared_address(slot(0)), 0, lane == padding - 1};
+    if (padding == 0 && tiles && lane == 0) list(false)[tiles - 1].last = 1;
+    if (lane < kSumsA) places(false)[own_sums + lane] = -1;
+    tiles += padding;
+    __syncwarp();
   }
-  static __device__ __forceinline__ float first(uint32_t w) { return __half2float(__ushort_as_half(static_cast<uint16_t>(w))); }
-  static __device__ __forceinline__ float high(uint32_t w) { return __half2float(__ushort_as_half(static_cast<uint16_t>(w >> 16))); }
-
-  // This CTA's share of x a of GEMM q, of what its epilogue of the GEMM before has left in `adds`. A lane takes a row of every strip and
-  // 8 columns.
-  __device__ __forceinline__ void contribute(int q) const {
+  __device__ __forceinline__ bool fill_strips(int q, int& own_sums) {
     const GemmArgs& A = C.gemm[q - 1].a;
-    const int strip0 = first_strip(A, block, 0), own = own_strips(A, 0);
-    int used = 0;
-    each_a(q, used, [&](const LoraPart& part, int row, int tile, const uint16_t* a, const uint8_t* here) {
-      const int width = padded(part);
-#pragma unroll 1
-      for (int begin = 0; begin < width; begin += 16, tile++) {
-        float y[8] = {};
-#pragma unroll 2
-        for (int s = 0; s < own; s++) {
-          const int k = (strip0 + s * A.grid) * 16 + (lane >> 1), at = begin + 8 * (lane & 1);
-          if (k >= A.part[0].outputs) continue;
-          const uint16_t* const p =
-              here ? reinterpret_cast<const uint16_t*>(here) + (s * 16 + (lane >> 1)) * width + at : a + k * width + at;
-          lora_multiply(adds()[(place(q - 1, 0, s) + (lane >> 1)) * rows + row], *reinterpret_cast<const uint4*>(p), y);
-        }
-        put(y, sums_of(q, row) + tile * 16);
-      }
-    });
-    __syncwarp();
-  }
-
-  // What the epilogue of GEMM q adds, into shared memory.
-  __device__ __forceinline__ void expand(int q) const {
-    const auto& P = C.gemm[q];
-    int used = b_at;
+    const int strip0 = first_strip(A, block, 0), own = own_strips(A, 0), hop = A.grid * 16, half_tile = lane & 1;
+    if (own == 0) return true;
+    const int most = min(L.a_tiles, kLoraStrips) / own;  // sums in the list
+    int number = 0;
 #pragma unroll 1
     for (int row = 0; row < rows; row++) {
-      int width = 0;
+      const int in_row = count(q, row).y / 16, first = max(done - number, 0), now = min(in_row - first, most - own_sums);
+      number += in_row;
+      if (first >= in_row) continue;
 #pragma unroll 1
-      for (int i = 0; i < count(q, row); i++) width += padded(parts(q, row)[i]);
-      if (!width)
-        for (int i = lane; i < P.rounds * P.a.num_parts * P.strips * 16; i += 32) adds()[i * rows + row] = 0.f;
-      gather(q, row, width);
-      if (row == 0) async_wait<0>();
-      __syncwarp();
-      float y[8] = {};
-      each_b(
-          q, row, used, [&](const LoraPart& part, int64_t at, int tile, const uint8_t* here) { multiply_b(part, at, tile, here, y); },
-          [&](bool live, int to) {
-            lora_halve<4>(y, lane, 2), lora_halve<2>(y, lane, 1);
-            to += 4 * (lane >> 1 & 1) + 2 * (lane & 1);
-            if (live) adds()[to * rows + row] = y[0], adds()[(to + 1) * rows + row] = y[1];
+      for (int base = 0; base < now * own; base += 16) {
+        const int item = base + (lane >> 1), n = item / own, s = item - n * own, sum = own_sums + n;
+        if (item >= now * own) continue;
+        int tile = first + n;
+        if (half_tile == 0 && s == 0) places(false)[sum] = (q * kLoraChainRows + row) * width + tile * 16;
+        const LoraPart& part = part_of(q, row, tile);
+        uint8_t* const to = slot(1 + tiles + item) + half_tile * 16;
+        const uint16_t* from = part.a + static_cast<int64_t>(strip0 * 16 + s * hop) * padded(part) + tile * 16 + 8 * half_tile;
+#pragma unroll 4
+        for (int k = 0; k < 16; k++, from += padded(part)) copy16_part(to + k * 32, from, 16);
+        if (half_tile == 0)
+          list(false)[tiles + item] = {shared_address(to), shared_address(shared + L.outputs) + (s * rows + row) * 32, sum & (kSumsA - 1),
+                                       s == own - 1 && (sum & (kSumsA - 1)) == kSumsA - 1};
+      }
+      tiles += now * own, own_sums += now, done += now;
+      if (now < in_row - first) return false;
+    }
+    return true;
+  }
+  __device__ __forceinline__ void features_of(int chunk, const Args& from) {
+    feature_chunk = chunk;
 #pragma unroll
-            for (float& v : y) v = 0.f;
-          });
-      __syncwarp();
+    for (int i = 0; i < kLoraChainTask / 16; i++) {
+      const int eight = 2 * i + (lane >> 4), j = lane >> 1 & 7;
+      const int stored = chunk * kLoraChainTask + (eight >> 2) * 32 + 2 * (eight & 3) + (j & 1) + (j >> 1 & 1) * 8 + (j >> 2) * 16;
+      feature[i] = stored >= from.gemm[0].width ? -1 : L.features ? __ldg(L.features + stored) : stored;
     }
   }
-  // The sums of a row, scaled.
-  __device__ __forceinline__ void gather(int q, int row, int width) const {
-    const unsigned all = q ? min(C.grid, C.gemm[q - 1].a.part[0].strips) : chunks();  // CTAs or tasks that add
-    const unsigned long long* const from = sums_of(q, row);
+  // Tiles of the next task of the first GEMM, in the order in which x is in memory (fragment.cuh). Returns whether there is none after it.
+  __device__ __forceinline__ bool fetch(int& own_sums) {
+    int most = 0, m = 0, tile = 0, chunk = 0;
+    for (int row = 0; row < rows; row++) most = max(most, count(0, row).y);
+    const int tasks = most / 16 * rows * chunks();
+    for (;; done += C.grid) {
+      if (done >= tasks) return true;
+      const int of_rows = done / chunks();
+      chunk = done - of_rows * chunks(), m = of_rows % rows, tile = of_rows / rows;
+      if (tile < count(0, m).y / 16) break;
+    }
+    done += C.grid;
+    if (lane == 0) places(false)[0] = m * width + tile * 16;
+    const LoraPart& part = part_of(0, m, tile);
+    constexpr int kTiles = kLoraChainTask / 16;
+    if (chunk != feature_chunk) features_of(chunk, C);
+#pragma unroll
+    for (int i = 0; i < kTiles; i++) {
+      const bool has = feature[i] >= 0;
+      copy16_part(slot(1 + i) + lane * 16,
+                  part.a + (has ? static_cast<int64_t>(feature[i]) * padded(part) : 0) + tile * 16 + 8 * (lane & 1), has ? 16 : 0);
+    }
+    if (lane < kTiles) list(false)[lane] = {shared_address(slot(1 + lane)), shared_address(shared + L.outputs) + lane * 32, 0, 0};
+    tiles = kTiles, own_sums = 1;
+    // Rows come in 32s.
+    const bool has = lane < kLoraChainTask / 8 && chunk * kLoraChainTask + (lane >> 2) * 32 < C.gemm[0].width;
+    x = has ? C.gemm[0].a.x + static_cast<size_t>(m) * C.gemm[0].a.x_stride + chunk * kLoraChainTask + lane * 8 : nullptr;
+    return done >= tasks;
+  }
+  // The next tiles of b, as many as there is room for: for each row of the step and strip of this CTA (done: how many) those of the parts
+  // that change its columns. Two lanes a strip; four strips are together in the tensor cores.
+  __device__ __forceinline__ void fill_b(int q) {
+    int used = 1 + L.a_tiles, own_sums = 0;
+    tiles = 0;
+    all = fill_columns(q, used, own_sums);
+    __syncwarp();
+  }
+  __device__ __forceinline__ bool fill_columns(int q, int& used, int& own_sums) {
+    const GemmArgs& A = C.gemm[q].a;
+    const int slots = L.cache_bytes / kLoraTile, half_strip = 8 * (lane & 1), local = lane >> 1, group = lane >> 3;
+    int strips = 0, number = 0;
+    for (int p = 0; p < A.num_parts; p++) strips += own_strips(A, p);
 #pragma unroll 1
-    for (int c = lane; c < width; c += 64) {
+    for (int row = 0; row < rows; row++, number += strips) {
+      const int2 n = count(q, row);
+#pragma unroll 1
+      for (int base = max(done - number, 0); base < strips; base += 16) {
+        // This lane's strip, and its tiles.
+        int s = base + local, p = 0, mine = 0;
+        bool live = s < strips;
+#pragma unroll 1
+        for (; live && s >= own_strips(A, p); p++) s -= own_strips(A, p);
+        const int column = A.part[p].first_column + (first_strip(A, block, p) + s * A.grid) * 16, to = (place(q, p, s) * rows + row) * 4;
+#pragma unroll 1
+        for (int i = 0; i < n.x; i++) mine += live ? tiles_of(parts(q, row)[i], column) : 0;
+        // Tiles of the strips up to it; what there is room for; where the list has the tiles of its group.
+        int before = mine;
+#pragma unroll
+        for (int d = 2; d < 32; d *= 2) {
+          const int other = __shfl_up_sync(~0u, before, d);
+          if (lane >= d) before += other;
+        }
+        live = live && used + before <= slots && tiles + before + kLoraTogether * (group + 1) <= kLoraList && own_sums + local < kLoraList;
+        const int taken = __popc(__ballot_sync(~0u, live)) / 2, through = __shfl_sync(~0u, before, max(2 * taken - 1, 0));
+        const int all_before = taken ? through : 0, behind = __shfl_sync(~0u, before, max(8 * group - 1, 0)), at_group = group ? behind : 0;
+        const int of_group = min(__shfl_sync(~0u, before, 8 * group + 7), all_before) - at_group;
+        const int padded_group = max((of_group + kLoraTogether - 1) & -kLoraTogether, kLoraTogether);
+        int start = tiles, end = tiles;
+#pragma unroll
+        for (int g = 0; g < 4; g++) {
+          const int size = __shfl_sync(~0u, padded_group, 8 * g);
+          if (g < group) start += size;
+          if (4 * g < taken) end += size;
+        }
+        const int first = before - mine;  // tile of the pass
+        if (local < ((taken + kSumsB - 1) & -kSumsB)) {
+          if ((lane & 1) == 0) places(true)[own_sums + local] = live ? L.adds + to : -1;
+          if (const int pad = of_group + (lane & 7); pad < padded_group)
+            list(true)[start + pad] = {shared_address(slot(0)), shared_address(slot(0)), 0, 0};
+        }
+        if (live) {
+          int i = -1, left = 0, tile = 0, part_first = 0;
+#pragma unroll 1
+          for (int t = 0; t < mine; t++, tile++, left--) {
+            if (left == 0) {
+              if (i >= 0) part_first += padded(parts(q, row)[i]) / 16;
+              for (i++; (left = tiles_of(parts(q, row)[i], column)) == 0; i++) part_first += padded(parts(q, row)[i]) / 16;
+              tile = 0;
+            }
+            const LoraPart& part = parts(q, row)[i];
+            const int64_t in_part = column + half_strip - part.first, stride = part.columns;
+            const bool has = in_part >= 0 && in_part < stride;
+            const int ranks = has ? min(static_cast<int>(part.rank) - tile * 16, 16) : 0;
+            const uint16_t* from = part.b + (has ? tile * 16 * stride + in_part : 0);
+            uint8_t* const tile_at = slot(used + first + t);
+#pragma unroll 4
+            for (int r = 0; r < 16; r++) {
+              copy16_part(tile_at + r * 32 + 2 * half_strip, from, r < ranks ? 16 : 0);
+              if (r + 1 < ranks) from += stride;
+            }
+            if ((lane & 1) == 0)
+              list(true)[start + before - mine - at_group + t] = {shared_address(tile_at), shared_address(low(row, part_first + tile)),
+                                                                  local & (kSumsB - 1), 0};
+          }
+        }
+        __syncwarp();
+        if ((lane & 7) == 0 && 4 * group < taken) list(true)[start + padded_group - 1].last = 1;
+        used += all_before, tiles = end, own_sums += (taken + kSumsB - 1) & -kSumsB, done += taken;
+        if (taken < min(16, strips - base)) return false;
+      }
+    }
+    return true;
+  }
+  // Tiles of a part that change 16 columns from `column` on.
+  static __device__ __forceinline__ int tiles_of(const LoraPart& part, int column) {
+    const int64_t at = column - part.first;
+    return at > -16 && at < part.columns ? padded(part) / 16 : 0;
+  }
+
+  // Products of a list's tiles, 16 columns of a or b each. A sum has a column of the tensor cores' B and of their results, two of b: for
+  // the high and low halves that it is multiplied by. done(y, places): y as in an MMA, places of the sums.
+  template <bool OF_B, class Done>
+  __device__ __forceinline__ void multiply(Done&& done) const {
+    // Rows of a tile in an order that makes what a lane multiplies by four neighbours.
+    const uint32_t row = (4 * (lane >> 1 & 3) + (lane & 1) + 2 * (lane >> 4)) * 32 + (lane >> 3 & 1) * 16;
+    const uint32_t from = (lane & 3) * 8 + (OF_B ? (lane >> 2 & 1) * 32 : 0);
+    const int mine = lane >> (OF_B ? 3 : 2);
+    const LoraTile* const all = list(OF_B);
+    const int* to = places(OF_B);
+    float y[4] = {};
+#pragma unroll 1
+    for (int n = 0; n < tiles; n += kLoraTogether) {
+      LoraTile tile[kLoraTogether];
+      uint32_t a[kLoraTogether][4];
+      uint2 b[kLoraTogether];
+#pragma unroll
+      for (int j = 0; j < kLoraTogether; j++) {
+        const uint4 words = *reinterpret_cast<const uint4*>(all + n + j);
+        tile[j] = {words.x, words.y, static_cast<int>(words.z), static_cast<int>(words.w)};
+      }
+#pragma unroll
+      for (int j = 0; j < kLoraTogether; j++) {
+        load_matrices<true>(a[j], tile[j].tile + row);
+        b[j] = make_uint2(0, 0);
+        if (tile[j].sum == mine) b[j] = load_pair(tile[j].from + from);
+      }
+#pragma unroll
+      for (int j = 0; j < kLoraTogether; j++) mma16816(y, a[j][0], a[j][1], a[j][2], a[j][3], b[j].x, b[j].y);
+      if (!tile[kLoraTogether - 1].last) continue;
+      done(y, to);
+      to += OF_B ? kSumsB : kSumsA;
+      y[0] = y[1] = y[2] = y[3] = 0.f;
+    }
+  }
+  // Adds x a of the tiles of a in shared memory.
+  __device__ __forceinline__ void add_sums() const {
+    multiply<false>([&](const float (&y)[4], const int* places) {
+#pragma unroll
+      for (int i = 0; i < 2; i++)
+        if (const int to = places[2 * (lane & 3) + i]; to >= 0) {
+          LoraSum::add(sums + to + (lane >> 2), y[i]);
+          LoraSum::add(sums + to + (lane >> 2) + 8, y[i + 2]);
+        }
+    });
+  }
+  // What the epilogue adds, into shared memory.
+  __device__ __forceinline__ void expand() const {
+    multiply<true>([&](const float (&y)[4], const int* places) {
+      if (const int to = places[lane & 3]; to >= 0) {
+        auto* const add = reinterpret_cast<float*>(shared + to) + (lane >> 2) * rows;
+        add[0] = (y[0] + y[1]) * (1.f / kLow), add[8 * rows] = (y[2] + y[3]) * (1.f / kLow);
+      }
+    });
+  }
+  // The sums of a row, scaled.
+  __device__ __forceinline__ void gather(int q, int row) const {
+    const unsigned long long* const from = sums + (q * kLoraChainRows + row) * width;
+    const int numbers = count(q, row).y;
+    const unsigned adding = q ? min(C.grid, C.gemm[q - 1].a.part[0].strips) : chunks();  // CTAs or tasks
+#pragma unroll 1
+    for (int c = lane; c < numbers; c += 64) {
       unsigned long long v[2];
 #pragma unroll
       for (int j = 0; j < 2; j++)
-        if (c + 32 * j < width) v[j] = ld_relaxed(from + c + 32 * j);
+        if (c + 32 * j < numbers) v[j] = ld_relaxed(from + c + 32 * j);
 #pragma unroll
       for (int j = 0; j < 2; j++)
-        if (const int at = c + 32 * j; at < width) {
-          while (!LoraSum::has(v[j], all)) v[j] = ld_relaxed(from + at);
-          low()[at] = LoraSum::of(v[j]) * scales(row)[at];
+        if (const int at = c + 32 * j; at < numbers) {
+          while (!LoraSum::has(v[j], adding)) v[j] = ld_relaxed(from + at);
+          const float value = LoraSum::of(v[j]) * (scales(row)[at] * kLow);
+          const half high = saturated(value);
+          half* const to = low(row, at / 16) + at % 16;
+          to[0] = high, to[16] = saturated(value - __half2float(high));
         }
     }
   }
-  // y += low b, of 8 columns; this lane: every 4th rank.
-  __device__ __forceinline__ void multiply_b(const LoraPart& part, int64_t at, int tile, const uint8_t* here, float (&y)[8]) const {
-    const auto* const b = reinterpret_cast<const uint16_t*>(here ? reinterpret_cast<const void*>(here) : part.b + at);
-    const int64_t stride = here ? 8 : part.columns;
-#pragma unroll 1
-    for (int r0 = lane & 3; at >= 0 && r0 < part.rank; r0 += 16)
-#pragma unroll
-      for (int j = 0; j < 4; j++)
-        if (const int r = r0 + 4 * j; r < part.rank)
-          lora_multiply(low()[tile * 16 + r], *reinterpret_cast<const uint4*>(b + r * stride), y);
-    __syncwarp();
-  }
 };
 
-// What a kernel is made with: adapters, or none, which is no code at all. Adds: what the epilogue adds, [output of the CTA][row]; what it
-// stores takes its place. kArrivals: at kFactorsReady.
+// What a kernel is made with: adapters, or none, which is no code at all. Adds: what the epilogue adds, [output of the CTA][row], and where
+// it leaves what it stores, [16 outputs][row][16]; `first` of each for this round. kArrivals: at kFactorsReady.
 struct WithLora {
   struct Adds {
-    float* at;
+    const float* at;
+    half* outputs;
     __device__ __forceinline__ float to(float v, int place) const { return v + at[place]; }
-    __device__ __forceinline__ void keep(half stored, int place) const { at[place] = __half2float(stored); }
+    __device__ __forceinline__ void keep(half stored, int output, int row, int rows) const {
+      outputs[((output >> 4) * rows + row) * 16 + (output & 15)] = stored;
+    }
   };
-  static constexpr int kArrivals = 1 + kWarpArrivals;
+  static constexpr int kArrivals = 1 + 2 * kWarpArrivals, kWarps = 2;
+  // Whether consumers run the first GEMM once before its inputs are there: that brings the instructions to the SM while there is time.
+  // (Not for racecheck: it reads what is being written.)
+  static constexpr bool kDry = kWarpArrivals == 1;
+  __device__ __forceinline__ int dry() const { return kDry; }
   const LoraChain& L;
-  __device__ __forceinline__ Adds adds(uint8_t* shared, int first) const { return {reinterpret_cast<float*>(shared + L.adds) + first}; }
-  template <class Args>
-  __device__ __forceinline__ void run(const Args& C, uint8_t* shared, uint64_t* inputs, uint64_t* stored, uint64_t* ready, int block,
-                                      int lane) const {
-    LoraWarp<Args>(C, L, shared, block, lane).run(inputs, stored, ready);
+  template <class State>
+  __device__ __forceinline__ Adds adds(uint8_t* shared, const State& state, int first, int first_output) const {
+    return {reinterpret_cast<const float*>(shared + state.lora_adds) + first,
+            reinterpret_cast<half*>(shared + state.lora_outputs) + first_output};
   }
+  template <class Args, class State>
+  __device__ __forceinline__ void run(const Args& C, State& state, int warp, uint64_t* inputs, uint64_t* stored, uint64_t* ready, int block,
+                                      int lane) const {
+    auto* const shared = reinterpret_cast<uint8_t*>(&state);
+    LoraWarp<Args> mine(*reinterpret_cast<const Args*>(shared + L.args), C.gemm[0].a.tokens, L, shared, block, lane);
+    if (warp == 0)
+      mine.run_a(state, C, stored, ready);
+    else
+      mine.run_b(inputs, stored, ready);
+  }
+  // Of a dry run, that nobody else waits at.
+  __device__ __forceinline__ uint64_t* barriers(uint8_t* shared) const { return reinterpret_cast<uint64_t*>(shared + L.barriers); }
   __device__ __forceinline__ void count() const { asm volatile("red.relaxed.gpu.global.add.u32 [%0],1;" ::"l"(L.launches) : "memory"); }
 };
 struct NoLora {
   struct Adds {
     __device__ __forceinline__ float to(float v, int) const { return v; }
-    __device__ __forceinline__ void keep(half, int) const {}
+    __device__ __forceinline__ void keep(half, int, int, int) const {}
   };
   static constexpr int kArrivals = 1;
-  __device__ __forceinline__ Adds adds(uint8_t*, int) const { return {}; }
-  template <class Args>
-  __device__ __forceinline__ void run(const Args&, uint8_t*, uint64_t*, uint64_t*, uint64_t*, int, int) const {}
+  static constexpr bool kDry = false;
+  __device__ __forceinline__ int dry() const { return 0; }
+  template <class State>
+  __device__ __forceinline__ Adds adds(uint8_t*, const State&, int, int) const {
+    return {};
+  }
+  template <class Args, class State>
+  __device__ __forceinline__ void run(const Args&, State&, int, uint64_t*, uint64_t*, uint64_t*, int, int) const {}
+  __device__ __forceinline__ uint64_t* barriers(uint8_t*) const { return nullptr; }
   __device__ __forceinline__ void count() const {}
 };
 #endif

@@ -77,16 +77,27 @@ PersistentSmem smem_layout(const PersistentArgs& c, const PersistentOp* ops, Lor
   r.work_items = take(kConsumerWarps * work_items * static_cast<int>(sizeof(WorkItem))), r.blocks = take(tokens * blocks * 16);
   r.outputs = take(outputs * static_cast<int>(sizeof(PersistentOutput)));
   r.xs = take(tokens * blocks * 128);
+  int strips = 0, all = 0;  // of a CTA: most of a part, and of all parts
   if (lora) {
-    int adds = 0;
-    for (int q = 0; q < c.count; q++) adds = std::max(adds, c.gemm[q].rounds * c.gemm[q].a.num_parts * c.gemm[q].strips * 64 * tokens);
-    lora->parts = take(lora_parts_bytes(tokens)), lora->low = take((1 + tokens) * lora->width * 4), lora->adds = take(adds);
+    for (int q = 0; q < c.count; q++) {
+      const PersistentGemm& p = c.gemm[q];
+      strips = std::max(strips, p.rounds * p.strips), all = std::max(all, p.rounds * p.strips * p.a.num_parts);
+    }
+    lora->barriers = take(kNumBarriers * 8), lora->args = take(static_cast<int>(sizeof(PersistentArgs))),
+    lora->parts = take(lora_parts_bytes(tokens)), lora->lists = take(2 * lora_list_bytes());
+    lora->scales = take(tokens * lora->width * 4), lora->low = take(tokens * lora->width * 4);
+    lora->adds = take(all * 64 * tokens), lora->outputs = take(std::max(strips * 32 * tokens, 2 * kLoraChainTask));
+    lora->cache = at, lora->cache_bytes = lora_least_cache(lora->width, strips), at += lora->cache_bytes;  // grows below
   }
   r.stages = std::min(kMaxStages, (shared_per_block() - kOverreadBytes - at) / r.stage_bytes / 2 * 2);
+  if (lora) {
+    const int rest = shared_per_block() - kOverreadBytes - at - r.stages * r.stage_bytes;
+    const int more = std::min(rest, kLoraChainCache - lora->cache_bytes) / kLoraTile * kLoraTile;
+    lora->a_tiles = lora_least_a(strips);
+    if (more > 0) lora->cache_bytes += more, at += more, lora->a_tiles += more / kLoraTile / 3;
+  }
   r.ring = take(r.stages * r.stage_bytes + kOverreadBytes);
-  if (lora)
-    lora->cache_bytes = std::clamp((shared_per_block() - at) / 128 * 128, 0, kLoraChainCache), lora->cache = take(lora->cache_bytes);
-  r.bytes = r.stages >= 2 ? at : shared_per_block() + 1;
+  r.bytes = r.stages >= 2 && !(lora && strips > kLoraStrips) ? at : shared_per_block() + 1;
   return r;
 }
 // Halves of a row between GEMMs.
@@ -238,7 +249,7 @@ const char* persistent_launch(const PersistentOp* ops, int count, uint8_t* works
     const int tokens = c.gemm[0].a.tokens;
     if (ops->lora && c.peers.size) return "adapters inside a persistent chain are not for ranks";
     const int kind = tokens == 1 ? weight_kind(ops, count) : kAnyWeights;
-    const unsigned threads = kPersistentThreads + (ops->lora ? 32 : 0);
+    const unsigned threads = kPersistentThreads + (ops->lora ? 64 : 0);
     const Launch how{unsigned(c.grid), threads, static_cast<size_t>(c.smem.bytes), stream, pdl};
     const auto* const kernels = tokens == 2 ? two_rows : tokens > 2 ? four_rows : one_row[kind];
     const auto& adapted = kind == kAnyWeights ? lora_rows[std::min(tokens, 3) - 1] : lora_row;

@@ -96,6 +96,7 @@ struct PersistentState {
   unsigned exchange;  // the number of the third GEMM's
   PersistentEpilogue now[kMaxGemms];
   PersistentOutput owned[2][kMaxOwnedStrips * 16];  // of both residual GEMMs
+  int lora_adds, lora_outputs;                      // offsets in shared memory (WithLora::Adds), where there are adapters
 };
 constexpr int kPartialsOffset = (sizeof(PersistentState) + 127) / 128 * 128;
 
@@ -398,7 +399,7 @@ __device__ __forceinline__ void add_residual(const PersistentArgs& C, const Pers
       if (M > 1) to += static_cast<size_t>(m) * P.a.next.stride;
       const half next = saturated(v * o.norm);
       st_relaxed(to, lamport_value(next));
-      adds.keep(next, (w.lane + 32 * k) * M + m);
+      adds.keep(next, w.lane + 32 * k, m, M);
     }
   }
   if (!last) arrive_stored(now, w);
@@ -469,7 +470,7 @@ __device__ __forceinline__ void write_outputs(const PersistentArgs& C, const Per
       const half next = saturated(v);
       st_relaxed(reinterpret_cast<half*>(static_cast<uint8_t*>(o.to) + w.set) + (m ? static_cast<size_t>(m) * P.a.next.stride : 0),
                  lamport_value(next));
-      adds.keep(next, threadIdx.x * M + m);
+      adds.keep(next, threadIdx.x, m, M);
     }
   }
 }
@@ -639,7 +640,8 @@ __device__ __forceinline__ void run_work_item(const PersistentArgs& C, const Per
 
 // GEMM q and its epilogue.
 template <int CHUNKS, WeightKind WEIGHTS, bool RANKS, class Lora>
-__device__ __forceinline__ void run_gemm(const PersistentArgs& C, int q, const Int8Input<CHUNKS>& in, const Lora& lora, ConsumerWarp& w) {
+__device__ __forceinline__ void run_gemm(const PersistentArgs& C, int q, const Int8Input<CHUNKS>& in, const Lora& lora, bool dry,
+                                         ConsumerWarp& w) {
   const PersistentGemm& P = C.gemm[q];
   const half2* const steps = image_of(C, w.shared, q).steps;
   const int work_items = P.work_items;
@@ -649,14 +651,17 @@ __device__ __forceinline__ void run_gemm(const PersistentArgs& C, int q, const I
     for (int i = 0; i < work_items; i++) {
       WorkItem now = work_items_of(C, w)[i * kConsumerWarps + w.warp];
       now.kind = __shfl_sync(0xffffffffu, now.kind, 0), now.rest = __shfl_sync(0xffffffffu, now.rest, 0);  // warp-uniform for the compiler
+      if (Lora::kDry && dry) now.strips = i < C.smem.stages / 2 ? max(min(now.strips, 1), -1) : 0, now.sums &= ~WorkItem::kEmptyStage;
       if (now.strips) run_work_item<CHUNKS, WEIGHTS>(C, P, now, steps, in, w);
       if (CHUNKS == 4 && now.sums & WorkItem::kEmptyStage) w.wait(), w.release(C.smem.stages);
     }
+    if (Lora::kDry && dry) return;
     barrier_wait(w.bars + kFactorsReady, q & 1);
     if (q == 0) w.set = state(w).set;
     const PersistentEpilogue now = state(w).now[q];
+    const int first = round ? round * P.strips * 16 * tokens_of<CHUNKS>(P) : 0;
+    const auto adds = lora.adds(w.shared, state(w), round ? first * P.a.num_parts : 0, first);
     consumer_sync();
-    const auto adds = lora.adds(w.shared, round ? round * P.a.num_parts * P.strips * 16 * tokens_of<CHUNKS>(P) : 0);
     round++;
     if (now.residual) {  // one round only
       add_residual<CHUNKS, RANKS>(C, P, q, now, adds, w);
@@ -687,6 +692,7 @@ __device__ __forceinline__ void run_chain(const PersistentArgs& C, const Lora& l
                            : i == kStored                            ? kConsumerWarps * kWarpArrivals
                            : i >= kMaxStages && i < 2 * kMaxStages   ? kWarpsPerSet * kWarpArrivals
                                                                      : 1);
+    if (Lora::kDry) barrier_init(lora.barriers(shared) + i, 1);
     barrier_fence();
   }
   __syncthreads();
@@ -706,14 +712,15 @@ __device__ __forceinline__ void run_chain(const PersistentArgs& C, const Lora& l
     if (Lora::kArrivals == 1 || warp == kConsumerWarps + 1)
       poll_inputs(C, shared, bars, block, lane);
     else
-      lora.run(C, shared, bars + kInputsReady, bars + kStored, bars + kFactorsReady, block, lane);
+      lora.run(C, *reinterpret_cast<PersistentState*>(shared), warp - kConsumerWarps - 2, bars + kInputsReady, bars + kStored,
+               bars + kFactorsReady, block, lane);
     return;
   }
   ConsumerWarp w{shared, bars, block, warp, lane, warp / kWarpsPerSet, 0, 0, {}};
   prepare_epilogue<RANKS>(C, w);
   barrier_wait(bars + kImagesFull, 0);
 #pragma unroll 1
-  for (int q = 0; q < C.count; q++) {
+  for (int q = 0, dry = lora.dry(); q < C.count;) {
     const PersistentGemm& P = C.gemm[q];
     // Prepared by warps that mostly have nothing to store for the previous GEMM.
     static_assert(kMaxWorkItems * kConsumerWarps <= kConsumerThreads / 2, "a thread a work");
@@ -721,11 +728,16 @@ __device__ __forceinline__ void run_chain(const PersistentArgs& C, const Lora& l
     if (P.a.epilogue != kResidual) make_outputs(C, P, 0, kConsumerThreads / 4, w);
     const PersistentInput x(P, q, w);
     const Int8Input<CHUNKS> in(shared + C.smem.xs, reinterpret_cast<const Int8Block*>(shared + C.smem.blocks), P.blocks, P.a.tokens, lane);
-    barrier_wait(bars + kInputsReady, q & 1);
-    if (q == 0 && P.a.epilogue == kResidual) load_residual(C, w);
+    if (!Lora::kDry || !dry) barrier_wait(bars + kInputsReady, q & 1);
+    if (!(Lora::kDry && dry) && q == 0 && P.a.epilogue == kResidual) load_residual(C, w);
     quantize_inputs<CHUNKS>(C, x, q, w);
     consumer_sync();
-    run_gemm<CHUNKS, WEIGHTS, RANKS>(C, q, in, lora, w);
+    if (Lora::kDry && dry) w.bars = lora.barriers(shared), w.phase = 1;
+    run_gemm<CHUNKS, WEIGHTS, RANKS>(C, q, in, lora, dry, w);
+    if (Lora::kDry && dry)
+      w.bars = bars, w.phase = 0, w.stage = warp / kWarpsPerSet, dry = 0;
+    else
+      q++;
   }
   if (C.count == 1) return;
   // Counters of GEMMs that this launch does not have, and the number of launches. No CTA of this launch reads them any more.
@@ -743,7 +755,7 @@ __global__ void __launch_bounds__(kPersistentThreads, 1) persistent_gemm(const _
 #endif
 }
 template <int CHUNKS, WeightKind WEIGHTS>
-__global__ void __launch_bounds__(kPersistentThreads + 32, 1)
+__global__ void __launch_bounds__(kPersistentThreads + WithLora::kWarps * 32, 1)
     persistent_lora(const __grid_constant__ PersistentArgs C, const __grid_constant__ LoraChain L) {
 #if __CUDA_ARCH__ >= 900
   run_chain<CHUNKS, WEIGHTS, false>(C, WithLora{L});
