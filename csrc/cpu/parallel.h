@@ -25,8 +25,9 @@ class SerialScope {
 };
 // Threads that for_each_task may use.
 inline int64_t available_threads() { return SerialScope::now() ? 1 : num_threads(); }
-// Runs body on this thread and on up to threads - 1 pool threads that join meanwhile; returns when all of them have left it.
-void run_on_threads(int64_t threads, void (*body)(void* context), void* context);
+// Runs body on this thread, as number 0, and on up to threads - 1 pool threads that join meanwhile, each of which has the same number each
+// time; returns when all of them have left it.
+void run_on_threads(int64_t threads, void (*body)(void* context, int64_t thread), void* context);
 
 // One iteration of a spin loop: a pause instruction at first, later a yield. spins: iterations so far.
 void spin_wait(int spins);
@@ -48,14 +49,10 @@ void for_each_task(int64_t count, bool parallel, const F& f) {
   };
   struct Context {
     const F* f;
-    const void* caller;
     int ranges;
-    std::atomic<int> workers{0};
     Range range[kMaxRanges];
   } context;
-  static thread_local char me;
   context.f = &f;
-  context.caller = &me;
   context.ranges = int(threads < kMaxRanges ? threads : kMaxRanges);
   for (int r = 0; r < context.ranges; r++) {
     context.range[r].next.store(count * r / context.ranges, std::memory_order_relaxed);
@@ -63,11 +60,10 @@ void for_each_task(int64_t count, bool parallel, const F& f) {
   }
   run_on_threads(
       threads,
-      [](void* p) {
+      [](void* p, int64_t thread) {
         auto& c = *static_cast<Context*>(p);
-        const int home = &me == c.caller ? 0 : 1 + c.workers.fetch_add(1, std::memory_order_relaxed);
         for (int r = 0; r < c.ranges; r++) {
-          Range& range = c.range[(home + r) % c.ranges];
+          Range& range = c.range[(thread + r) % c.ranges];
           for (int64_t i; (i = range.next.fetch_add(1, std::memory_order_relaxed)) < range.end;) (*c.f)(i);
         }
       },
@@ -91,16 +87,18 @@ class Team {
     Member(Team& team, int64_t index) : index(index), size(team.size_), team_(team) {}
     const int64_t index, size;
 
-    // Calls f(task) for tasks of [0, count); returns when all of them are done. f must not throw.
-    template <class F>
-    void each(int64_t count, const F& f) {
+    // Calls f(task) for tasks of [0, count); returns when all of them are done. f must not throw. While it waits it calls idle, which does
+    // a piece of other work, or returns false.
+    template <class F, class Idle>
+    void each(int64_t count, const F& f, const Idle& idle) {
       phase_++, total_ += count;
       for (int64_t r = 0; r < size && !over(); r++) {
         const int64_t of = (index + r) % size, begin = count * of / size, end = count * (of + 1) / size, before = own_done_;
         for (int64_t i; (i = claim(of, begin, end)) < end; own_done_++) f(i);
         if (own_done_ != before) team_.progress_[index].done.store(own_done_, std::memory_order_release);
       }
-      for (int spins = 0; !over(); spins++) spin_wait(spins);
+      for (int spins = 0; !over();)
+        if (!idle()) spin_wait(spins++);
     }
 
     // Whether all phases so far are over, and the next ones with `more` tasks in all: then nothing need be prepared for them.

@@ -16,7 +16,10 @@
 namespace exl2nb {
 namespace {
 
-constexpr int64_t kMinFusedRows = 2;          // rows
+constexpr int64_t kMinFusedRows = 2;  // rows
+// One row: threads from which on waking them for every product costs more than the barriers of a fused step, and multiply-adds of such a
+// step.
+constexpr int64_t kManyThreads = 8, kManyThreadsWork = 12'000'000;
 constexpr int64_t kMinFusedWork = 1'000'000;  // multiply-adds of a step that pay for waking a thread
 constexpr int64_t kUsualCache = int64_t(16) << 20, kMaxCache = int64_t(64) << 20;
 
@@ -260,9 +263,10 @@ class StepRunner {
   int64_t index_ = 0;  // of the op
 };
 
-// Bytes of all matrices, and multiply-adds of one row. A sparse model counts as too large for the cache.
+// Bytes of all matrices, and multiply-adds of one row; routed: some are experts.
 struct Weights {
   int64_t bytes = 0, work = 0;
+  bool routed = false;
 };
 Weights weights_of(const Program& program) {
   Weights sum;
@@ -270,7 +274,8 @@ Weights weights_of(const Program& program) {
     const uint8_t* blob = matrix_of(op);
     if (!blob) continue;
     const BlobHeader& h = header(blob);
-    sum.bytes += as<RoutedOp>(op) ? kMaxCache + 1 : h.bytes;
+    sum.routed |= as<RoutedOp>(op) != nullptr;
+    sum.bytes += h.bytes;
     sum.work += int64_t(h.K) * h.N;
   }
   return sum;
@@ -289,10 +294,12 @@ int64_t cache_bytes() {
 }
 
 // Whether to run as a fused step: its barriers need no wake-up, and where the cache holds all weights, each core finds its own columns
-// there.
+// there. One row of a large model runs so where there are many threads.
 bool suits_fused_step(const Program& program, const StepBatch& b) {
-  if (available_threads() < 2 || b.T < kMinFusedRows || b.T > kMaxFusedRows || b.R > kMaxFusedRows) return false;
+  if (available_threads() < (b.T < kMinFusedRows ? kManyThreads : 2) || b.T > kMaxFusedRows || b.R > kMaxFusedRows) return false;
   const Weights weights = weights_of(program);
+  if (weights.routed) return false;
+  if (b.T < kMinFusedRows) return b.T == 1 && weights.work >= kManyThreadsWork;
   return weights.bytes <= cache_bytes() && weights.work * b.T >= kMinFusedWork;
 }
 

@@ -24,7 +24,7 @@ namespace exl2nb {
 
 // One thread: no pool to wake, nothing to wait for.
 int64_t num_threads() { return 1; }
-void run_on_threads(int64_t, void (*body)(void*), void* context) { body(context); }
+void run_on_threads(int64_t, void (*body)(void*, int64_t), void* context) { body(context, 0); }
 void spin_wait(int) {}
 
 namespace {

@@ -31,7 +31,7 @@ from exl2nb.model.layers import Embedding, RoutedMLP, Step, tensors_of
 from exl2nb.model.model import DecodeInputs, Model, Network, Span, forward_gpu_observed
 from exl2nb.model.streaming import ExpertStream, LayerStream, Streaming, experts_fit, prompts_of, select
 from exl2nb.ops import gpu_prefill
-from exl2nb.ops.gpu import LoraBuffers, capturing, launch_lock
+from exl2nb.ops.gpu import LoraBuffers, capturing, current_stream, launch_lock
 from exl2nb.ops.kernel_code import KernelId
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 STREAM_ROWS = {"cpu": 64, "cuda": 2560}  # of a part's table at first: on a GPU a chunk of a prompt and the requests that decode beside it
 MOST = 64  # sequences of a captured step
+_NOTHING = torch.empty(0)  # in front of the first part
 
 Observe = Callable[[str, Tensor], None]
 
@@ -111,6 +112,7 @@ class SplitModel(Model):
         self._streams, self._expert_streams = ({}, {}) if streaming is None else _streams_of(self._pieces, network, streaming)
         self._parts: list[Part] = []
         self._taken_over: dict[str, Tensor] = {}  # of a device, for all of its parts: they run one after the other
+        self._shown: tuple[Batch, list[Batch]] | None = None  # the last batch, and what each part sees of it
         self._graphed = env.get("EXL2NB_CUDA_GRAPHS", "1") == "1"
 
     @property
@@ -167,15 +169,15 @@ class SplitModel(Model):
 
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         """As `Model.forward`; logits f32 `(R, V)` on the host."""
-        return _fetched(self._in_turn(batch, cache, self._run))
+        return _fetched(self._in_turn(batch, cache))
 
     def forward_gpu(self, batch: Batch, cache: KVCache, *, ids: Tensor | None = None) -> Tensor:
         """As `Model.forward_gpu`, where all layers are on GPUs."""
-        return self._in_turn(batch, cache, self._run, ids)
+        return self._in_turn(batch, cache, ids=ids)
 
     def forward_by_ops(self, batch: Batch, cache: KVCache, observe: Observe | None = None) -> Tensor:
         """As `Model.forward_by_ops`, with the batch on the host; observe sees tensors of every device."""
-        return self._in_turn(batch, cache, lambda part, batch, pools, _: self._run_by_ops(part, batch, pools, observe)).to("cpu")
+        return self._in_turn(batch, cache, by_ops=lambda part, batch, pools: self._run_by_ops(part, batch, pools, observe)).to("cpu")
 
     def unembed(self, x: Tensor) -> Tensor:
         """As `Model.unembed`."""
@@ -219,7 +221,7 @@ class SplitModel(Model):
         super().close()
         if self._worker is not None:
             self._worker.shutdown()
-        self._parts, self._streams, self._expert_streams, self._taken_over = [], {}, {}, {}
+        self._parts, self._streams, self._expert_streams, self._taken_over, self._shown = [], {}, {}, {}, None
 
     def _open(self) -> Network:
         """The network, its parts recorded."""
@@ -230,14 +232,14 @@ class SplitModel(Model):
         return self._network
 
     def _in_turn(
-        self, batch: Batch, cache: KVCache, run: Callable[[Part, Batch, CachePart, Tensor | None], Tensor], ids: Tensor | None = None
+        self, batch: Batch, cache: KVCache, *, ids: Tensor | None = None, by_ops: Callable[[Part, Batch, CachePart], Tensor] | None = None
     ) -> Tensor:
-        """What the last part returns for a batch on the host. ids: on a GPU, in place of the batch's."""
+        """What the last part returns for a batch on the host. ids: on a GPU, in place of the batch's. by_ops: runs a part."""
         with self.in_order():
-            return self._through(batch, cache, run, ids)
+            return self._through(batch, cache, ids, by_ops)
 
     def _through(
-        self, batch: Batch, cache: KVCache, run: Callable[[Part, Batch, CachePart, Tensor | None], Tensor], ids: Tensor | None
+        self, batch: Batch, cache: KVCache, ids: Tensor | None, by_ops: Callable[[Part, Batch, CachePart], Tensor] | None
     ) -> Tensor:
         self._prepare(batch, cache)
         if batch.adapters is not None:
@@ -245,34 +247,72 @@ class SplitModel(Model):
         if batch.pictures is not None:
             raise self._split("pictures")
         batch = self._with_rope_rows(batch)
-        tokens = len(batch.input_ids)
-        rows, x = torch.arange(tokens, dtype=torch.int32), torch.empty(0)
-        for index, part in enumerate(self._parts):
-            mine = batch
+        tokens, x = len(batch.input_ids), _NOTHING
+        parts = [self._with_room(index, tokens) for index in range(len(self._parts))]
+        pools = [cache.part(part.span.first, part.span.last) for part in parts]
+        shown = self._views(batch)
+        captured = [None if by_ops else self._sent(*each) for each in zip(parts, shown, pools)]
+        for index, (part, mine) in enumerate(zip(parts, shown)):
+            graph = captured[index]
             if part.headed:
                 return self.unembed(x[batch.logit_rows.to(x.device).long()])
+            if graph is not None:
+                with ops.on_device(part.span.device):
+                    x = self._with_experts(part, graph.run(tokens, x if index else None), mine)
+                continue
             if index:
-                part = self._with_room(index, tokens)
                 assert part.stream is not None
                 _hand_over(x, part.stream[:tokens])
-                mine = replace(mine, input_ids=rows)
-            if part is not self._parts[-1]:
-                mine = replace(mine, logit_rows=rows)
-            known = ids.to(part.span.device) if ids is not None and not index else None
-            x = run(part, mine, cache.part(part.span.first, part.span.last), known)
+            if by_ops is not None:
+                x = by_ops(part, mine, pools[index])
+            else:
+                x = self._run(part, mine, pools[index], ids.to(part.span.device) if ids is not None and not index else None)
         return self.capped(x)
+
+    def _views(self, batch: Batch) -> list[Batch]:
+        """What each part sees of a batch: behind the first one rows of the stream in place of ids; all but the last return every row.
+
+        Steps that decode come with the same batch again, its tensors written anew.
+        """
+        if self._shown is None or self._shown[0] is not batch:
+            rows = torch.arange(len(batch.input_ids), dtype=torch.int32)
+            first, last = self._pieces[0], self._pieces[-1]
+            self._shown = (
+                batch,
+                [
+                    replace(
+                        batch,
+                        input_ids=batch.input_ids if piece is first else rows,
+                        logit_rows=batch.logit_rows if piece is last else rows,
+                    )
+                    for piece in self._pieces
+                ],
+            )
+        return self._shown[1]
+
+    def _sent(self, part: Part, batch: Batch, pools: CachePart) -> Captured | None:
+        """The graph for a part of a step on a GPU, its inputs on the way, which takes less time than a part on the CPU in front of it.
+
+        None: without. Where all parts are on GPUs the executor has the graph of the whole step.
+        """
+        if part.gpu is None or part.headed or self.draw_device != "cpu":
+            return None
+        with ops.on_device(part.span.device):
+            captured = self._captured(part, batch, pools)
+            if captured is not None:
+                captured.send(batch)
+            return captured
 
     def _run(self, part: Part, batch: Batch, pools: CachePart, ids: Tensor | None) -> Tensor:
         if part.gpu is None:
             return self._on_host(part, batch, pools)
         with ops.on_device(part.span.device):
-            captured = self._captured(part, batch, pools) if self.draw_device == "cpu" else None  # the executor has those of all parts
-            return self._with_experts(part, part.gpu.run(batch, pools, ids=ids) if captured is None else captured.run(batch), batch)
+            return self._with_experts(part, part.gpu.run(batch, pools, ids=ids), batch)
 
     def _on_host(self, part: Part, batch: Batch, pools: CachePart) -> Tensor:
         """A part on the CPU; long prompts go through the GPU that has room for its layers in turn."""
         stream = self._streams.get(part.piece)
-        rows, tokens = ([], 0) if stream is None else prompts_of(batch)
+        rows, tokens = ([], 0) if stream is None or len(batch.input_ids) < stream.rows else prompts_of(batch)
         if stream is None or tokens < stream.rows:
             return self._with_experts(part, part.program.run(*TENSORS(batch), pools.k, pools.v), batch)
         embedding = self._open().embedding if part.stream is None else Embedding(table=part.stream)
@@ -543,12 +583,15 @@ class _Shifted:
 
 
 class Captured:
-    """A part's step of up to `rows` sequences of up to `width` pages, one token each, as a CUDA graph."""
+    """A part's step of up to `rows` sequences of up to `width` pages, one token each, as a CUDA graph.
+
+    Its inputs go through locked memory that every step writes anew, once the GPU has read what was written last. The host writes there with
+    NumPy: after a part on the CPU its caches hold weights, and each further function of torch takes some 50 us to come back.
+    """
 
     def __init__(self, part: Part, pools: CachePart, rows: int, width: int) -> None:
         assert part.gpu is not None
-        device = torch.device(part.span.device)
-        self.rows, self.width = rows, width
+        self._device = device = torch.device(part.span.device)
         self._state = torch.zeros(rows * (3 + width), dtype=torch.int32, device=device)
         self._out = torch.zeros(rows, part.program.outputs, device=device)
         ids, positions, lens, table = self._state.split([rows, rows, rows, rows * width])
@@ -567,18 +610,39 @@ class Captured:
             with torch.cuda.graph(self._graph, stream=torch.cuda.Stream(device), capture_error_mode="thread_local"):
                 step()
         self._kept = kernels, bounds  # the graph knows their addresses only
+        self._done = torch.cuda.Event()
+        with torch.inference_mode(False):  # written in steps of requests and of callers alike
+            self._host = torch.zeros(len(self._state), dtype=torch.int32, pin_memory=True)
+            self._stream = None if part.stream is None else part.stream[:rows]
+            self._rows = torch.zeros(rows, 1 if part.stream is None else part.stream.shape[1], pin_memory=True)
+        self._words, self._numbers = self._host.numpy(), self._rows.numpy()
+        self._lines, self._table = self._words[: 3 * rows].reshape(3, rows), self._words[3 * rows :].reshape(rows, width)
 
-    def run(self, batch: Batch) -> Tensor:
-        """Rows f32 `(T, outputs)`, overwritten by the next step."""
-        n, rows = len(batch.input_ids), self.rows
-        host = torch.zeros(len(self._state), dtype=torch.int32, pin_memory=True)
-        host[:n] = batch.input_ids
-        host[rows : rows + n] = batch.positions
-        host[2 * rows : 2 * rows + n] = batch.context_lens
-        host[3 * rows :].view(rows, self.width)[:n, : batch.block_table.shape[1]] = batch.block_table
-        self._state.copy_(host, non_blocking=True)
-        with launch_lock(self._state.device):
+    def send(self, batch: Batch) -> None:
+        """Copy to the GPU what the next run reads of a batch."""
+        n = len(batch.input_ids)
+        self._done.synchronize()
+        self._words.fill(0)
+        self._lines[:, :n] = batch.input_ids.numpy(), batch.positions.numpy(), batch.context_lens.numpy()
+        self._table[:n, : batch.block_table.shape[1]] = batch.block_table.numpy()
+        self._state.copy_(self._host, non_blocking=True)
+        self._done.record(current_stream(self._device))
+
+    def run(self, n: int, x: Tensor | None) -> Tensor:
+        """Run the step for the first n rows. x: f32 `(n, H)`, what the part in front of this one leaves, on any device.
+
+        Returns rows f32 `(n, outputs)`, overwritten by the next step.
+        """
+        if x is not None:
+            assert self._stream is not None
+            if x.device.type == "cpu":
+                self._numbers[:n] = x.numpy()
+                self._stream.copy_(self._rows, non_blocking=True)
+            else:
+                self._stream[:n].copy_(x)
+        with launch_lock(self._device) as stream:
             self._graph.replay()
+        self._done.record(stream)
         return self._out[:n]
 
 

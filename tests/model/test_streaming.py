@@ -6,16 +6,21 @@ The CPU stands for the GPU here, with the numbers of a GPU's prompts (fp16 input
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import exl2nb as ex
+from exl2nb import ops
 from exl2nb.cache.pool import CachePart
+from exl2nb.cache.spec import PAGE_SIZE
 from exl2nb.cli.models import add_load_options, load_options
 from exl2nb.core.errors import OptionError
 from exl2nb.llm.load import _streaming
@@ -291,6 +296,64 @@ def test_captured_steps_belong_to_one_cache(monkeypatch: pytest.MonkeyPatch) -> 
     for cache in (one, one, other, other, one):
         model._captured(part, batch, cache.part(6, 12))
     assert [pools.k[0] is cache.k[6] for pools, cache in zip(made, (one, other, one), strict=True)] == [True] * 3
+
+
+class _Kernels:
+    """Stands for a part's kernels on a GPU, and for torch.cuda.graph: a graph runs them again with the tensors of its capture."""
+
+    def __init__(self, program: ops.Program) -> None:
+        self._program = program
+
+    @contextmanager
+    def captured(self, graph: SimpleNamespace, **_: Any) -> Iterator[None]:
+        yield
+        graph.replay = partial(self.compute, *self._last)
+
+    def step_kernels(self, rows: int) -> _Kernels:
+        assert rows in (1, 4)
+        return self
+
+    def run(self, *arguments: Any) -> None:
+        self._last = arguments
+        self.compute(*arguments)
+
+    def compute(self, ids, positions, table, bounds, lens, _rows, k, v, _formats, _heads, out) -> None:
+        n = self.sequences = int((lens > 0).sum())
+        assert not lens[n:].any() and not positions[n:].any() and not table[n:].any(), "rows without a sequence"
+        slots = table[torch.arange(n), (positions[:n] // PAGE_SIZE).long()] * PAGE_SIZE + positions[:n] % PAGE_SIZE
+        if n:
+            rows = torch.arange(n, dtype=torch.int32)
+            out[:n] = self._program.run(ids[:n], positions[:n], slots, table[:n], bounds[: n + 1], lens[:n], rows, k, v)
+
+
+def test_inputs_of_captured_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of four sequences, three and one in turns, over more and more pages: the inputs of each reach the graph, and nothing else."""
+    whole, model = load_model(DEMO), halves(DEMO, rows=1000)
+    zeros = torch.zeros
+    for name in ("synchronize", "current_stream", "set_stream", "Stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(synchronize=lambda: None, record=lambda _: None))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", SimpleNamespace)
+    monkeypatch.setattr(torch, "zeros", lambda *sizes, pin_memory=False, **options: zeros(*sizes, **options))
+    monkeypatch.setattr(split, "launch_lock", lambda _: nullcontext())
+    monkeypatch.setattr(split, "current_stream", lambda _: None)
+    caches = [one.new_cache(one.cache_spec(2048)) for one in (whole, model)]
+    prompts = [Tokens(ids=[5 + (7 * i + n) % 90 for i in range(n)], start=0, pages=[n % 4, n % 4 + 4]) for n in (255, 6, 20, 9)]
+    both = [one.forward(Batch.build(prompts), cache) for one, cache in zip((whole, model), caches)]
+    assert torch.equal(*both)
+    part = model._parts[1]
+    part.gpu = kernels = _Kernels(part.program)  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setattr(torch.cuda, "graph", kernels.captured)
+    lengths = [255, 6, 20, 9]
+    for step, which in enumerate([(0, 1, 2, 3), (1,), (2, 0, 1, 3), (0,), (0, 1, 2), (1, 3, 2)]):
+        some = [Tokens(ids=[30 + step + n], start=lengths[n], pages=prompts[n].pages[: 1 + lengths[n] // PAGE_SIZE]) for n in which]
+        batch = Batch.build(some)
+        for _ in range(2):  # the second time with what is known of the same batch
+            expected, found = (one.forward(batch, cache) for one, cache in zip((whole, model), caches))
+            assert torch.equal(found, expected) and kernels.sequences == len(which), step
+        for n in which:
+            lengths[n] += 1
+    assert {key[0] for key in part.captured} == {1, 4} and None not in part.captured.values()
 
 
 def test_command_line() -> None:

@@ -75,7 +75,7 @@ class Net:
     """Random decoder; `program` holds its ops, `run` runs them one by one.
 
     bits: of every matrix, in groups of `group` rows and a last one of what is left; 0: three widths in each. gptq: all but the head in that
-    format. scale: of the largest weights.
+    format. scale: of the largest weights. headed: False for a part of a model, which returns the residual stream.
     """
 
     layers: int = 2
@@ -96,6 +96,7 @@ class Net:
     group: int = 64
     gptq: bool = False
     scale: float = 0.3
+    headed: bool = True
     device: str = "cpu"
     weights: list[dict[str, Tensor | None]] = field(default_factory=list)
 
@@ -167,7 +168,10 @@ class Net:
             p.linear_residual(w["o"], w["o_bias"])
             p.norm_gate_up(w["norm2"], 1e-5, w["gate_up"], w["gu_bias"])
             p.linear_residual(w["down"])
-        p.norm_head(self.norm, 1e-5, self.head)
+        if self.headed:
+            p.norm_head(self.norm, 1e-5, self.head)
+        else:
+            p.residual_out()
         return p
 
     def run(self, ids, positions, slots, block_table, cu_seqlens, context_lens, logit_rows, k_pools, v_pools) -> Tensor:

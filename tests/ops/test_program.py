@@ -207,3 +207,15 @@ def test_a_schema_of_another_version_is_named(ours, theirs, message):
     assert ours in text
     with pytest.raises(FormatError, match=message):
         check_schema(text.replace(ours, theirs))
+
+
+@pytest.mark.parametrize("options", [{}, {"dense": True, "bias": True}, {"headed": False}], ids=str)
+def test_one_row_on_many_threads(options, threads):
+    """From eight threads on a step of one row of a large program is fused; its bits are those of one thread."""
+    net, found = Net(hidden=512, inter=2560, layers=3, **options), []
+    for n in (1, 8, 11, 8):
+        threads(n)
+        pools = net.pools()
+        rows = [net.program.run(*single(start, [7 * start + 3], [2, 0]), *pools) for start in range(3)]
+        found.append([*rows, *pools[0], *pools[1]])
+        assert same_bits(found[-1], found[0])
