@@ -4,9 +4,9 @@
 // the producers and the activation ring, in front of the matrix's own: every CTA multiplies some steps of 16 stored rows and adds its sums
 // to whole numbers that count the additions (LoraSum), in two sets: launches take them by turns and clear the other one.
 // b: m = columns, n = 8 rows of the step. Row r multiplies its own b by the sums of r and zeros for the others, so all share accumulators.
-// When the producers have issued everything, they prefetch b of the CTA's slice of its last tile into L2, round the sums to fp16, and begin
-// with the slice's strips; the consumers help as soon as they have stored their partial sums. The results are in a stage that is free, and
-// the epilogue adds them to the tile's sums. Tiles of a CTA alone do without the stage. Bytes: a and b once per adapter.
+// When the producers have issued everything, they round the sums to fp16 and begin with the strips of the CTA's slice of its last tile; the
+// consumers help as soon as they have stored their partial sums. The results are in a stage that is free, and the epilogue adds them to the
+// tile's sums. Tiles of a CTA alone do without the stage. Bytes: a and b once per adapter.
 // Trap: what runs once stalls on instruction fetch, and spilled registers cost more than that: few instructions, everything the epilogue
 // needs in shared memory.
 #pragma once
@@ -123,16 +123,6 @@ struct LoraStrips {
     if (threadIdx.x & 31) return;
     barrier_expect(bar, (__popc(rows) + 1) * n * kStep);
     bulk_copy(slot, reinterpret_cast<const uint8_t*>(x) + step * kStep, n * kStep, bar);
-  }
-  // Of a producer warp: b of `count` strips from `first` on.
-  __device__ __forceinline__ void prefetch_b(int first, int count) const {
-#pragma unroll 1
-    for (int i = threadIdx.x & 31; i < most * kLoraStripRows; i += 32) {
-      const LoraStrip own = strips()[(i & 15) * kLoraBlocks + (i >> 4)];
-      const int begin = max(first, own.first), end = min(first + count, own.first + own.strips);
-      if (begin < end)
-        asm volatile("cp.async.bulk.prefetch.L2.global [%0],%1;" ::"l"(own.b_of(begin)), "r"((end - begin) * kStep) : "memory");
-    }
   }
   // Of a producer warp, behind griddepcontrol.wait: the other set becomes zero.
   __device__ __forceinline__ void clear() const {

@@ -309,9 +309,8 @@ struct StreamKProducer {
     if (first < all) bulk_copy(tokens, from + first, all - first, bar);
   }
 
-  // With adapters: calls issued() behind the last item, then waits until a stage is free and returns its number.
-  template <class F>
-  __device__ __forceinline__ int run(F issued) const {
+  // With adapters: waits behind the last item until a stage is free, and returns its number.
+  __device__ __forceinline__ int run() const {
     const int ahead = producer ? kStreamKPrefetch + extra_items(lora) : 0;  // items before griddepcontrol.wait
     int count = 0, live = 0, used = 0;                                      // items issued; items and units in flight
     uint32_t sizes = 0;                                                     // units of the items in flight, four bits each
@@ -353,7 +352,6 @@ struct StreamKProducer {
     if (count <= ahead) wait();
     if (producer == kStreamKWeightProducers && A.keys.rows) prefetch_keys(A.keys, lane);
     if constexpr (Lora::kInside) {
-      issued();
       if (live == stream_k_stages(NB)) barrier_wait(empty + back.stage, back.phase);
       return (back.stage + live) % stream_k_stages(NB);
     }
@@ -846,16 +844,11 @@ __device__ __forceinline__ void run_stream_k(const StreamKArgs& A, Lora lora, ui
     const int producer = warp - kStreamKWarps;
     const StreamKProducer<NB, Lora> run{A, lora, s.items, s.ends, s.weights, s.tokens, s.full, s.empty, producer, lane};
     if constexpr (!Lora::kInside) {
-      run.run([] {});
+      run.run();
     } else {
       const TileSharers& own = *s.last;
-      const int stage = run.run([&] {
-        barrier_wait(s.ready, 0);
-        if (producer != 1 || own.writers == 0) return;
-        const int from = kStreamKStrips * own.rank / own.writers, to = kStreamKStrips * (own.rank + 1) / own.writers;
-#pragma unroll 1
-        for (int p = 0; p <= (A.paired ? 1 : 0); p++) lora.prefetch_b(lora.L.first_strip[own.part + p] + own.first_strip + from, to - from);
-      });
+      const int stage = run.run();
+      barrier_wait(s.ready, 0);
       if (own.writers == 0) return;
       uint8_t* const room = s.weights + stage * kStreamKWeights;
       lora.round_sums(room, producer, kStreamKProducers);
