@@ -47,8 +47,8 @@ struct LoraChain {
   const int* adapters;  // by row, -1 for none
   unsigned long long* sums;
   unsigned* launches;
-  int width, set;  // stride of the sums: widest change; numbers of a set
-  int barriers, args, parts, scales, low, adds, outputs, lists, cache, cache_bytes, a_tiles;  // offsets in shared memory; tiles of a there
+  int width, set;                                                                   // stride of the sums: widest change; numbers of a set
+  int args, parts, scales, low, adds, outputs, lists, cache, cache_bytes, a_tiles;  // offsets in shared memory; tiles of a there
 };
 // Numbers of a set.
 inline int64_t lora_chain_set(int64_t width) { return kLoraChainGemms * kLoraChainRows * width; }
@@ -97,11 +97,10 @@ struct LoraWarp {
   const LoraChain& L;
   uint8_t* shared;
   int rows, width, block, lane;
-  unsigned long long* sums;                         // of this launch
-  int tiles, done;                                  // what has been fetched: tiles in the list, sums since the GEMM began
-  bool all;                                         // whether that is all of the GEMM
-  int feature_chunk, feature[kLoraChainTask / 16];  // chunk of rows, and the features of this lane's; -1 behind the last
-  const half* x;                                    // this lane's numbers of the task's x; null: zeros
+  unsigned long long* sums;  // of this launch
+  int tiles, done;           // what has been fetched: tiles in the list, sums since the GEMM began
+  bool all;                  // whether that is all of the GEMM
+  const half* x;             // this lane's numbers of the task's x; null: zeros
 
   __device__ __forceinline__ LoraWarp(const Args& args, int tokens, const LoraChain& lora, uint8_t* smem, int cta, int thread)
       : C(args), L(lora), shared(smem), rows(tokens), width(lora.width), block(cta), lane(thread), sums(nullptr) {}
@@ -132,32 +131,6 @@ struct LoraWarp {
     const int round = P.rounds > 1 ? strip / P.strips : 0;
     return ((round * P.a.num_parts + p) * P.strips + strip - round * P.strips) * 16;
   }
-  // This CTA's share of so many bytes into the L2 cache.
-  __device__ __forceinline__ void prefetch_share(const void* base, int64_t bytes) const {
-    const int64_t each = (bytes / 16 + C.grid - 1) / C.grid * 16, from = block * each, left = (bytes & ~int64_t(15)) - from;
-    if (left > 0)
-      asm volatile("cp.async.bulk.prefetch.L2.global [%0],%1;" ::"l"(static_cast<const uint8_t*>(base) + from),
-                   "r"(static_cast<uint32_t>(left < each ? left : each))
-                   : "memory");
-  }
-  // What the next chain reads first, which comes after an attention: the parts of its GEMMs, a and b of its first.
-  __device__ __forceinline__ void prefetch_next() const {
-    if (C.count < kLoraChainGemms || lane >= kLoraChainGemms * rows) return;
-    const int row = lane / kLoraChainGemms, q = lane % kLoraChainGemms, adapter = __ldg(L.adapters + row);
-    if (adapter < 0) return;
-    const LoraChange* const change = L.changes[kLoraChainGemms - 1] + 2 + q + adapter * L.ops;
-    const auto* const from = reinterpret_cast<const LoraPart*>(__ldg(reinterpret_cast<const long long*>(change)));
-    const int n = static_cast<int>(min(__ldg(reinterpret_cast<const long long*>(change) + 1), static_cast<long long>(kLoraChainParts)));
-#pragma unroll 1
-    for (int i = 0; i < n; i++) {
-      prefetch_line(from + i);
-      if (q) continue;
-      const auto* const words = reinterpret_cast<const long long*>(from + i);
-      const int64_t rank = __ldg(words + 3), columns = __ldg(words + 5);
-      prefetch_share(reinterpret_cast<const void*>(__ldg(words)), C.gemm[0].width * ((rank + 15) / 16 * 32));
-      prefetch_share(reinterpret_cast<const void*>(__ldg(words + 1)), rank * columns * 2);
-    }
-  }
   __device__ __forceinline__ uint8_t* slot(int n) const { return shared + L.cache + n * kLoraTile; }
 
   // The warp that adds to the sums. Barriers: the consumers have left what they stored; the epilogue may leave more.
@@ -172,7 +145,6 @@ struct LoraWarp {
       for (bool more = false;; more = true) {
         fill_a(q);
         async_commit();
-        if (q == 2) prefetch_next();
         async_wait<0>();
         if (!more) {
           if (q == 0)
@@ -238,7 +210,6 @@ struct LoraWarp {
 #pragma unroll
     for (int i = 0; i < kEach; i++)
       if (lane + 32 * i < kPieces) pieces[i] = static_cast<const uint2*>(argument)[lane + 32 * i];
-    features_of((parameters.grid - 1 - block) % ((parameters.gemm[0].width + kLoraChainTask - 1) / kLoraChainTask), parameters);
     const int all = parameters.count * rows;
     const uint8_t* from = nullptr;
     int n = 0;
@@ -347,15 +318,6 @@ struct LoraWarp {
     }
     return true;
   }
-  __device__ __forceinline__ void features_of(int chunk, const Args& from) {
-    feature_chunk = chunk;
-#pragma unroll
-    for (int i = 0; i < kLoraChainTask / 16; i++) {
-      const int eight = 2 * i + (lane >> 4), j = lane >> 1 & 7;
-      const int stored = chunk * kLoraChainTask + (eight >> 2) * 32 + 2 * (eight & 3) + (j & 1) + (j >> 1 & 1) * 8 + (j >> 2) * 16;
-      feature[i] = stored >= from.gemm[0].width ? -1 : L.features ? __ldg(L.features + stored) : stored;
-    }
-  }
   // Tiles of the next task of the first GEMM, in the order in which x is in memory (fragment.cuh). Returns whether there is none after it.
   __device__ __forceinline__ bool fetch(int& own_sums) {
     int most = 0, m = 0, tile = 0, chunk = 0;
@@ -371,10 +333,16 @@ struct LoraWarp {
     if (lane == 0) places(false)[0] = m * width + tile * 16;
     const LoraPart& part = part_of(0, m, tile);
     constexpr int kTiles = kLoraChainTask / 16;
-    if (chunk != feature_chunk) features_of(chunk, C);
+    int stored[kTiles], feature[kTiles];
 #pragma unroll
     for (int i = 0; i < kTiles; i++) {
-      const bool has = feature[i] >= 0;
+      const int eight = 2 * i + (lane >> 4), j = lane >> 1 & 7;
+      stored[i] = chunk * kLoraChainTask + (eight >> 2) * 32 + 2 * (eight & 3) + (j & 1) + (j >> 1 & 1) * 8 + (j >> 2) * 16;
+      feature[i] = L.features && stored[i] < C.gemm[0].width ? __ldg(L.features + stored[i]) : stored[i];
+    }
+#pragma unroll
+    for (int i = 0; i < kTiles; i++) {
+      const bool has = stored[i] < C.gemm[0].width;
       copy16_part(slot(1 + i) + lane * 16,
                   part.a + (has ? static_cast<int64_t>(feature[i]) * padded(part) : 0) + tile * 16 + 8 * (lane & 1), has ? 16 : 0);
     }
@@ -566,10 +534,6 @@ struct WithLora {
     }
   };
   static constexpr int kArrivals = 1 + 2 * kWarpArrivals, kWarps = 2;
-  // Whether consumers run the first GEMM once before its inputs are there: that brings the instructions to the SM while there is time.
-  // (Not for racecheck: it reads what is being written.)
-  static constexpr bool kDry = kWarpArrivals == 1;
-  __device__ __forceinline__ int dry() const { return kDry; }
   const LoraChain& L;
   template <class State>
   __device__ __forceinline__ Adds adds(uint8_t* shared, const State& state, int first, int first_output) const {
@@ -586,8 +550,6 @@ struct WithLora {
     else
       mine.run_b(inputs, stored, ready);
   }
-  // Of a dry run, that nobody else waits at.
-  __device__ __forceinline__ uint64_t* barriers(uint8_t* shared) const { return reinterpret_cast<uint64_t*>(shared + L.barriers); }
   __device__ __forceinline__ void count() const { asm volatile("red.relaxed.gpu.global.add.u32 [%0],1;" ::"l"(L.launches) : "memory"); }
 };
 struct NoLora {
@@ -596,15 +558,12 @@ struct NoLora {
     __device__ __forceinline__ void keep(half, int, int, int) const {}
   };
   static constexpr int kArrivals = 1;
-  static constexpr bool kDry = false;
-  __device__ __forceinline__ int dry() const { return 0; }
   template <class State>
   __device__ __forceinline__ Adds adds(uint8_t*, const State&, int, int) const {
     return {};
   }
   template <class Args, class State>
   __device__ __forceinline__ void run(const Args&, State&, int, uint64_t*, uint64_t*, uint64_t*, int, int) const {}
-  __device__ __forceinline__ uint64_t* barriers(uint8_t*) const { return nullptr; }
   __device__ __forceinline__ void count() const {}
 };
 #endif

@@ -83,8 +83,8 @@ PersistentSmem smem_layout(const PersistentArgs& c, const PersistentOp* ops, Lor
       const PersistentGemm& p = c.gemm[q];
       strips = std::max(strips, p.rounds * p.strips), all = std::max(all, p.rounds * p.strips * p.a.num_parts);
     }
-    lora->barriers = take(kNumBarriers * 8), lora->args = take(static_cast<int>(sizeof(PersistentArgs))),
-    lora->parts = take(lora_parts_bytes(tokens)), lora->lists = take(2 * lora_list_bytes());
+    lora->args = take(static_cast<int>(sizeof(PersistentArgs))), lora->parts = take(lora_parts_bytes(tokens)),
+    lora->lists = take(2 * lora_list_bytes());
     lora->scales = take(tokens * lora->width * 4), lora->low = take(tokens * lora->width * 4);
     lora->adds = take(all * 64 * tokens), lora->outputs = take(std::max(strips * 32 * tokens, 2 * kLoraChainTask));
     lora->cache = at, lora->cache_bytes = lora_least_cache(lora->width, strips), at += lora->cache_bytes;  // grows below

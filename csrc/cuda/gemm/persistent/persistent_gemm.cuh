@@ -640,8 +640,7 @@ __device__ __forceinline__ void run_work_item(const PersistentArgs& C, const Per
 
 // GEMM q and its epilogue.
 template <int CHUNKS, WeightKind WEIGHTS, bool RANKS, class Lora>
-__device__ __forceinline__ void run_gemm(const PersistentArgs& C, int q, const Int8Input<CHUNKS>& in, const Lora& lora, bool dry,
-                                         ConsumerWarp& w) {
+__device__ __forceinline__ void run_gemm(const PersistentArgs& C, int q, const Int8Input<CHUNKS>& in, const Lora& lora, ConsumerWarp& w) {
   const PersistentGemm& P = C.gemm[q];
   const half2* const steps = image_of(C, w.shared, q).steps;
   const int work_items = P.work_items;
@@ -651,11 +650,9 @@ __device__ __forceinline__ void run_gemm(const PersistentArgs& C, int q, const I
     for (int i = 0; i < work_items; i++) {
       WorkItem now = work_items_of(C, w)[i * kConsumerWarps + w.warp];
       now.kind = __shfl_sync(0xffffffffu, now.kind, 0), now.rest = __shfl_sync(0xffffffffu, now.rest, 0);  // warp-uniform for the compiler
-      if (Lora::kDry && dry) now.strips = i < C.smem.stages / 2 ? max(min(now.strips, 1), -1) : 0, now.sums &= ~WorkItem::kEmptyStage;
       if (now.strips) run_work_item<CHUNKS, WEIGHTS>(C, P, now, steps, in, w);
       if (CHUNKS == 4 && now.sums & WorkItem::kEmptyStage) w.wait(), w.release(C.smem.stages);
     }
-    if (Lora::kDry && dry) return;
     barrier_wait(w.bars + kFactorsReady, q & 1);
     if (q == 0) w.set = state(w).set;
     const PersistentEpilogue now = state(w).now[q];
@@ -692,7 +689,6 @@ __device__ __forceinline__ void run_chain(const PersistentArgs& C, const Lora& l
                            : i == kStored                            ? kConsumerWarps * kWarpArrivals
                            : i >= kMaxStages && i < 2 * kMaxStages   ? kWarpsPerSet * kWarpArrivals
                                                                      : 1);
-    if (Lora::kDry) barrier_init(lora.barriers(shared) + i, 1);
     barrier_fence();
   }
   __syncthreads();
@@ -720,7 +716,7 @@ __device__ __forceinline__ void run_chain(const PersistentArgs& C, const Lora& l
   prepare_epilogue<RANKS>(C, w);
   barrier_wait(bars + kImagesFull, 0);
 #pragma unroll 1
-  for (int q = 0, dry = lora.dry(); q < C.count;) {
+  for (int q = 0; q < C.count; q++) {
     const PersistentGemm& P = C.gemm[q];
     // Prepared by warps that mostly have nothing to store for the previous GEMM.
     static_assert(kMaxWorkItems * kConsumerWarps <= kConsumerThreads / 2, "a thread a work");
@@ -728,16 +724,11 @@ __device__ __forceinline__ void run_chain(const PersistentArgs& C, const Lora& l
     if (P.a.epilogue != kResidual) make_outputs(C, P, 0, kConsumerThreads / 4, w);
     const PersistentInput x(P, q, w);
     const Int8Input<CHUNKS> in(shared + C.smem.xs, reinterpret_cast<const Int8Block*>(shared + C.smem.blocks), P.blocks, P.a.tokens, lane);
-    if (!Lora::kDry || !dry) barrier_wait(bars + kInputsReady, q & 1);
-    if (!(Lora::kDry && dry) && q == 0 && P.a.epilogue == kResidual) load_residual(C, w);
+    barrier_wait(bars + kInputsReady, q & 1);
+    if (q == 0 && P.a.epilogue == kResidual) load_residual(C, w);
     quantize_inputs<CHUNKS>(C, x, q, w);
     consumer_sync();
-    if (Lora::kDry && dry) w.bars = lora.barriers(shared), w.phase = 1;
-    run_gemm<CHUNKS, WEIGHTS, RANKS>(C, q, in, lora, dry, w);
-    if (Lora::kDry && dry)
-      w.bars = bars, w.phase = 0, w.stage = warp / kWarpsPerSet, dry = 0;
-    else
-      q++;
+    run_gemm<CHUNKS, WEIGHTS, RANKS>(C, q, in, lora, w);
   }
   if (C.count == 1) return;
   // Counters of GEMMs that this launch does not have, and the number of launches. No CTA of this launch reads them any more.
