@@ -14,8 +14,8 @@ namespace exl2nb {
 namespace {
 
 constexpr int kDenseTiles = 6;  // of one call: four times three registers of AVX2
-// Prefetched by a thread while it waits: bytes at most, and lines between two looks at the barrier. Half of Llama-3-8B on 16 threads of an
-// Emerald Rapids Xeon, 2026-11-27: 14.3 ms, 14.7 with 128 KiB, 14.6 with none.
+// Prefetched by a thread while it waits: bytes at most, and lines between two looks at the barrier. 2 to 4 % of the step of half of
+// Llama-3-8B in a loop on 16 threads of an Emerald Rapids Xeon, nothing beside a GPU (benchmarks/log/2026-11-27.md).
 constexpr int64_t kAheadBytes = int64_t(512) << 10;
 constexpr int kAheadLines = 4;
 
@@ -267,7 +267,9 @@ class FusedStep::Worker {
     if (!next_op_ || b_.T > 1) return;
     const uint8_t* blob = matrix_of(next_op_);
     const auto set = [&](Ahead& a, int64_t tiles, int64_t before, int64_t bytes) {
-      const uint8_t* at = tile_weights(blob, before + share_of(tiles, member_.index, member_.size));
+      const int64_t first = share_of(tiles, member_.index, member_.size);
+      if (first >= tiles) return;
+      const uint8_t* at = tile_weights(blob, before + first);
       a = {at, at + bytes};
     };
     if (!paired(next_op_)) return set(ahead_[0], tiles_of(blob), 0, kAheadBytes);

@@ -5,7 +5,7 @@
 
 namespace exl2nb {
 
-constexpr int64_t kLoraMagic = 0x3141524f4c324558, kLoraVersion = 1;
+constexpr int64_t kLoraMagic = 0x3141524f4c324558, kLoraVersion = 2;
 
 // y[first : first + columns] += (scale * (x a)) b. Of the embedding, `a` has a row per token id, and the id chooses one.
 struct LoraPart {

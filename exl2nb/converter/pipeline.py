@@ -392,6 +392,7 @@ class Pipeline(Run[Context]):
     def measure(self) -> Measurement:
         """Only the measurement."""
         self.context = dataclasses.replace(self.context, forecast=forecast(self.settings, self.config, self.device, last="measure"))
+        self._fit()
         return self.measurement(self.calibrate())[0]
 
     def calibrate(self) -> Rows:

@@ -437,6 +437,11 @@ def reads_groups() -> bool:
     return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 0)
 
 
+def has_strips() -> bool:
+    """Whether the GPU here, or the one that is assumed, keeps a second copy of adapters: from Hopper on."""
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (9, 0)
+
+
 def free_bytes(device: str = "cpu") -> int | None:
     """Memory free now: of the machine or the container it is in, or of a GPU ("cuda", "cuda:1"); None where it cannot be asked.
 

@@ -24,7 +24,7 @@ from exl2nb.core.show import size_text
 from exl2nb.io.hub import display_name
 from exl2nb.io.metadata import metadata_folder
 from exl2nb.llm.keywords import PARALLEL
-from exl2nb.llm.memory import CONTEXT, LIMITS, MemoryPlan, Stage, formula_of, free_bytes, multiprocessors, reads_groups
+from exl2nb.llm.memory import CONTEXT, LIMITS, MemoryPlan, Stage, formula_of, free_bytes, has_strips, multiprocessors, reads_groups
 from exl2nb.llm.split_plan import Holder, KindFormula, Share, Sizes, SplitFormula, SplitPlan
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.gpu_memory import kept_by_layer
@@ -512,7 +512,7 @@ def plan(
         adapters = 0
         for one in loras:
             with metadata_folder(one, adapter=True) as place:
-                adapters += adapter_bytes(place, config, strips=device == "cuda")
+                adapters += adapter_bytes(place, config, strips=device == "cuda" and has_strips())
         tower = plan_encoder(folder, config, device=device)
         name = display_name(folder) if Path(path).expanduser().exists() else f"{path}@{revision}" if revision else str(path)
     options = {"modes": (mode,), "multiprocessors": multiprocessors(), "groups": reads_groups()}

@@ -352,13 +352,14 @@ class _Reader:
 
     def nbytes(self, *, strips: bool) -> int:
         """As `changes` keeps it: products in fp16, a gain (DoRA) and a bias of every op that has one, and norms, in fp32."""
-        total, vectors = 0, set[tuple[int, str, str]]()  # layer, stack of matrices, gain or bias
+        total, vectors, copies = 0, set[tuple[int, str, str]](), list[tuple[int, str, int]]()  # layer, stack, gain or bias; bytes
         for module, found in self.halves.items():
             self._check_whole(module, found)
             (rank, inputs), outputs = found["A"].shape, len(found["B"])
             total += 2 * inputs * (rank + -rank % 16) + 2 * rank * outputs + 4 * rank
-            if strips and module in self.modules and self.modules[module][0].layer >= 0:
-                total += 2 * (rank + -rank % 16) * (inputs + -inputs % 16 + outputs + -outputs % 16)
+            if strips and module in self.modules and (first := self.modules[module][0]).layer >= 0:
+                size = 2 * (rank + -rank % 16) * (inputs + -inputs % 16 + outputs + -outputs % 16)
+                copies.append((first.layer, _STACKS.get(first.role, first.role), size))
             for linear in self.modules.get(module, ()):
                 stack = linear.layer, _STACKS.get(linear.role, linear.role)
                 vectors |= {(*stack, kind) for kind, side in (("gain", "magnitude_vector"), ("bias", "B_bias")) if side in found}
@@ -371,6 +372,8 @@ class _Reader:
                 vectors.add((linear.layer, _STACKS.get(linear.role, linear.role), "bias"))
             if key not in self.modules:
                 norms |= {(key, kind) for kind in (("weight", "bias") if self.config.norm_bias else ("weight",))}
+        changed = {(layer, stack) for layer, stack, _ in vectors}  # these have no second copy
+        total += sum(size for layer, stack, size in copies if (layer, stack) not in changed)
         for layer, stack, _ in vectors:
             roles = {} if layer < 0 else layer_linears(self.config, layer)
             mine = [linear.out_features for role, linear in roles.items() if _STACKS.get(role, role) == stack]

@@ -592,7 +592,11 @@ class Captured:
     def __init__(self, part: Part, pools: CachePart, rows: int, width: int) -> None:
         assert part.gpu is not None
         self._device = device = torch.device(part.span.device)
-        self._state = torch.zeros(rows * (3 + width), dtype=torch.int32, device=device)
+        with torch.inference_mode(False):  # written in steps of requests and of callers alike
+            self._state = torch.zeros(rows * (3 + width), dtype=torch.int32, device=device)
+            self._host = torch.zeros(len(self._state), dtype=torch.int32, pin_memory=True)
+            self._stream = None if part.stream is None else part.stream[:rows]
+            self._rows = torch.zeros(rows, 1 if part.stream is None else part.stream.shape[1], pin_memory=True)
         self._out = torch.zeros(rows, part.program.outputs, device=device)
         ids, positions, lens, table = self._state.split([rows, rows, rows, rows * width])
         bounds = torch.arange(rows + 1, dtype=torch.int32, device=device)
@@ -611,10 +615,6 @@ class Captured:
                 step()
         self._kept = kernels, bounds  # the graph knows their addresses only
         self._done = torch.cuda.Event()
-        with torch.inference_mode(False):  # written in steps of requests and of callers alike
-            self._host = torch.zeros(len(self._state), dtype=torch.int32, pin_memory=True)
-            self._stream = None if part.stream is None else part.stream[:rows]
-            self._rows = torch.zeros(rows, 1 if part.stream is None else part.stream.shape[1], pin_memory=True)
         self._words, self._numbers = self._host.numpy(), self._rows.numpy()
         self._lines, self._table = self._words[: 3 * rows].reshape(3, rows), self._words[3 * rows :].reshape(rows, width)
 

@@ -22,7 +22,7 @@ from exl2nb.ops.weights import dense, pack_dense
 if TYPE_CHECKING:
     from exl2nb.ops.program import Program
 
-MAGIC, VERSION, HEADER_WORDS = 0x3141524F4C324558, 1, 6
+MAGIC, VERSION, HEADER_WORDS = 0x3141524F4C324558, 2, 6
 INSIDE = ("norm_qkv_rope", "linear_residual", "norm_gate_up")  # ops whose products on the GPU can add adapters themselves
 INSIDE_PARTS, INSIDE_WIDTH = 6, 256  # most of a change there: kLoraChainParts, kLoraChainWidth in csrc/cuda/gemm/persistent/lora_chain.cuh
 CHANGE_WORDS, PART_WORDS, BLOCK_WORDS, FIRST_A = 16, 6, 4, 8  # of LoraChange, LoraPart, LoraBlock, kFirstA in csrc/format/lora.h
@@ -239,7 +239,7 @@ class LoraTable:
         rows = []
         for part in change.parts:
             a, b = tuple(part.a.shape), tuple(part.b.shape)
-            inside = part.rank > 0 and part.first >= 0 and part.first + b[1] <= outputs
+            inside = part.rank > 0 and b[1] > 0 and part.first >= 0 and part.first + b[1] <= outputs
             fits = inside and a == (inputs, -(-part.rank // 16) * 16) and tuple(part.scale.shape) == (part.rank,)
             check(fits, "LoraTable", f"a part of {name}", (a, b, part.first), f"({inputs}, width), and (rank, columns) within {outputs}")
             for tensor, dtype in ((part.a, torch.float16), (part.b, torch.float16), (part.scale, torch.float32)):
@@ -268,7 +268,7 @@ class LoraTable:
 
 
 def _fits(program: Program, op: int, change: LoraChange) -> bool:
-    few = len(change.parts) <= INSIDE_PARTS and change.width <= INSIDE_WIDTH
+    few = len(change.parts) <= INSIDE_PARTS and change.width <= INSIDE_WIDTH and all(part.b.shape[1] for part in change.parts)
     return program.steps[op][0] in INSIDE and change.is_plain and few
 
 

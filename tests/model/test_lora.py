@@ -17,6 +17,7 @@ from exl2nb.model.loader import load_model
 from exl2nb.model.lora import _scales as scales
 from exl2nb.model.lora import adapter_bytes, change_sizes, changes, read_lora
 from exl2nb.model.lora_merge import merge
+from exl2nb.ops.lora import INSIDE, LoraStrips
 
 from .test_model import error, run
 from .tiny import ids_of, truth
@@ -81,6 +82,16 @@ def test_logits_equal_peft(kind, tmp_path):
     network, program = model.network_and_program
     made = changes(read_lora(tmp_path / "lora", model.config), model.config, network, program)
     assert adapter_bytes(tmp_path / "lora", model.config) == sum(change.nbytes for change in made.values()), "as planned"
+    second = adapter_bytes(tmp_path / "lora", model.config, strips=True) - adapter_bytes(tmp_path / "lora", model.config)
+    inside = {op: change for op, change in made.items() if change.is_plain and program.steps[op][0] in INSIDE}
+    copied = [
+        LoraStrips.of(part, torch.arange(len(part.a)), [(part.first, part.b.shape[1])])
+        for change in plain.values()
+        for part in change.parts
+    ]
+    assert second >= sum(copy.nbytes for copy in copied), "and its copy for the GPU"
+    if all(change.norm is None and change.norm_bias is None for change in made.values()):
+        assert second == sum(copy.nbytes for copy in copied)
     model.set_adapters([made])
     span = Span(ids=ids[0].tolist(), start=0, pages=[0], logit_rows="all", adapter=0)
     found = model.forward(Batch.build([span]), KVCache(model.cache_spec(256, mode="fp32")))

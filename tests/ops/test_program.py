@@ -212,7 +212,7 @@ def test_a_schema_of_another_version_is_named(ours, theirs, message):
 @pytest.mark.parametrize("options", [{}, {"dense": True, "bias": True}, {"headed": False}], ids=str)
 def test_one_row_on_many_threads(options, threads):
     """From eight threads on a step of one row of a large program is fused; its bits are those of one thread."""
-    net, found = Net(hidden=512, inter=2560, layers=3, **options), []
+    net, found = Net(hidden=512, inter=4096, layers=3, **options), []
     for n in (1, 8, 11, 8):
         threads(n)
         pools = net.pools()

@@ -1,5 +1,5 @@
 // Adapters inside the persistent chain: y += (scale * (x a)) b without a launch of its own. Two warps more in every CTA do it while the
-// consumers multiply: A adds x a to sums, B multiplies the sums by b. (18 or 20 warps: the registers are the same.)
+// consumers multiply: A adds x a to sums, B multiplies the sums by b.
 //
 // x a, where x is what the GEMM before has made: every CTA multiplies the columns that it owns, which the epilogue leaves in shared memory,
 // as soon as they are stored. In the first GEMM, whose x another kernel has made: task = 64 stored rows, 16 columns of a, one row of the

@@ -6,7 +6,8 @@
 // b: m = columns, n = 8 rows of the step. Row r multiplies its own b by the sums of r and zeros for the others, so all share accumulators.
 // When the producers have issued everything, they round the sums to fp16 and begin with the strips of the CTA's slice of its last tile; the
 // consumers help as soon as they have stored their partial sums. The results are in a stage that is free, and the epilogue adds them to the
-// tile's sums. Tiles of a CTA alone do without the stage. Bytes: a and b once per adapter.
+// tile's sums. Tiles of a CTA alone do without the stage. Bytes: a and b once per adapter. What a CTA adds to a sum is at most 32768
+// (LoraSum): beyond that, and for NaN, the sum is wrong, as in chains.
 // Trap: what runs once stalls on instruction fetch, and spilled registers cost more than that: few instructions, everything the epilogue
 // needs in shared memory.
 #pragma once

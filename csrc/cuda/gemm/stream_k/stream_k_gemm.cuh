@@ -265,7 +265,7 @@ struct StreamKProducer {
   uint64_t *full, *empty;
   int producer, lane;  // producer: index of the producer warp
 
-  // Calls f(part, tile, item, begin, end, position) for every item of every tile. from_here: behind adapters.
+  // Calls f(part, tile, item, begin, end, position) for every item of every tile. from_here: where the items of adapters end.
   template <class F>
   __device__ __forceinline__ void each(const StreamKCursor<NB>& from_here, F f) const {
     StreamKCursor<NB> at;
