@@ -86,7 +86,7 @@ def test_logits_equal_peft(kind, tmp_path):
     inside = {op: change for op, change in made.items() if change.is_plain and program.steps[op][0] in INSIDE}
     copied = [
         LoraStrips.of(part, torch.arange(len(part.a)), [(part.first, part.b.shape[1])])
-        for change in plain.values()
+        for change in inside.values()
         for part in change.parts
     ]
     assert second >= sum(copy.nbytes for copy in copied), "and its copy for the GPU"
