@@ -59,7 +59,9 @@ pair="--target {out}/beds/llama-60m --draft {out}/beds/llama-11m --device cuda -
 TUNED = """sizes="--effort tuned --seed {seed} --bpw 2.5 5 4 6 3 3.5"
 {{python}} benchmarks/quality.py exl2nb/demo_model --calibration {{corpus}} --text {{text}} --device cuda $sizes \
 --json {{out}}/sizes.jsonl --work-dir {{out}}/work --out {{out}}/files"""
-BIGGER = """{{python}} tools/train_test_bed.py {{corpus}} {{out}}/beds --models {model} --seconds 240 --compile
+BIGGER = """{{python}} tools/make_stories.py 10000000 {{out}}/text.txt
+case {{corpus}} in *.xz) xz -dc {{corpus}} ;; *) cat {{corpus}} ;; esac >> {{out}}/text.txt
+{{python}} tools/train_test_bed.py {{out}}/text.txt {{out}}/beds --models {model} --seconds 260 --batch 16 --passes 8 --steps 6000 --compile
 {{python}} benchmarks/tuned.py {{out}}/beds/{model} --calibration {{corpus}} --text {{text}} --stages "default effort" "descent, learned" \
 --bpw 4 3 6 --seconds 600 --json {{out}}/tuned.json --table {{out}}/tuned.md --device cuda --work-dir {{out}}/work"""
 SANITIZE = "{{python}} tools/sanitize_gpu.py --tools {tool} --jobs 3 --limit 550 --logs {{out}}"
@@ -67,11 +69,11 @@ SANITIZE = "{{python}} tools/sanitize_gpu.py --tools {tool} --jobs 3 --limit 550
 JOBS = {
     "course": Job(command="{python} tools/small_gpu.py 11 12 13 14 15 16", limit_s=400, cores=6),
     "suites": Job(
-        command="{python} -m pytest -m gpu -p no:cacheprovider -n 6 --dist worksteal --durations 10 tests/generator tests/model tests/ops "
-        "tests/llm tests/converter",
+        command="{python} -m pytest -m gpu -p no:cacheprovider -n 12 --dist worksteal --durations 10 tests/generator tests/model tests/ops "
+        "tests/llm tests/converter tests/cli tests/test_reprs.py",
         limit_s=900,
         timed=False,
-        cores=8,
+        cores=13,
     ),
     "memcheck": Job(command=SANITIZE.format(tool="memcheck"), limit_s=600, timed=False),
     "racecheck": Job(
