@@ -21,6 +21,7 @@
 
 namespace exl2nb {
 
+constexpr int kLoraChainWarps = 2;                                              // of a CTA, for adapters
 constexpr int kLoraChainGemms = 4, kLoraChainParts = 6, kLoraChainWidth = 256;  // of a chain; most of a change, in all parts
 constexpr int kLoraChainRows = 4, kLoraChainHead = 64;                          // of a launch; floats in front of the sums
 constexpr int kLoraChainSets = 3;
@@ -533,7 +534,7 @@ struct WithLora {
       outputs[((output >> 4) * rows + row) * 16 + (output & 15)] = stored;
     }
   };
-  static constexpr int kArrivals = 1 + 2 * kWarpArrivals, kWarps = 2;
+  static constexpr int kArrivals = 1 + kLoraChainWarps * kWarpArrivals;
   const LoraChain& L;
   template <class State>
   __device__ __forceinline__ Adds adds(uint8_t* shared, const State& state, int first, int first_output) const {

@@ -746,7 +746,7 @@ __global__ void __launch_bounds__(kPersistentThreads, 1) persistent_gemm(const _
 #endif
 }
 template <int CHUNKS, WeightKind WEIGHTS>
-__global__ void __launch_bounds__(kPersistentThreads + WithLora::kWarps * 32, 1)
+__global__ void __launch_bounds__(kPersistentThreads + kLoraChainWarps * 32, 1)
     persistent_lora(const __grid_constant__ PersistentArgs C, const __grid_constant__ LoraChain L) {
 #if __CUDA_ARCH__ >= 900
   run_chain<CHUNKS, WEIGHTS, false>(C, WithLora{L});
