@@ -249,7 +249,7 @@ const char* persistent_launch(const PersistentOp* ops, int count, uint8_t* works
     const int tokens = c.gemm[0].a.tokens;
     if (ops->lora && c.peers.size) return "adapters inside a persistent chain are not for ranks";
     const int kind = tokens == 1 ? weight_kind(ops, count) : kAnyWeights;
-    const unsigned threads = kPersistentThreads + (ops->lora ? 64 : 0);
+    const unsigned threads = kPersistentThreads + (ops->lora ? kLoraChainWarps * 32 : 0);
     const Launch how{unsigned(c.grid), threads, static_cast<size_t>(c.smem.bytes), stream, pdl};
     const auto* const kernels = tokens == 2 ? two_rows : tokens > 2 ? four_rows : one_row[kind];
     const auto& adapted = kind == kAnyWeights ? lora_rows[std::min(tokens, 3) - 1] : lora_row;
