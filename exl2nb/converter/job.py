@@ -59,10 +59,10 @@ class ConversionJob:
         rows, length: calibration rows and tokens per row; None = what `effort` says.
         report_rows: further rows of the same text, never calibrated on, for the quality in the report; fewer where the text is short.
         seed: of the rows and of the random changes that the sweep sends back.
-        effort: "quick", "full" or "thorough": calibration rows and their length; "tuned": 128 rows of 512 (on a
-            GPU 512, where the text has them), on the CPU coordinate descent over every rounded matrix (converter.descent), and what the
-            file holds then learns from the dense model (converter.tuning), on more rows and on text that it writes (converter.writing);
-            dense models that fit memory several times over.
+        effort: "quick", "full" or "thorough": calibration rows and their length; "tuned": 256 rows of 512 (on a GPU 512; 128 where the
+            text has no more), on the CPU coordinate descent over every rounded matrix (converter.descent), and what the file holds then
+            learns from the dense model (converter.tuning), on more rows and on text that it writes (converter.writing); dense models that
+            fit memory several times over.
         work_dir: keeps work in progress and the measurement for later runs; None = a hidden folder next to `dst`, removed at the end.
         measurement: a Measurement, or a file written by its `save`, of the same model; None = measure.
         rounding: how codes are chosen (converter.quantization.Rounding).
@@ -140,7 +140,7 @@ class ConversionJob:
         self.device = pick_device(device)
         if self.settings.tuning is not None:
             self.settings = dataclasses.replace(self.settings, tuning=self.settings.tuning.on(self.device))
-        more = EFFORTS[effort].gpu_rows if rows is None and self.device.type == "cuda" else 0
+        more = EFFORTS[effort].more.get(self.device.type, 0) if rows is None else 0
         if more and self.settings.tuning is not None and self.settings.tuning.rows is not None:
             more = min(more, self.settings.tuning.rows)  # of all that is seen
         if more > self.settings.rows:

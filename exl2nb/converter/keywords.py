@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 if TYPE_CHECKING:
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 class Effort:
     """How much calibration: rows and tokens per row; and whether the result is tuned (converter.tuning).
 
-    gpu_rows: on a GPU, where the text has so many; 0: rows.
+    more: rows by kind of device where the whole model learns and the text has so many.
     """
 
     rows: int
     length: int
     tuned: bool = False
-    gpu_rows: int = 0
+    more: Mapping[str, int] = field(default_factory=dict)
 
 
 EFFORTS = {
     "quick": Effort(32, 512),
     "full": Effort(80, 512),
     "thorough": Effort(128, 1024),
-    "tuned": Effort(128, 512, tuned=True, gpu_rows=512),
+    "tuned": Effort(128, 512, tuned=True, more={"cpu": 256, "cuda": 512}),
 }
 
 

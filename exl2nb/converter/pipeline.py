@@ -58,6 +58,7 @@ from exl2nb.model.writer import write_model
 from exl2nb.tokenizer.chat import render
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
+LEARNING_PASSES = {"cpu": 3, "cuda": 5}
 HELD_STATISTICS = 256 << 20  # bytes of statistics that a measurement keeps in memory for further bitrates
 
 
@@ -224,7 +225,7 @@ def forecast(asked: Settings, config: ModelConfig, device: torch.device, *, last
 
 
 def _tuning_phases(asked: Settings, layers: int, device: torch.device) -> tuple[Phase, ...]:
-    """Writing text and tuning: a token that is written costs two passes through all layers, one that is learned from five.
+    """Writing text and tuning: a token that is written costs two passes through all layers, one that is learned from LEARNING_PASSES.
 
     As if the text gave all rows that it may; `Forecast.expect` says it better once they are there.
     """
@@ -232,7 +233,9 @@ def _tuning_phases(asked: Settings, layers: int, device: torch.device) -> tuple[
         return ()
     token, rows = 0.5 * layers / (asked.rows * asked.length), asked.tuning.most_rows(device)
     written, steps = asked.tuning.to_write(rows, device), asked.tuning.steps(rows, asked.length, device)
-    return Phase("write text", written * (asked.length - 1), 2 * token), Phase("tune", steps, 5 * STEP_TOKENS * token)
+    return Phase("write text", written * (asked.length - 1), 2 * token), Phase(
+        "tune", steps, LEARNING_PASSES[device.type] * STEP_TOKENS[device.type] * token
+    )
 
 
 T = TypeVar("T")

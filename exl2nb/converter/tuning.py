@@ -40,19 +40,21 @@ from exl2nb.core.show import size_text
 from exl2nb.model import reference
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.layout import Linear, end_vectors, head_linear, layer_linears, linears
-from exl2nb.ops.gpu import capturing, fast_products
+from exl2nb.ops.gpu import capturing, fast_products, half_products
 
 Weights = dict[str, Tensor]
-# rows of the whole way, if not told: of the demo model 2560 are 120 TFLOP, 11 to 15 minutes of two cores by arithmetic, 20480 a minute
-# of an H100
+# rows of the whole way, if not told, but for further passes of the text: a quarter of an hour of two cores and a minute of an H100
 SEEN = {"cpu": 2560, "cuda": 20480}
 WORK = 1e16  # weights times tokens of the way on a GPU: 8e16 FLOP, so that models of more than 0.95 billion weights see fewer rows
 SWEEPS = {"cpu": 2, "cuda": 0}
-STEP_TOKENS = 8192  # of one step
-LEARNING = 4  # of what is filed after each part: one more where that, or the rule of a step, changes
+PASSES = {"cpu": 2, "cuda": 1}  # of the text: to learn from a token again takes the CPU less time than to write one
+HIDDEN = {"cpu": 0.75, "cuda": 0.0}  # of the loss (Tuning.hidden): the fewer tokens, the more it brings
+PRICED = 32  # rows that say what an error of a hidden state costs
+STEP_TOKENS = {"cpu": 4096, "cuda": 8192}  # of one step
+LEARNING = 5  # of what is filed after each part: one more where that, or the rule of a step, changes
 PARTS = 8  # of the way: after each one the model is judged and filed
 CHOOSING = 32  # rows
-# how far a number may go if every gradient points the same way, over the square root of the steps that different rows make: codes in steps
+# how far a number may go if every gradient points the same way, over the square root of the steps: codes in steps
 # of their grid, others in shares of their own size, times what share of the weights rounding errors are: 0.17 at 3 bits, 0.02 at 6.
 # Gradients that are noise move it 1.2 times as far, whatever the number of steps: for a code a quarter of what changes it
 TRAVEL = {"codes": 0.1, "scales": 0.06, "vectors": 0.03, "embedding": 0.09}
@@ -70,11 +72,13 @@ class Tuning:
     blocks: passes of block-wise learning of each layer after it is rounded, 0 for none (converter.blockwise); None: BESIDE, or ALONE
     where memory does not hold the whole model several times over. All further fields are about learning of the whole model at once.
     codes: of all matrices. scales: the largest step of each group. vectors: norms and biases. embedding: its table, and learned positions.
+    hidden: share of the loss that is the error of the hidden states after every layer, priced by what the dense model's predictions say
+    of it (`_Trainer`); the KL is the rest. None: HIDDEN.
     seen: rows of the whole way; None: SEEN, on a GPU fewer for a large model (`seeing`).
     rows: at most, from the calibration text; None: all there are, up to those seen. passes: how often every row of the text is seen,
-    each time cut at other places. written: rows that the dense model writes itself (converter.writing), each seen once; None: as many as
-    are missing to those seen. travel: how far a code may go, in steps of its grid over the square root of the steps that different rows
-    make, if every gradient points the same way: above 0.1 less evidence changes a code.
+    each time cut at other places, even if they are more than those seen; None: PASSES. written: rows that the dense model writes itself
+    (converter.writing), each seen once; None: as many as are missing to those seen. travel: how far a code may go, in steps of its grid
+    over the square root of the steps of the way, if every gradient points the same way: above 0.1 less evidence changes a code.
     """
 
     descent: int | None = None
@@ -84,10 +88,11 @@ class Tuning:
     vectors: bool = True
     embedding: bool = True
     rows: int | None = None
-    passes: int = 1
+    passes: int | None = None
     written: int | None = None
     travel: float = TRAVEL["codes"]
     seen: int | None = None
+    hidden: float | None = None
 
     def __post_init__(self) -> None:
         for name in TRAVEL:
@@ -100,13 +105,16 @@ class Tuning:
             ("written", self.written, 0, 1 << 20),
             ("seen", self.seen, 1, 1 << 20),
         ):
-            if (value is not None or name == "passes") and (type(value) is not int or not low <= value <= high):
+            if value is not None and (type(value) is not int or not low <= value <= high):
                 raise OptionError(f"Tuning: {name} is {value!r}; expected a whole number from {low} to {high}")
         check_range("travel", self.travel, 0.001, 10, where="Tuning")
+        if self.hidden is not None:
+            check_range("hidden", self.hidden, 0, 1, where="Tuning")
 
     def on(self, device: torch.device) -> Tuning:
-        """The same with what depends on the device filled in that GPTQ needs to know."""
-        return self if self.descent is not None else replace(self, descent=SWEEPS[device.type])
+        """The same with what depends on the kind of device filled in."""
+        found = {"descent": SWEEPS, "passes": PASSES, "hidden": HIDDEN}
+        return replace(self, **{name: by[device.type] for name, by in found.items() if getattr(self, name) is None})
 
     @property
     def learns(self) -> bool:
@@ -122,17 +130,20 @@ class Tuning:
 
     def to_write(self, rows: int, device: torch.device) -> int:
         """Rows that the dense model writes, where the text has given `rows`."""
-        return self.written if self.written is not None else max(0, self._seen(device) - self.passes * rows)
+        return self.written if self.written is not None else max(0, self._seen(device) - self._passes(device) * rows)
 
     def steps(self, rows: int, length: int, device: torch.device) -> int:
         """Steps of the whole way."""
         written = self.to_write(rows, device)
-        return -(-(self.passes * rows + written) // rows_per_step(rows + written, length))
+        return -(-(self._passes(device) * rows + written) // rows_per_step(rows + written, length, device))
+
+    def _passes(self, device: torch.device) -> int:
+        return self.passes if self.passes is not None else PASSES[device.type]
 
 
-def rows_per_step(rows: int, length: int) -> int:
+def rows_per_step(rows: int, length: int, device: torch.device) -> int:
     """Rows of one step of `rows` different ones: STEP_TOKENS, fewer where there are few, so that a pass has PARTS steps at least."""
-    return max(1, min(STEP_TOKENS // length, rows // PARTS))
+    return max(1, min(STEP_TOKENS[device.type] // length, rows // PARTS))
 
 
 @dataclass(frozen=True)
@@ -177,9 +188,9 @@ def needed_bytes(config: ModelConfig, device: torch.device, length: int) -> int:
     """Memory that tuning takes: every matrix several times over, and the activations of one batch through all layers, or writing."""
     weights = sum(linear.in_features * linear.out_features for linear in linears(config))
     vectors = sum(math.prod(shape) for shape in end_vectors(config).values())
-    rows = min(max(1, STEP_TOKENS // length), gpu_rows(config, length) if device.type == "cuda" else ROWS_PER_BATCH)
+    rows = min(max(1, STEP_TOKENS[device.type] // length), gpu_rows(config, length) if device.type == "cuda" else ROWS_PER_BATCH)
     inner = 20 * config.hidden_size + 14 * config.q_size + 12 * config.intermediate_size
-    scores = 2 * config.num_heads * length if device.type == "cuda" else 0
+    scores = 2 * config.num_heads * length
     activations = 4 * rows * length * (config.num_layers * (inner + scores) + 8 * config.vocab_size)
     return PER_WEIGHT * weights + 20 * vectors + max(activations, writing_bytes(config, length, device))
 
@@ -228,7 +239,7 @@ class _Student:
 
     Args:
         made: with vectors that have learned. packed: matrices by key. dense: all tensors of the dense model by name, f32.
-        steps: that different rows make.
+        steps: of the whole way.
     """
 
     def __init__(self, config: ModelConfig, made: Made, packed: Packed, dense: Weights, tuning: Tuning, steps: float) -> None:
@@ -296,10 +307,17 @@ def _learned(text: Tensor, written: Tensor, passes: int) -> Tensor:
 class _Trainer:
     """The way from the beginning to the end, in parts.
 
+    The loss is the KL, of which every token is one noisy sample, and for a share `hidden` of it its mean in advance: an error of the
+    stream after a layer costs the KL half of error' price error to second order, where the price is the mean over tokens of the products
+    of the gradients of a drawn prediction (the Fisher information). That is the same question with much less noise, but for its answer
+    being that of all tokens alike: with few tokens it brings as much as twice their number, with many it stands in the way.
+
     ids: int32 `(n, S)`, rows of the whole way, each seen once. each: rows of one step.
     """
 
-    def __init__(self, config: ModelConfig, teacher: Weights, student: _Student, ids: Tensor, each: int, rows: Rows, seed: int) -> None:
+    def __init__(
+        self, config: ModelConfig, teacher: Weights, student: _Student, ids: Tensor, each: int, rows: Rows, seed: int, hidden: float
+    ) -> None:
         self._config, self._teacher, self.student, self._rows, self._ids, self._each = config, teacher, student, rows, ids, each
         self._steps = torch.randperm(len(ids), generator=torch.Generator().manual_seed(seed)).split(self._each)
         self._share = shares(len(self._steps))
@@ -309,7 +327,10 @@ class _Trainer:
         self._replay: Callable[[Tensor], Tensor] | None = None
         self._aside: torch.cuda.Stream | None = None
         device = teacher[f"{config.names.embed}.weight"].device
-        self._attention = attention.DenseAttention(config, ids.shape[1], device) if device.type == "cuda" else None
+        self._attention = attention.DenseAttention(config, ids.shape[1], device)
+        self._half, self._hidden = half_products(device), hidden
+        priced = ids[torch.arange(min(PRICED, len(ids))) * (len(ids) // min(PRICED, len(ids)))].to(device)
+        self._prices = prices(config, teacher, priced, seed) if hidden else []
 
     def part(self, number: int, step: Callable[[str], None]) -> None:
         """Go one part of the way, and judge; number 0: only judge."""
@@ -362,12 +383,16 @@ class _Trainer:
         for part in batches(config, teacher[f"{config.names.embed}.weight"].new_empty(*ids.shape, 0), 0, len(ids)):
             with fast_products(ids.device):
                 with self._beside(ids.device):
-                    wanted = _predictions(config, teacher, ids[part])
+                    wanted, aimed = _run(config, teacher, ids[part], None if ids.is_cuda else self._attention, self._half)
                 with torch.enable_grad():
-                    predicted = _predictions(config, leaves, ids[part], self._attention)
+                    predicted, streams = _run(config, leaves, ids[part], self._attention, self._half)
                     self._meet(ids.device)
                     found = _divergence(wanted, predicted).sum() / ids.numel()
-                gradients = torch.autograd.grad(found, [leaves[name] for name in names], allow_unused=True)
+                    target = found
+                    if self._prices:
+                        apart = sum(_priced(one - other, price) for one, other, price in zip(streams, aimed, self._prices))
+                        target = (1 - self._hidden) * found + self._hidden / (len(streams) * ids.numel()) * apart
+                gradients = torch.autograd.grad(target, [leaves[name] for name in names], allow_unused=True)
             total = [one if sums is None else sums if one is None else sums.add_(one) for sums, one in zip(total, gradients)]
             loss += found.detach()
         adam, used = self.student.adam, [at for at, sums in enumerate(total) if sums is not None]
@@ -408,9 +433,49 @@ class _Trainer:
                 tensor.copy_(state[f"{kind}.{at}"])
 
 
-def _predictions(config: ModelConfig, weights: Weights, ids: Tensor, past: reference.Past | None = None) -> Tensor:
-    """Logarithms of every token's prediction: ids int `(B, S)` -> f32 `(B, S, V)`. past: attends in place of the reference."""
-    return reference.logits(config, weights, ids, past).log_softmax(-1)
+def _run(
+    config: ModelConfig, weights: Weights, ids: Tensor, past: reference.Past | None = None, half: bool = False
+) -> tuple[Tensor, list[Tensor]]:
+    """Logarithms of every token's prediction, and the stream after each layer: ids int `(B, S)` -> f32 `(B, S, V)`, L times `(B, S, H)`.
+
+    past: attends in place of the reference. half: products in bf16, those of the head excepted, where it would double the noise.
+    """
+    streams = []
+    with torch.autocast("cpu", torch.bfloat16, enabled=half, cache_enabled=False):
+        x = reference.embed(config, weights, ids)
+        for layer in range(config.num_layers):
+            x = reference.block(config, layer, weights, x, past=past)
+            streams.append(x)
+        x = reference.final_norm(config, weights, x)
+    return reference.head(config, weights, x).log_softmax(-1), streams
+
+
+def prices(config: ModelConfig, weights: Weights, ids: Tensor, seed: int) -> list[Tensor]:
+    """What an error of the stream after each layer costs, on rows int `(R, S)`: symmetric f32 `(H, H)` per layer.
+
+    The KL of the predictions after a small error e of the stream is e' P e / 2 on average: P is the mean of g g', g the gradient of the
+    logarithm of a token that the model draws.
+    """
+    embedding, generator = weights[f"{config.names.embed}.weight"], torch.Generator(ids.device).manual_seed(seed)
+    found = [embedding.new_zeros(config.hidden_size, config.hidden_size) for _ in range(config.num_layers)]
+    for part in batches(config, embedding.new_empty(*ids.shape, 0), 0, len(ids)):
+        with torch.enable_grad():
+            x, streams = reference.embed(config, weights, ids[part]).requires_grad_(), []
+            for layer in range(config.num_layers):
+                x = reference.block(config, layer, weights, x)
+                streams.append(x)
+            logs = reference.head(config, weights, reference.final_norm(config, weights, x)).log_softmax(-1)
+            drawn = torch.multinomial(logs.detach().exp().flatten(0, 1), 1, generator=generator).view(*ids[part].shape, 1)
+            gradients = torch.autograd.grad(logs.gather(-1, drawn).sum(), streams)
+        for price, gradient in zip(found, gradients):
+            flat = gradient.flatten(0, 1)
+            price.add_(flat.T @ flat, alpha=1 / ids.numel())
+    return found
+
+
+def _priced(error: Tensor, price: Tensor) -> Tensor:
+    """The sum over tokens of error' price error / 2."""
+    return ((error @ price) * error).sum() / 2
 
 
 def _divergence(wanted: Tensor, found: Tensor) -> Tensor:
@@ -423,7 +488,7 @@ def kl_of(config: ModelConfig, teacher: Weights, student: Weights, ids: Tensor) 
     embedding, total = teacher[f"{config.names.embed}.weight"], 0.0
     with torch.no_grad():
         for part in batches(config, embedding.new_empty(*ids.shape, 0), 0, len(ids)):
-            wanted, found = (_predictions(config, weights, ids[part].to(embedding.device)) for weights in (teacher, student))
+            wanted, found = (_run(config, weights, ids[part].to(embedding.device))[0] for weights in (teacher, student))
             total += float(_divergence(wanted, found).sum(dtype=torch.float64))
     return total / max(1, ids.numel())
 
@@ -455,14 +520,14 @@ def tune(context: Context, rows: Rows, made: Made, tuning: Tuning, seed: int) ->
     packed = _packed(context, made.key)
     teacher = _dense(weights)
     written = _written(context, teacher, rows.tuning, tuning.to_write(len(rows.tuning), weights.device), seed)
-    ids = _learned(rows.tuning, written, tuning.passes)
+    ids = _learned(rows.tuning, written, tuning.passes or 1)
     different = len(rows.tuning) + len(written)
-    each = rows_per_step(different, ids.shape[1])
-    student = _Student(config, made, packed, teacher, tuning, different / each)
+    each = rows_per_step(different, ids.shape[1], weights.device)
+    student = _Student(config, made, packed, teacher, tuning, len(ids) / each)
     before = student.weights()
     second = [kl_of(config, teacher, before, rows.second)] if len(rows.second) else []
     del before
-    trainer = _Trainer(config, teacher, student, ids, each, rows, seed)
+    trainer = _Trainer(config, teacher, student, ids, each, rows, seed, tuning.hidden or 0.0)
     with context.meter("tune", total=trainer.parts[-1], unit="steps") as meter:
 
         def step(detail: str) -> None:

@@ -80,6 +80,12 @@ def _may_round() -> bool:
     return platform.machine() not in ("x86_64", "AMD64") or bool(getattr(torch.cpu, "_is_amx_tile_supported", lambda: True)())
 
 
+def half_products(device: torch.device) -> bool:
+    """Whether bf16 products take half the time of f32 ones there: processors with instructions for them, as far as torch tells."""
+    found = (getattr(torch.cpu, name, lambda: False)() for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
+    return device.type == "cpu" and any(found)
+
+
 _streams: dict[tuple[int, int], torch.cuda.Stream] = {}
 
 

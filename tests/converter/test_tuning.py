@@ -185,8 +185,8 @@ def test_rows_of_a_short_text(source):
         tuning_rows(tokenizer, text, tuning=100, extra=2, **many)
     with pytest.raises(OptionError, match="rows of 32 tokens need"):
         tuning_rows(tokenizer, "w1 w2 w3", tuning=100, extra=2, **options)
-    assert rows_per_step(1600, 512) == 16
-    assert rows_per_step(4, 512) == 1
+    assert rows_per_step(1600, 512, torch.device("cuda")) == 16 == 2 * rows_per_step(1600, 512, torch.device("cpu"))
+    assert rows_per_step(4, 512, torch.device("cpu")) == 1
     assert len(calibration_rows(tokenizer, " ".join(f"w{i % 90}" for i in range(400)), rows=3, length=32)) == 3
 
 
@@ -197,7 +197,7 @@ def test_a_gpu_rounds_on_more_rows(source, tmp_path, monkeypatch):
         return found.rows, found.least_rows
 
     assert asked("cuda", effort="tuned") == (512, 128)
-    assert asked("cpu", effort="tuned") == (128, None)
+    assert asked("cpu", effort="tuned") == (256, 128)
     assert asked("cuda", effort="tuned", rows=40) == (40, None)
     assert asked("cuda", effort="tuned", tuning=Tuning(rows=200)) == (200, 128)
     assert asked("cuda", effort="tuned", tuning=Tuning(rows=100)) == (128, None)
