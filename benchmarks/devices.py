@@ -76,9 +76,10 @@ def measured(model: Path, args: argparse.Namespace, options: dict[str, Any]) -> 
             first = last = 0.0
             count = 0
             for event in llm.batch([PROMPT] * batch, max_tokens=tokens, temperature=0, ignore_eos=True):
-                last = time.perf_counter()
-                first = first or last
-                count += len(event.tokens)
+                if event.tokens:  # others tell of the prompt's progress
+                    last = time.perf_counter()
+                    first = first or last
+                    count += len(event.tokens)
             if turn:
                 best = max(best, (count - batch) / (last - first))
         return best, first_token, llm.model.where

@@ -112,12 +112,12 @@ def decode(llm: ex.LLM, tokens: int, bound_ms: float) -> None:
     """Medians of the parts of a step."""
     model = llm.model
     host, whole, ends = list[float](), list[float](), list[float]()
-    run_host, forward = model._on_host, model.forward
+    run_host, in_turn = model._on_host, model._in_turn
 
     def timed(into: list[float], run: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*args: Any) -> Any:
+        def wrapped(*args: Any, **options: Any) -> Any:
             begun = time.perf_counter()
-            found = run(*args)
+            found = run(*args, **options)
             into.append(time.perf_counter() - begun)
             if into is whole:
                 ends.append(time.perf_counter())
@@ -125,13 +125,13 @@ def decode(llm: ex.LLM, tokens: int, bound_ms: float) -> None:
 
         return wrapped
 
-    model._on_host, model.forward = timed(host, run_host), timed(whole, forward)
+    model._on_host, model._in_turn = timed(host, run_host), timed(whole, in_turn)
     try:
         for _ in range(2):
             host.clear(), whole.clear(), ends.clear()
             llm.generate(PROMPT, max_tokens=tokens, temperature=0, ignore_eos=True)
     finally:
-        del model._on_host, model.forward
+        del model._on_host, model._in_turn
     steps = [b - a for a, b in pairwise(ends[1:])]
     step, host_ms, whole_ms = (statistics.median(some) * 1e3 for some in (steps, host[2:], whole[2:]))
     say(

@@ -285,7 +285,8 @@ void norm_qkv_rope(const float* x, int T, Norm norm, const uint8_t* blob, const 
     for (int64_t i = 0; i < T * N; i++) qkv[i] = std::clamp(qkv[i], -rope.clip, rope.clip);
   for_each_task(T, T * N > kParallelNumbers, [&](int64_t t) {
     const int64_t at = int64_t(rope.positions[t]) * heads.half;
-    kernels().rope_store(qkv + t * N, heads, rope.cos + at, rope.sin + at, rope.slots[t], q + t * width, k_pool, v_pool);
+    kernels().rope_store(qkv + t * N, heads, 0, heads.num_kv_heads, rope.cos + at, rope.sin + at, rope.slots[t], q + t * width, k_pool,
+                         v_pool);
   });
 }
 

@@ -1,7 +1,8 @@
 // Every thread is a member of a Team (parallel.h) and runs through the whole step. The columns of a matrix are divided among the threads,
-// so a step reads each weight once and a core reads the same weights in every step; RoPE and attention are divided by sequences. Cheap work
-// whose whole result every thread needs, such as a norm, is repeated on each thread. A Llama layer is five phases: qkv, attention, output,
-// gate and up with the activation of their columns, down; the inputs of each product are quantised in one before it.
+// so a step reads each weight once and a core reads the same weights in every step; RoPE and attention are divided by sequences or heads.
+// Cheap work whose whole result every thread needs, such as a norm, is repeated on each thread. A Llama layer is five phases: qkv,
+// attention, output, gate and up with the activation of their columns, down; the inputs of a product are quantised in a phase before it,
+// those of a single short row by each thread for itself.
 #include "fused_step.h"
 
 #include <algorithm>
@@ -18,10 +19,13 @@ constexpr int kDenseTiles = 6;  // of one call: four times three registers of AV
 // Llama-3-8B in a loop on 16 threads of an Emerald Rapids Xeon, nothing beside a GPU (benchmarks/log/2026-11-27.md).
 constexpr int64_t kAheadBytes = int64_t(512) << 10;
 constexpr int kAheadLines = 4;
+// Inputs of one row that each thread quantises for itself, up to so many: 2 us for 4096, a barrier and fetching others' codes take longer.
+constexpr int64_t kOwnInputs = 8192;
+constexpr int64_t kHeadBytes = int64_t(128) << 10;  // keys of a head, and as many values, prefetched before attention
 
 // Sizes of the shared and the per-thread buffers, for one row.
 struct Sizes {
-  int64_t q = 1, act = 1, side = 0, columns = 1, codes = 0, widest = 1;
+  int64_t q = 1, act = 1, side = 0, columns = 1, codes = 0, own_codes = 0, widest = 1;
   int per_kv = 1;
 };
 
@@ -51,6 +55,8 @@ void each_order(const uint8_t* blob, int64_t rows, uint8_t* memory, const F& f) 
     f(part, codes);
   }
 }
+
+int64_t align_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 bool has_dense_part(const uint8_t* blob) {
   return std::any_of(parts(blob), parts(blob) + header(blob).num_parts, [](const BlobPart& p) { return !quantised(p); });
@@ -90,8 +96,16 @@ Sizes sizes_of(const Program& program, int64_t rows) {
     int64_t codes = 0;
     each_order(blob, rows, nullptr, [&](const BlobPart&, const Codes& c) { codes += c.bytes(rows); });
     s.codes = std::max(s.codes, codes);
+    if (rows == 1 && h.K <= kOwnInputs) s.own_codes = std::max(s.own_codes, codes);
   }
   return s;
+}
+
+// Whether no sequence has more than one token.
+bool one_token_each(const StepBatch& b) {
+  bool one = true;
+  for (int64_t s = 0; s < b.sequences; s++) one &= b.cu_seqlens[s + 1] - b.cu_seqlens[s] <= 1;
+  return one;
 }
 
 }  // namespace
@@ -104,6 +118,7 @@ struct FusedStep::Shared {
   const Draws draws;
   const Sizes sizes;
   const int64_t rows, per_thread;  // rows: of the largest product; per_thread: floats of what each thread has for itself
+  const bool single;               // no sequence has more than one token
   const int64_t width;             // floats between two rows of `low`: the largest width of an adapter's change
   Team team;
   Buffer<float> x, q, act, side, columns, thread_buffers, low;  // low: what adapters make of a product's inputs
@@ -116,7 +131,8 @@ struct FusedStep::Shared {
         sizes(sizes_of(program, std::max(b.T, b.R))),
         rows(std::max(b.T, b.R)),
         per_thread(align64(rows * sizes.widest + sizes.widest + 1) +
-                   align64(attention_scratch(std::max(64, sizes.per_kv), b.page_size, b.head_dim))),
+                   align64(attention_scratch(std::max(64, sizes.per_kv), b.page_size, b.head_dim)) + align64(sizes.own_codes / 4)),
+        single(one_token_each(b)),
         width(b.lora ? b.lora.header().max_width : 0),
         team(threads),
         x(b.T * program.hidden()),
@@ -139,6 +155,7 @@ class FusedStep::Worker {
         normed_(s.thread_buffers + index * s.per_thread),
         padded_(normed_ + s.rows * s.sizes.widest),
         scratch_(normed_ + align64(s.rows * s.sizes.widest + s.sizes.widest + 1)),
+        own_codes_(reinterpret_cast<uint8_t*>(normed_ + s.per_thread - align64(s.sizes.own_codes / 4))),
         step_changes_(s.b) {}
 
   void run() {
@@ -157,31 +174,40 @@ class FusedStep::Worker {
   void operator()(const EmbedOp&) {}  // done before
   void operator()(const QkvOp& op) {
     qkv_ = &op;
-    product(op.blob, s_.x, int(b_.T), norm_of(op), op.bias, s_.columns, false);
+    OwnRows rows{s_.x, norm_of(op)};
+    prepare(op.blob, rows, int(b_.T));
+    prefetch_head();
+    columns(op.blob, rows, int(b_.T), op.bias, s_.columns, false);
   }
-  // Divided by sequences; with fewer sequences than threads, by their heads, after a barrier when all keys are stored.
+  // Divided by sequences; with fewer sequences than threads, by their heads. A head is rotated by the task that attends with it where each
+  // sequence has one token; elsewhere its keys are first stored, in a phase of their own.
   void operator()(const AttentionOp& op) {
     const Attention a = attention_of(op, b_, int(qkv_->num_heads));
     const bool whole = b_.sequences >= member_.size;
+    const bool cut_first = qkv_->clip > 0 && (qkv_->q_norm_whole || qkv_->k_norm_whole);  // all heads, before the norm of one
+    const bool together = whole || (s_.single && !cut_first);
     const auto attend = [&](int64_t sequence, int kv_head) {
       const int block = attention_block(a), n = a.cu_seqlens[sequence + 1] - a.cu_seqlens[sequence];
       for (int first = 0; first < n; first += block) {
         AttentionTask t = attention_task(s_.q, a, s_.act, {sequence, first, std::min(block, n - first)}, kv_head);
-        const int64_t next = kv_head + 1 < a.num_kv_heads ? sequence : sequence + 1;
-        if (next < a.sequences) {
-          t.next_pages = a.block_table + next * a.max_pages;
-          t.next_context = a.context_lens[next];
-          t.next_kv_head = (kv_head + 1) % a.num_kv_heads;
+        const int64_t next = sequence * a.num_kv_heads + kv_head + 1, all = b_.sequences * a.num_kv_heads;
+        if (next < (whole ? all : all * (member_.index + 1) / member_.size)) {
+          t.next_pages = a.block_table + next / a.num_kv_heads * a.max_pages;
+          t.next_context = a.context_lens[next / a.num_kv_heads];
+          t.next_kv_head = next % a.num_kv_heads;
         }
         t.scratch = scratch_;
         kernels().attention(t);
       }
     };
-    each(b_.sequences, [&](int64_t sequence) {
-      rotate(sequence);
-      for (int head = 0; whole && head < a.num_kv_heads; head++) attend(sequence, head);
+    const int per_task = whole ? a.num_kv_heads : 1;
+    if (!together) each(b_.sequences, [&](int64_t sequence) { rotate(sequence, 0, a.num_kv_heads); });
+    each(b_.sequences * a.num_kv_heads / per_task, [&](int64_t i) {
+      const int64_t sequence = i * per_task / a.num_kv_heads;
+      const int first = int(i * per_task % a.num_kv_heads);
+      if (together) rotate(sequence, first, first + per_task);
+      for (int head = first; head < first + per_task; head++) attend(sequence, head);
     });
-    if (!whole) each(b_.sequences * a.num_kv_heads, [&](int64_t i) { attend(i / a.num_kv_heads, int(i % a.num_kv_heads)); });
   }
   void operator()(const ResidualOp& op) {
     const float* in = op.side ? s_.side : s_.act;
@@ -217,8 +243,8 @@ class FusedStep::Worker {
       const int first = int(share_of(gate.tiles, i, count)), end = int(share_of(gate.tiles, i + 1, count));
       if (first == end) return;
       const uint8_t* next = after(i, count);
-      tiles(blob, gate, x, M, first, end, blob + up.data + first * up.tile_bytes, out);
-      tiles(blob, up, x, M, first, end, next ? next : blob + gate.data + end * gate.tile_bytes, out);
+      tiles(blob, gate, x, rows.codes, M, first, end, blob + up.data + first * up.tile_bytes, out);
+      tiles(blob, up, x, rows.codes, M, first, end, next ? next : blob + gate.data + end * gate.tile_bytes, out);
       const int column = first * kTile, columns = std::min(end * kTile, I) - column;
       change_columns(M, column, columns, out), change_columns(M, I + column, columns, out);
       for (int64_t m = 0; m < M; m++) {
@@ -232,7 +258,7 @@ class FusedStep::Worker {
   void operator()(const HeadOp& op) {
     const int H = int(s_.program.hidden()), R = int(b_.R);
     const uint8_t* blob = op.blob;
-    const int64_t tasks = (prepares_rows(blob) ? R * pieces(R) : 0) + shares(tiles_of(blob));
+    const int64_t tasks = prepared(blob, R) + shares(tiles_of(blob));
     for (int r = 0; r < R && !member_.over(tasks); r++)
       normalize_or_copy(s_.x + int64_t(b_.logit_rows[r]) * H, H, norm_of(op), normed_ + int64_t(r) * H, change(r));
     if (R) product(blob, normed_, R, {nullptr, 0.0f}, op.bias, s_.out, false);
@@ -276,44 +302,49 @@ class FusedStep::Worker {
     const int64_t tiles = parts(blob)[0].tiles;
     set(ahead_[0], tiles, 0, kAheadBytes / 2), set(ahead_[1], tiles, tiles, kAheadBytes / 2);
   }
-  struct OwnRows {  // of a product; ready: this thread has normalised them
+  struct OwnRows {  // of a product, and their codes; ready: this thread has done its own part
     const float* x;
     Norm norm;
+    uint8_t* codes = nullptr;
     bool ready = false;
   };
   // Tasks that quantise a row: one, or, where there is no other row, one for each thread, which normalises all of it for itself.
   int64_t pieces(int M) const { return M > 1 || changes_ ? 1 : member_.size; }
+  bool quantises_alone(const uint8_t* blob) const { return s_.rows == 1 && !changes_ && header(blob).K <= kOwnInputs; }
+  // Tasks of the phase that prepares the inputs of a product.
+  int64_t prepared(const uint8_t* blob, int M) const { return prepares_rows(blob) && !quantises_alone(blob) ? M * pieces(M) : 0; }
   // Inputs of a product of M rows: as codes divided among the threads, as are the first halves of the adapters' products.
-  void prepare(const uint8_t* blob, const OwnRows& rows, int M) {
-    if (!s_.sizes.codes && !changes_) return;
+  void prepare(const uint8_t* blob, OwnRows& rows, int M) {
+    rows.codes = quantises_alone(blob) ? own_codes_ : s_.codes;
+    if (const int64_t tasks = prepared(blob, M))
+      each(tasks, [&](int64_t i) { prepare_row(blob, rows, M, i / pieces(M), i % pieces(M), pieces(M)); });
+  }
+  // One of `count` pieces of row m.
+  void prepare_row(const uint8_t* blob, const OwnRows& rows, int M, int64_t m, int64_t piece, int64_t count) {
     const int K = header(blob).K;
-    const Norm norm = rows.norm;
-    const int64_t count = pieces(M);
-    each(prepares_rows(blob) ? M * count : 0, [&](int64_t i) {
-      const int64_t m = i / count, piece = i % count;
-      const float* x = rows.x + m * K;
-      if (norm.weight || has_padding(blob)) {
-        normalize_or_copy(x, K, norm, padded_, change(m));
-        padded_[K] = 0;  // what padding rows read
-        x = padded_;
-      }
-      if (changes_ && changes_[m]) lora_down(*changes_[m], x, K, s_.low + m * s_.width);
-      each_order(blob, M, s_.codes, [&](const BlobPart& part, const Codes& c) {
-        const auto* perm = part.perm ? reinterpret_cast<const int32_t*>(blob + part.perm) : nullptr;
-        const int64_t first = c.k_blocks * piece / count, row = first * kKBlockRows, end = c.k_blocks * (piece + 1) / count * kKBlockRows;
-        kernels().quantize(perm ? x : x + row, perm ? perm + row : nullptr, int(end - row), c.codes(M) + m * c.ldq + row,
-                           c.scale() + m * c.k_blocks + first, c.sum(M) + m * c.k_blocks + first);
-      });
+    const float* x = rows.x + m * K;
+    if (rows.norm.weight || has_padding(blob)) {
+      normalize_or_copy(x, K, rows.norm, padded_, change(m));
+      padded_[K] = 0;  // what padding rows read
+      x = padded_;
+    }
+    if (changes_ && changes_[m]) lora_down(*changes_[m], x, K, s_.low + m * s_.width);
+    each_order(blob, M, rows.codes, [&](const BlobPart& part, const Codes& c) {
+      const auto* perm = part.perm ? reinterpret_cast<const int32_t*>(blob + part.perm) : nullptr;
+      const int64_t first = c.k_blocks * piece / count, row = first * kKBlockRows, end = c.k_blocks * (piece + 1) / count * kKBlockRows;
+      kernels().quantize(perm ? x : x + row, perm ? perm + row : nullptr, int(end - row), c.codes(M) + m * c.ldq + row,
+                         c.scale() + m * c.k_blocks + first, c.sum(M) + m * c.k_blocks + first);
     });
   }
-  // Inputs of the dense parts: each thread normalises them for itself, in its first task, as a task that is not done keeps later ops
-  // from writing to x.
+  // Inputs that each thread prepares for itself: codes of a single row, and what dense parts read, which is returned. In its first task,
+  // as a task that is not done keeps later ops from writing to x.
   const float* own_rows(const uint8_t* blob, OwnRows& rows, int M) {
-    if (!rows.norm.weight || !has_dense_part(blob)) return rows.x;
+    const bool dense = rows.norm.weight && has_dense_part(blob);
     const int K = header(blob).K;
-    for (int64_t m = 0; m < M && !rows.ready; m++) normalize(rows.x + m * K, 1, K, rows.norm, normed_ + m * K, change(m));
+    if (!rows.ready && has_codes(blob) && quantises_alone(blob)) prepare_row(blob, rows, M, 0, 0, 1);
+    for (int64_t m = 0; m < M && dense && !rows.ready; m++) normalize(rows.x + m * K, 1, K, rows.norm, normed_ + m * K, change(m));
     rows.ready = true;
-    return normed_;
+    return dense ? normed_ : rows.x;
   }
   static bool has_padding(const uint8_t* blob) {
     return std::any_of(parts(blob), parts(blob) + header(blob).num_parts,
@@ -335,9 +366,10 @@ class FusedStep::Worker {
   }
 
   // The tiles [first, end) of a part; next: what is read after them, or null for the following bytes.
-  void tiles(const uint8_t* blob, const BlobPart& part, const float* x, int M, int first, int end, const uint8_t* next, const Output& out) {
+  void tiles(const uint8_t* blob, const BlobPart& part, const float* x, uint8_t* codes, int M, int first, int end, const uint8_t* next,
+             const Output& out) {
     Rows rows{x, nullptr, nullptr, nullptr, header(blob).K, 0, M, stored_rows(blob, part)};
-    each_order(blob, M, s_.codes, [&](const BlobPart& of, const Codes& c) {
+    each_order(blob, M, codes, [&](const BlobPart& of, const Codes& c) {
       if (quantised(part) && of.perm == part.perm) rows.codes = c.codes(M), rows.scale = c.scale(), rows.sum = c.sum(M), rows.ldq = c.ldq;
     });
     const int most = quantised(part) ? kTileBlock : kDenseTiles;
@@ -348,12 +380,17 @@ class FusedStep::Worker {
   }
   int64_t shares(int64_t tiles) const {
     const int64_t whole = member_.size * (b_.T == 1 ? kTileBlock : kDenseTiles);
-    return member_.size * std::max<int64_t>(1, (tiles + whole - 1) / whole);
+    return member_.size * (std::max<int64_t>(1, (tiles + whole - 1) / whole) + (b_.T == 1));
   }
-  // The first tile of share i of `count`; of one row in whole blocks, which are computed together.
+  // The first tile of share i of `count`. Of one row a share is a block of tiles, which are computed together; the last block of each
+  // thread is two shares, so that the threads end together.
   int64_t share_of(int64_t tiles, int64_t i, int64_t count) const {
-    const int64_t first = tiles * i / count;
-    return b_.T == 1 ? std::min(tiles, (first + kTileBlock - 1) / kTileBlock * kTileBlock) : first;
+    if (b_.T > 1) return tiles * i / count;
+    const int64_t each = count / member_.size, thread = i / each, share = i % each;
+    const auto first_of = [&](int64_t t) { return std::min(tiles, align_up(tiles * t / member_.size, kTileBlock)); };
+    const int64_t first = first_of(thread), end = first_of(thread + 1), blocks = (end - first + kTileBlock - 1) / kTileBlock;
+    if (share < blocks) return first + share * kTileBlock;
+    return share == blocks && blocks > 0 ? std::min(end, first + blocks * kTileBlock - kTileBlock / 2) : end;
   }
   // What is read after share i of `count` of the current matrix; null: the following bytes.
   const uint8_t* after(int64_t i, int64_t count) const {
@@ -361,11 +398,15 @@ class FusedStep::Worker {
     return (i + 1) % each == 0 && next_op_ ? share_start(next_op_, i / each, member_.size) : nullptr;
   }
 
-  // out (M, N) = or += norm(x) @ matrix + bias, columns divided among the threads.
+  // out (M, N) = or += norm(x) @ matrix + bias.
   void product(const uint8_t* blob, const float* x, int M, Norm norm, const float* bias, float* out, bool add) {
-    const int64_t all = tiles_of(blob), count = shares(all);
     OwnRows rows{x, norm};
     prepare(blob, rows, M);
+    columns(blob, rows, M, bias, out, add);
+  }
+  // The same with prepared inputs: columns divided among the threads.
+  void columns(const uint8_t* blob, OwnRows& rows, int M, const float* bias, float* out, bool add) {
+    const int64_t all = tiles_of(blob), count = shares(all);
     each(count, [&](int64_t i) {
       const float* in = own_rows(blob, rows, M);
       int64_t first = share_of(all, i, count), end = share_of(all, i + 1, count);
@@ -374,7 +415,7 @@ class FusedStep::Worker {
         if (first < part.tiles && first < end) {
           const Output to{out, header(blob).N, bias, add};
           const int last = int(std::min<int64_t>(end, part.tiles));
-          tiles(blob, part, in, M, int(first), last, end <= part.tiles ? after(i, count) : nullptr, to);
+          tiles(blob, part, in, rows.codes, M, int(first), last, end <= part.tiles ? after(i, count) : nullptr, to);
           change_columns(M, part.first_output + first * kTile, std::min<int64_t>(last * kTile, part.outputs) - first * kTile, to);
         }
         first = std::max<int64_t>(0, first - part.tiles), end -= part.tiles;
@@ -382,18 +423,40 @@ class FusedStep::Worker {
     });
   }
 
-  // RoPE of q and k of a sequence; k and v go to their slots.
-  void rotate(int64_t sequence) {
+  // Prefetches keys and values of the head with which this thread will attend, beside the product that all threads compute.
+  void prefetch_head() const {
+    const int64_t heads = qkv_->num_kv_heads, count = b_.sequences * heads, task = count * member_.index / member_.size;
+    if (count > member_.size || task == count * (member_.index + 1) / member_.size) return;
+    const int64_t sequence = task / heads, P = b_.page_size, most = kHeadBytes / pool_token_bytes(b_.k_kind, int(b_.head_dim));
+    const auto* attention = as<AttentionOp>(s_.program.next(qkv_));
+    const int64_t context = b_.context_lens[sequence], window = attention ? attention->window : 0;
+    const int64_t first = window ? std::max<int64_t>(0, context - window) : 0, end = std::min(context, first + most);
+    for (int64_t page = first / P * P; page < end; page += P) {
+      const int64_t row = b_.block_table[sequence * b_.max_pages + page / P] * heads + task % heads, tokens = std::min(P, end - page);
+      for (const bool values : {false, true}) {
+        const CacheFormat kind = values ? b_.v_kind : b_.k_kind;
+        const auto* pool = static_cast<const uint8_t*>((values ? b_.v_pools : b_.k_pools)[size_t(qkv_->layer)]);
+        const uint8_t* at = pool + row * pool_row_bytes(kind, P, int(b_.head_dim));
+        for (int64_t i = 0; i < tokens * pool_token_bytes(kind, int(b_.head_dim)); i += 64) __builtin_prefetch(at + i, 0, 2);
+      }
+    }
+  }
+  // RoPE of q and k of a sequence, KV heads [first, end) and their q heads; k and v go to their slots.
+  void rotate(int64_t sequence, int first, int end) {
     const Heads heads = heads_of(*qkv_, b_);
     const Rope rope = rope_of(*qkv_, b_);
     const int64_t N = header(qkv_->blob).N, width = int64_t(heads.num_heads) * heads.head_dim;
+    const int64_t per_kv = heads.num_heads / heads.num_kv_heads, k = heads.num_heads, v = k + heads.num_kv_heads;
     const size_t layer = size_t(qkv_->layer);
     for (int64_t t = b_.cu_seqlens[sequence]; t < b_.cu_seqlens[sequence + 1]; t++) {
       float* row = s_.columns + t * N;
-      if (rope.clip > 0)
-        for (int64_t i = 0; i < N; i++) row[i] = std::clamp(row[i], -rope.clip, rope.clip);
+      const auto clip = [&](int64_t from, int64_t to) {
+        for (int64_t i = from * heads.head_dim; i < to * heads.head_dim; i++) row[i] = std::clamp(row[i], -rope.clip, rope.clip);
+      };
+      if (rope.clip > 0) clip(first * per_kv, end * per_kv), clip(k + first, k + end), clip(v + first, v + end);
       const int64_t at = int64_t(rope.positions[t]) * heads.half;
-      kernels().rope_store(row, heads, rope.cos + at, rope.sin + at, rope.slots[t], s_.q + t * width, b_.k_pools[layer], b_.v_pools[layer]);
+      kernels().rope_store(row, heads, first, end, rope.cos + at, rope.sin + at, rope.slots[t], s_.q + t * width, b_.k_pools[layer],
+                           b_.v_pools[layer]);
     }
   }
 
@@ -406,7 +469,8 @@ class FusedStep::Worker {
   Shared& s_;
   const StepBatch& b_;
   Team::Member member_;
-  float *normed_, *padded_, *scratch_;  // this thread's
+  float *normed_, *padded_, *scratch_;  // this thread's, as are these
+  uint8_t* own_codes_;
   StepChanges step_changes_;
   Changes changes_ = nullptr;    // of the current op
   int64_t index_ = 0;            // of the current op

@@ -66,9 +66,9 @@ struct Kernels {
   void (*quantize)(const float* x, const int32_t* perm, int rows, int16_t* codes, float* scale, int32_t* sum);
   void (*gemm)(const uint8_t* blob, const BlobPart& part, const Rows& rows, int tile_begin, int tile_end, const Output& out);
   void (*activate)(const float* gate, const float* up, int n, int activation, float* y);
-  // qkv: one token's (Hq + 2 Hkv) * D floats; writes q and the two pool entries of `slot`.
-  void (*rope_store)(const float* qkv, const Heads& h, const float* cos, const float* sin, int64_t slot, float* q, void* k_pool,
-                     void* v_pool);
+  // qkv: one token's (Hq + 2 Hkv) * D floats; writes q and the two pool entries of `slot`, of the KV heads [first, end) and their q heads.
+  void (*rope_store)(const float* qkv, const Heads& h, int first, int end, const float* cos, const float* sin, int64_t slot, float* q,
+                     void* k_pool, void* v_pool);
   void (*to_float)(const void* row, int kind, int n, float* y);
   void (*attention)(const AttentionTask& task);
   int64_t (*read)(const uint8_t* data, int64_t bytes);  // touches every byte; for measuring

@@ -88,10 +88,14 @@ class Team {
     const int64_t index, size;
 
     // Calls f(task) for tasks of [0, count); returns when all of them are done. f must not throw. While it waits it calls idle, which does
-    // a piece of other work, or returns false.
+    // a piece of other work, or returns false. A thread without a task of its own leaves the others time to begin theirs, for which they
+    // may have prefetched.
     template <class F, class Idle>
     void each(int64_t count, const F& f, const Idle& idle) {
       phase_++, total_ += count;
+      const bool none = count * index / size == count * (index + 1) / size;
+      for (int looks = 0; none && looks < kPatience && !over(); looks++)
+        if (!idle()) spin_wait(0);
       for (int64_t r = 0; r < size && !over(); r++) {
         const int64_t of = (index + r) % size, begin = count * of / size, end = count * (of + 1) / size, before = own_done_;
         for (int64_t i; (i = claim(of, begin, end)) < end; own_done_++) f(i);
@@ -109,6 +113,7 @@ class Team {
     }
 
    private:
+    static constexpr int kPatience = 8;  // looks at the others, some 4 us
     // The next task of a thread's range, or its end: claims count up from the phase's number in the upper half of a word.
     int64_t claim(int64_t of, int64_t begin, int64_t end) {
       std::atomic<uint64_t>& word = team_.progress_[of].claimed;

@@ -3,7 +3,7 @@ Experts may lie on the CPU apart from the rest of their layers; each sparse laye
 
 Every part is a program of its own. All but the first begin with a table that holds the rows of the residual stream in place of embeddings;
 all but the last end with the stream in place of logits. Where all parts are on GPUs, captured steps run through all of them and the last
-GPU draws tokens; with a part on the CPU each part is captured for itself and the host draws.
+GPU draws tokens; with a part on the CPU each part is captured for itself, and the last one draws where it is on a GPU.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,7 +32,8 @@ from exl2nb.model.layers import Embedding, RoutedMLP, Step, tensors_of
 from exl2nb.model.model import DecodeInputs, Model, Network, Span, forward_gpu_observed
 from exl2nb.model.streaming import ExpertStream, LayerStream, Streaming, experts_fit, prompts_of, select
 from exl2nb.ops import gpu_prefill
-from exl2nb.ops.gpu import LoraBuffers, capturing, current_stream, launch_lock
+from exl2nb.ops.cuda_sample import ROW_BYTES, pack_cuts, sample_rows
+from exl2nb.ops.gpu import LoraBuffers, capturing, launch_lock
 from exl2nb.ops.kernel_code import KernelId
 
 if TYPE_CHECKING:
@@ -52,6 +54,18 @@ class Piece(NamedTuple):
     first: int
     last: int
     cut: bool = False
+
+
+class Borders(NamedTuple):
+    """What is around a part on a GPU.
+
+    from_host: the stream in front of it is on the host. to_host: the host reads what it leaves. capped: of the last part, makes of its
+    logits what is drawn from.
+    """
+
+    from_host: bool
+    to_host: bool
+    capped: Callable[[Tensor], Tensor] | None = None
 
 
 @dataclass
@@ -159,8 +173,19 @@ class SplitModel(Model):
 
     @property
     def draws(self) -> bool:
-        """False: the host draws from the logits of the last part."""
-        return False
+        """Whether the host draws, from the logits of the last part."""
+        return self.draw_device == "cpu"
+
+    def step_draw(self, batch: Batch, cache: KVCache, settings: Tensor, top: int) -> tuple[Tensor, Tensor]:
+        """As `Model.step_draw`; the last part draws where it is captured on a GPU. The next step overwrites the logits.
+
+        They are on the host only where a row has no distribution, or where the host draws.
+        """
+        logits, drawn = self._in_turn(batch, cache, draw=None if top else settings)
+        if drawn is not None:
+            return drawn, logits
+        logits = _fetched(logits)
+        return ops.draw_rows(logits, settings, None, min(top, logits.shape[1])), logits
 
     @property
     def runs_ahead(self) -> bool:
@@ -169,15 +194,16 @@ class SplitModel(Model):
 
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         """As `Model.forward`; logits f32 `(R, V)` on the host."""
-        return _fetched(self._in_turn(batch, cache))
+        logits = _fetched(self._in_turn(batch, cache)[0])
+        return logits.clone() if len(logits) <= MOST else logits  # a captured step overwrites those of the last one
 
     def forward_gpu(self, batch: Batch, cache: KVCache, *, ids: Tensor | None = None) -> Tensor:
         """As `Model.forward_gpu`, where all layers are on GPUs."""
-        return self._in_turn(batch, cache, ids=ids)
+        return self._in_turn(batch, cache, ids=ids)[0]
 
     def forward_by_ops(self, batch: Batch, cache: KVCache, observe: Observe | None = None) -> Tensor:
         """As `Model.forward_by_ops`, with the batch on the host; observe sees tensors of every device."""
-        return self._in_turn(batch, cache, by_ops=lambda part, batch, pools: self._run_by_ops(part, batch, pools, observe)).to("cpu")
+        return self._in_turn(batch, cache, by_ops=lambda part, batch, pools: self._run_by_ops(part, batch, pools, observe))[0].to("cpu")
 
     def unembed(self, x: Tensor) -> Tensor:
         """As `Model.unembed`."""
@@ -232,15 +258,30 @@ class SplitModel(Model):
         return self._network
 
     def _in_turn(
-        self, batch: Batch, cache: KVCache, *, ids: Tensor | None = None, by_ops: Callable[[Part, Batch, CachePart], Tensor] | None = None
-    ) -> Tensor:
-        """What the last part returns for a batch on the host. ids: on a GPU, in place of the batch's. by_ops: runs a part."""
+        self,
+        batch: Batch,
+        cache: KVCache,
+        *,
+        ids: Tensor | None = None,
+        by_ops: Callable[[Part, Batch, CachePart], Tensor] | None = None,
+        draw: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """What the last part returns for a batch on the host, and what it draws by settings `draw`, if it can.
+
+        Args:
+            ids: on a GPU, in place of the batch's. by_ops: runs a part. draw: as `step_draw` takes them.
+        """
         with self.in_order():
-            return self._through(batch, cache, ids, by_ops)
+            return self._through(batch, cache, ids, by_ops, draw)
 
     def _through(
-        self, batch: Batch, cache: KVCache, ids: Tensor | None, by_ops: Callable[[Part, Batch, CachePart], Tensor] | None
-    ) -> Tensor:
+        self,
+        batch: Batch,
+        cache: KVCache,
+        ids: Tensor | None,
+        by_ops: Callable[[Part, Batch, CachePart], Tensor] | None,
+        draw: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
         self._prepare(batch, cache)
         if batch.adapters is not None:
             raise self._split("adapters")
@@ -255,10 +296,14 @@ class SplitModel(Model):
         for index, (part, mine) in enumerate(zip(parts, shown)):
             graph = captured[index]
             if part.headed:
-                return self.unembed(x[batch.logit_rows.to(x.device).long()])
+                return self.unembed(x[batch.logit_rows.to(x.device).long()]), None
             if graph is not None:
                 with ops.on_device(part.span.device):
-                    x = self._with_experts(part, graph.run(tokens, x if index else None), mine)
+                    before = x if index else None
+                    if draw is not None and graph.draws:
+                        x, drawn = graph.draw(tokens, before, draw)
+                        return (self.capped(x), None) if drawn is None else (x, drawn)
+                    x = self._with_experts(part, graph.run(tokens, before), mine)
                 continue
             if index:
                 assert part.stream is not None
@@ -267,7 +312,7 @@ class SplitModel(Model):
                 x = by_ops(part, mine, pools[index])
             else:
                 x = self._run(part, mine, pools[index], ids.to(part.span.device) if ids is not None and not index else None)
-        return self.capped(x)
+        return self.capped(x), None
 
     def _views(self, batch: Batch) -> list[Batch]:
         """What each part sees of a batch: behind the first one rows of the stream in place of ids; all but the last return every row.
@@ -291,7 +336,7 @@ class SplitModel(Model):
         return self._shown[1]
 
     def _sent(self, part: Part, batch: Batch, pools: CachePart) -> Captured | None:
-        """The graph for a part of a step on a GPU, its inputs on the way, which takes less time than a part on the CPU in front of it.
+        """The graph for a part of a step on a GPU, its inputs written, which takes less time than behind a part on the CPU.
 
         None: without. Where all parts are on GPUs the executor has the graph of the whole step.
         """
@@ -412,8 +457,17 @@ class SplitModel(Model):
         if part.captured_pool is None or part.captured_pool() is not pools.k[0]:
             part.captured, part.captured_pool = {}, weakref.ref(pools.k[0])
         if key not in part.captured:
-            part.captured[key] = capture(part, pools, *key)
+            part.captured[key] = capture(part, pools, *key, self._borders(part))
         return part.captured[key]
+
+    def _borders(self, part: Part) -> Borders:
+        """Of a part on a GPU."""
+        index = self._pieces.index(part.piece)
+        before, after = self._parts[max(index - 1, 0)], self._parts[index + 1 : index + 2]
+        from_host = index > 0 and (before.gpu is None or before.experts is not None)
+        if part.experts is None and not after:
+            return Borders(from_host, True, self.capped)
+        return Borders(from_host, part.experts is not None or after[0].gpu is None)
 
     def _run_by_ops(self, part: Part, batch: Batch, pools: CachePart, observe: Observe | None) -> Tensor:
         (_, first, last, cut), device, network = part.piece, part.span.device, self._open()
@@ -509,6 +563,8 @@ def _streams_of(
 
 def _fetched(x: Tensor) -> Tensor:
     """Rows on the host; a few through locked memory, which a GPU writes to by itself."""
+    if x.device.type == "cpu":
+        return x
     if x.device.type != "cuda" or len(x) > MOST:
         return x.to("cpu")
     held = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
@@ -585,27 +641,43 @@ class _Shifted:
 class Captured:
     """A part's step of up to `rows` sequences of up to `width` pages, one token each, as a CUDA graph.
 
-    Its inputs go through locked memory that every step writes anew, once the GPU has read what was written last. The host writes there with
-    NumPy: after a part on the CPU its caches hold weights, and each further function of torch takes some 50 us to come back.
+    The graph begins with copying its inputs from locked memory that the host writes for every step, and ends with copying back what the
+    host reads: a step is one launch and one wait. The host writes with NumPy, since after a part on the CPU its caches hold weights, and
+    each further function of torch takes some 50 us to come back.
+
+    Attributes:
+        draws: whether `draw` can be called: it is the last part.
     """
 
-    def __init__(self, part: Part, pools: CachePart, rows: int, width: int) -> None:
+    def __init__(self, part: Part, pools: CachePart, rows: int, width: int, borders: Borders) -> None:
         assert part.gpu is not None
         self._device = device = torch.device(part.span.device)
         with torch.inference_mode(False):  # written in steps of requests and of callers alike
-            self._state = torch.zeros(rows * (3 + width), dtype=torch.int32, device=device)
+            settings = rows * (3 + width) + rows * (3 + width) % 2  # eight bytes each
+            self._state = torch.zeros(settings + rows * ROW_BYTES // 4, dtype=torch.int32, device=device)
             self._host = torch.zeros(len(self._state), dtype=torch.int32, pin_memory=True)
             self._stream = None if part.stream is None else part.stream[:rows]
-            self._rows = torch.zeros(rows, 1 if part.stream is None else part.stream.shape[1], pin_memory=True)
+            self._rows = torch.zeros(rows, part.stream.shape[1], pin_memory=True) if part.stream is not None and borders.from_host else None
+            self._result = torch.zeros(rows, part.program.outputs, pin_memory=True) if borders.to_host else None
+            self._drawn = torch.zeros(1, rows, 4, dtype=torch.int32, pin_memory=True)
+        self.draws, capped = borders.capped is not None, borders.capped
         self._out = torch.zeros(rows, part.program.outputs, device=device)
-        ids, positions, lens, table = self._state.split([rows, rows, rows, rows * width])
+        ids, positions, lens, table = self._state[: rows * (3 + width)].split([rows, rows, rows, rows * width])
+        params = self._state[settings:].view(torch.uint8).view(rows, ROW_BYTES)
         bounds = torch.arange(rows + 1, dtype=torch.int32, device=device)
         kernels, heads = part.gpu.step_kernels(rows), (pools.spec.num_kv_heads, pools.spec.head_dim)
 
         def step() -> None:
+            self._state.copy_(self._host, non_blocking=True)
+            if self._rows is not None and self._stream is not None:
+                self._stream.copy_(self._rows, non_blocking=True)
             kernels.run(
                 ids, positions, table.view(rows, width), bounds, lens, None, pools.k, pools.v, formats_of(pools), heads, self._out
             )  # fmt: skip
+            if capped is not None:
+                sample_rows(capped(self._out), params, None, None, None, None, None, None, None, 1, True, None, self._drawn)
+            elif self._result is not None:
+                self._result.copy_(self._out, non_blocking=True)
 
         step()  # without any sequence: nothing is written to the cache; loads the kernels, which a capture forbids
         with capturing:
@@ -615,42 +687,66 @@ class Captured:
                 step()
         self._kept = kernels, bounds  # the graph knows their addresses only
         self._done = torch.cuda.Event()
-        self._words, self._numbers = self._host.numpy(), self._rows.numpy()
-        self._lines, self._table = self._words[: 3 * rows].reshape(3, rows), self._words[3 * rows :].reshape(rows, width)
+        self._words, self._numbers = self._host.numpy(), None if self._rows is None else self._rows.numpy()
+        self._lines, self._table = self._words[: 3 * rows].reshape(3, rows), self._words[3 * rows : rows * (3 + width)].reshape(rows, width)
+        self._settings, self._tokens = self._words[settings:].view(np.uint8), self._drawn[0].numpy()
 
     def send(self, batch: Batch) -> None:
-        """Copy to the GPU what the next run reads of a batch."""
+        """Write what the next run reads of a batch."""
         n = len(batch.input_ids)
-        self._done.synchronize()
+        if self._result is None:
+            self._done.synchronize()
         self._words.fill(0)
         self._lines[:, :n] = batch.input_ids.numpy(), batch.positions.numpy(), batch.context_lens.numpy()
         self._table[:n, : batch.block_table.shape[1]] = batch.block_table.numpy()
-        self._state.copy_(self._host, non_blocking=True)
-        self._done.record(current_stream(self._device))
+
+    def draw(self, n: int, x: Tensor | None, settings: Tensor) -> tuple[Tensor, Tensor | None]:
+        """`run` with the draw of every row, settings and result as `ops.draw_rows` has them. First the logits, on the GPU.
+
+        None in place of the result: a row has no distribution.
+        """
+        packed = pack_cuts(settings.tolist())
+        self._settings[: len(packed)] = np.frombuffer(packed, np.uint8)
+        self._replay(n, x).synchronize()
+        rows, drawn = self._tokens[:n], np.empty((n, 4))
+        if rows[:, 0].min() < 0:
+            return self._out[:n], None
+        drawn[:, 0], drawn[:, 1], drawn[:, 2], drawn[:, 3] = rows[:, 0], rows[:, 2].view(np.float32), rows[:, 1], self._out.shape[1]
+        return self._out[:n], torch.from_numpy(drawn)
 
     def run(self, n: int, x: Tensor | None) -> Tensor:
         """Run the step for the first n rows. x: f32 `(n, H)`, what the part in front of this one leaves, on any device.
 
-        Returns rows f32 `(n, outputs)`, overwritten by the next step.
+        Returns rows f32 `(n, outputs)`, on the host where it reads them, overwritten by the next step.
         """
+        stream = self._replay(n, x)
+        if self._result is None:
+            self._done.record(stream)
+            return self._out[:n]
+        if self.draws:
+            self._result.copy_(self._out, non_blocking=True)
+        stream.synchronize()
+        return self._result[:n]
+
+    def _replay(self, n: int, x: Tensor | None) -> torch.cuda.Stream:
+        """Launch the step; the stream in which it runs."""
         if x is not None:
-            assert self._stream is not None
-            if x.device.type == "cpu":
+            if self._numbers is not None and x.device.type == "cpu":
                 self._numbers[:n] = x.numpy()
-                self._stream.copy_(self._rows, non_blocking=True)
             else:
-                self._stream[:n].copy_(x)
+                to = self._stream if self._rows is None else self._rows
+                assert to is not None
+                to[:n].copy_(x)
         with launch_lock(self._device) as stream:
             self._graph.replay()
-        self._done.record(stream)
-        return self._out[:n]
+        return stream
 
 
-def capture(part: Part, pools: CachePart, rows: int, width: int) -> Captured | None:
+def capture(part: Part, pools: CachePart, rows: int, width: int, borders: Borders) -> Captured | None:
     """The graph of a part's step, or None where it cannot be captured; says why in the log."""
     before = torch.cuda.current_stream(torch.device(part.span.device))
     try:
-        return Captured(part, pools, rows, width)
+        return Captured(part, pools, rows, width, borders)
     except RuntimeError as error:
         torch.cuda.set_stream(before)  # a failed capture leaves its own stream current
         reason = str(error).splitlines()[0]

@@ -16,7 +16,7 @@ TOP = 20
 _FORMAT = struct.Struct("<6f2i2Q")
 ROW_BYTES, pack_row = _FORMAT.size, _FORMAT.pack
 """Size of a row's settings; their bytes from numbers in the order of `Row`."""
-_MASK = 2**64 - 1
+_MASK, _STRIDE = 2**64 - 1, 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +44,30 @@ def pack_rows(rows: list[Row]) -> Tensor:
     return torch.frombuffer(bytearray(b"".join(row.pack() for row in rows)), dtype=torch.uint8).view(len(rows), _FORMAT.size)
 
 
+def pack_cuts(rows: list[list[float]]) -> bytes:
+    """Settings of greedy rows and rows with cuts, as `ops.draw_rows` takes them, for the kernel; each with the same random number."""
+    packed = list[bytes]()
+    for temperature, top_k, top_p, min_p, uniform in rows:
+        seed = _seed_of(uniform) if temperature else 0
+        packed.append(pack_row(temperature, top_p, min_p, 1.0, 0.0, 0.0, int(top_k), 0, seed, 0))
+    return b"".join(packed)
+
+
+def _seed_of(uniform: float) -> int:
+    """A seed whose first random number is `uniform`: the way back from it, as every step of `_draw` can be undone."""
+    return _unmix((_unmix(int(uniform * 2.0**53) << 11) - _STRIDE) & _MASK)
+
+
 def _mix(z: int) -> int:
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
     return z ^ (z >> 31)
+
+
+def _unmix(z: int) -> int:
+    z = ((z ^ (z >> 31) ^ (z >> 62)) * pow(0x94D049BB133111EB, -1, 1 << 64)) & _MASK
+    z = ((z ^ (z >> 27) ^ (z >> 54)) * pow(0xBF58476D1CE4E5B9, -1, 1 << 64)) & _MASK
+    return z ^ (z >> 30) ^ (z >> 60)
 
 
 def _penalised(x: Tensor, row: Row, counts: Tensor | None) -> Tensor:
@@ -61,7 +81,7 @@ def _penalised(x: Tensor, row: Row, counts: Tensor | None) -> Tensor:
 
 
 def _draw(z: Tensor, row: Row) -> int:
-    uniform = (_mix((_mix(row.seed) + (row.counter + 1) * 0x9E3779B97F4A7C15) & _MASK) >> 11) * 2.0**-53
+    uniform = (_mix((_mix(row.seed) + (row.counter + 1) * _STRIDE) & _MASK) >> 11) * 2.0**-53
     return reference.draw(z, row.temperature, row.top_k, row.top_p, row.min_p, uniform)
 
 

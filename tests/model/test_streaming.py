@@ -288,7 +288,7 @@ def test_captured_steps_belong_to_one_cache(monkeypatch: pytest.MonkeyPatch) -> 
     """A graph knows the addresses of its cache's pools, so another cache has its own; the same one is captured once."""
     model = halves(DEMO)
     made: list[CachePart] = []
-    monkeypatch.setattr(split, "capture", lambda part, pools, rows, width: made.append(pools))
+    monkeypatch.setattr(split, "capture", lambda part, pools, *_: made.append(pools))
     one, other = (model.new_cache(model.cache_spec(512)) for _ in range(2))
     batch = Batch.single([9], start=2, pages=[1])
     model.forward(batch, one)
@@ -299,22 +299,36 @@ def test_captured_steps_belong_to_one_cache(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 class _Kernels:
-    """Stands for a part's kernels on a GPU, and for torch.cuda.graph: a graph runs them again with the tensors of its capture."""
+    """Stands for a part's kernels on a GPU, and for torch.cuda.graph: a graph does all again with the tensors of its capture."""
 
     def __init__(self, program: ops.Program) -> None:
-        self._program = program
+        self._program, self._done, self.broken = program, list[Callable[[], object]](), False
 
     @contextmanager
     def captured(self, graph: SimpleNamespace, **_: Any) -> Iterator[None]:
-        yield
-        graph.replay = partial(self.compute, *self._last)
+        done: list[Callable[[], object]] = []
+
+        def noted(run: Callable[..., Any]) -> Callable[..., Any]:
+            def noting(*arguments: Any, **options: Any) -> Any:
+                done.append(partial(run, *arguments, **options))
+                return done[-1]()
+
+            return noting
+
+        self._done = done
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.Tensor, "copy_", noted(torch.Tensor.copy_))
+            patch.setattr(split, "sample_rows", noted(split.sample_rows))
+            yield
+        self._done = []
+        graph.replay = lambda: [each() for each in done]
 
     def step_kernels(self, rows: int) -> _Kernels:
         assert rows in (1, 4)
         return self
 
     def run(self, *arguments: Any) -> None:
-        self._last = arguments
+        self._done.append(partial(self.compute, *arguments))
         self.compute(*arguments)
 
     def compute(self, ids, positions, table, bounds, lens, _rows, k, v, _formats, _heads, out) -> None:
@@ -324,6 +338,8 @@ class _Kernels:
         if n:
             rows = torch.arange(n, dtype=torch.int32)
             out[:n] = self._program.run(ids[:n], positions[:n], slots, table[:n], bounds[: n + 1], lens[:n], rows, k, v)
+        if self.broken:
+            out[0] = torch.nan
 
 
 def test_inputs_of_captured_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,8 +351,7 @@ def test_inputs_of_captured_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(synchronize=lambda: None, record=lambda _: None))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", SimpleNamespace)
     monkeypatch.setattr(torch, "zeros", lambda *sizes, pin_memory=False, **options: zeros(*sizes, **options))
-    monkeypatch.setattr(split, "launch_lock", lambda _: nullcontext())
-    monkeypatch.setattr(split, "current_stream", lambda _: None)
+    monkeypatch.setattr(split, "launch_lock", lambda _: nullcontext(SimpleNamespace(synchronize=lambda: None)))
     caches = [one.new_cache(one.cache_spec(2048)) for one in (whole, model)]
     prompts = [Tokens(ids=[5 + (7 * i + n) % 90 for i in range(n)], start=0, pages=[n % 4, n % 4 + 4]) for n in (255, 6, 20, 9)]
     both = [one.forward(Batch.build(prompts), cache) for one, cache in zip((whole, model), caches)]
@@ -351,9 +366,17 @@ def test_inputs_of_captured_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         for _ in range(2):  # the second time with what is known of the same batch
             expected, found = (one.forward(batch, cache) for one, cache in zip((whole, model), caches))
             assert torch.equal(found, expected) and kernels.sequences == len(which), step
+        settings = torch.tensor([[0.0, 0, 1, 0, 0], [1.2, 20, 0.9, 0.01, 0.75]] * 2, dtype=torch.float64)[: len(which)]
+        (drawn, _), logits = model.step_draw(batch, caches[1], settings, 0), expected
+        assert torch.allclose(drawn, ops.draw_rows(logits, settings, None), rtol=0, atol=1e-5), step
+        drawn, found = model.step_draw(batch, caches[1], settings, 2)
+        assert torch.equal(drawn, ops.draw_rows(logits, settings, None, 2)) and torch.equal(found, logits), step
         for n in which:
             lengths[n] += 1
     assert {key[0] for key in part.captured} == {1, 4} and None not in part.captured.values()
+    kernels.broken = True
+    drawn, logits = model.step_draw(batch, caches[1], settings, 0)
+    assert drawn[:, 0].tolist()[:1] == [ops.draw.NO_DISTRIBUTION] and bool((drawn[1:, 0] >= 0).all()) and bool(logits[0].isnan().all())
 
 
 def test_command_line() -> None:

@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from exl2nb.ops._library import REFERENCES
-from exl2nb.ops.cuda_sample import Row, pack_rows, sample_rows
+from exl2nb.ops.cuda_sample import Row, pack_cuts, pack_rows, sample_rows
 from exl2nb.sampling.chain import filtered, sample_row
+from exl2nb.sampling.draw import uniform
 from exl2nb.sampling.params import SamplingParams
 from exl2nb.sampling.state import SamplerState
 
@@ -215,6 +216,16 @@ def test_packing_is_the_structs():
     assert packed.shape == (1, 48)
     assert packed[0, 24:28].view(torch.int32).item() == 7
     assert packed[0, 32:40].tolist() == [255] * 8
+
+
+@pytest.mark.parametrize("number", [0.0, 2.0**-53, 0.75, uniform(7, 3), 1 - 2.0**-53])
+def test_cuts_bring_their_random_number(number):
+    """As settings of the kernel they have a seed whose first random number is the one that they came with."""
+    packed = torch.frombuffer(bytearray(pack_cuts([[0.0, 0, 1.0, 0.0, 0.0], [0.8, 40, 0.9, 0.05, number]])), dtype=torch.uint8)
+    seed = int.from_bytes(bytes(packed[48 + 32 : 48 + 40].tolist()), "little")
+    assert uniform(seed, 0) == number
+    expected = pack_rows([Row(temperature=0.0), Row(temperature=0.8, top_k=40, top_p=0.9, min_p=0.05, seed=seed)])
+    assert torch.equal(packed.view(2, 48), expected)
 
 
 def test_results_into_memory_that_is_given():

@@ -61,8 +61,9 @@ def test_at_once_in_chunks_or_token_by_token(storages):
         ([4] * 8, range(3, 32, 4)),
         ([20, 1, 1, 1, 1], [19, 20, 21, 22, 23]),
         ([24], [23]),
+        ([1] * 3, [2, 0]),
     ],
-    ids=["mixed", "rows out of order", "rows of one part", "equal", "one long", "one alone"],
+    ids=["mixed", "rows out of order", "rows of one part", "equal", "one long", "one alone", "one token each"],
 )
 @pytest.mark.parametrize("dense", [False, True])
 def test_threads_may_divide_the_sequences(counts, rows, dense, threads):
@@ -209,13 +210,24 @@ def test_a_schema_of_another_version_is_named(ours, theirs, message):
         check_schema(text.replace(ours, theirs))
 
 
-@pytest.mark.parametrize("options", [{}, {"dense": True, "bias": True}, {"headed": False}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"dense": True, "bias": True},
+        {"headed": False, "head_norms": True},
+        {"inter": 8704, "layers": 1},  # more inputs than a thread quantises for itself
+        {"window": 2, "storages": ("q8", "q4")},
+    ],
+    ids=str,
+)
 def test_one_row_on_many_threads(options, threads):
     """From eight threads on a step of one row of a large program is fused; its bits are those of one thread."""
-    net, found = Net(hidden=512, inter=4096, layers=3, **options), []
+    net, found = Net(**{"hidden": 512, "inter": 4096, "layers": 3} | options), []
     for n in (1, 8, 11, 8):
         threads(n)
         pools = net.pools()
-        rows = [net.program.run(*single(start, [7 * start + 3], [2, 0]), *pools) for start in range(3)]
+        rows = [net.program.run(*single(0, [i % net.vocab for i in range(P - 2)], [2, 0]), *pools)]
+        rows += [net.program.run(*single(start, [7 * start % net.vocab], [2, 0]), *pools) for start in range(P - 2, P + 2)]
         found.append([*rows, *pools[0], *pools[1]])
         assert same_bits(found[-1], found[0])
