@@ -37,20 +37,22 @@ from exl2nb.io.atomic import atomic_write
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
 QUICK = "default effort"
-NOTHING: dict[str, Any] = {"descent": 0, "codes": False, "scales": False, "vectors": False, "embedding": False}
+NOTHING: dict[str, Any] = {"codes": False, "scales": False, "vectors": False, "embedding": False}
 STAGES: dict[str, dict[str, Any]] = {
     QUICK: {},
     "GPTQ": NOTHING,
     "descent": {**NOTHING, "descent": 2},
-    "floats": {"descent": 0, "codes": False},
-    "learned": {"descent": 0},
-    "descent, learned": {},
-    "descent, floats": {"codes": False},
+    "floats": {"codes": False},
+    "learned": {},
+    "descent, learned": {"descent": 2},
+    "descent, floats": {"descent": 2, "codes": False},
     "blocks": {**NOTHING, "descent": 2, "blocks": 8},
     "blocks, learned": {"blocks": 8},
     "descent of 6 sweeps": {**NOTHING, "descent": 6},
     "only the text": {"written": 0},
     "the text four times": {"written": 0, "passes": 4},
+    "as on a CPU": {"seen": 2560, "passes": 2, "hidden": 0.75},
+    "as on a CPU, the KL alone": {"seen": 2560, "passes": 2, "hidden": 0.0},
     "half the travel": {"travel": 0.05},
     "twice the travel": {"travel": 0.2},
 }

@@ -62,7 +62,7 @@ TUNED = """sizes="--effort tuned --seed {seed} --bpw 2.5 5 4 6 3 3.5"
 BIGGER = """{{python}} tools/make_stories.py 10000000 {{out}}/text.txt
 case {{corpus}} in *.xz) xz -dc {{corpus}} ;; *) cat {{corpus}} ;; esac >> {{out}}/text.txt
 {{python}} tools/train_test_bed.py {{out}}/text.txt {{out}}/beds --models {model} --seconds 260 --batch 16 --passes 8 --steps 6000 --compile
-{{python}} benchmarks/tuned.py {{out}}/beds/{model} --calibration {{corpus}} --text {{text}} --stages "default effort" "descent, learned" \
+{{python}} benchmarks/tuned.py {{out}}/beds/{model} --calibration {{corpus}} --text {{text}} --stages "default effort" learned \
 --bpw 4 3 6 --seconds 600 --json {{out}}/tuned.json --table {{out}}/tuned.md --device cuda --work-dir {{out}}/work"""
 SANITIZE = "{{python}} tools/sanitize_gpu.py --tools {tool} --jobs 3 --limit 550 --logs {{out}}"
 

@@ -60,9 +60,8 @@ class ConversionJob:
         report_rows: further rows of the same text, never calibrated on, for the quality in the report; fewer where the text is short.
         seed: of the rows and of the random changes that the sweep sends back.
         effort: "quick", "full" or "thorough": calibration rows and their length; "tuned": 256 rows of 512 (on a GPU 512; 128 where the
-            text has no more), on the CPU coordinate descent over every rounded matrix (converter.descent), and what the file holds then
-            learns from the dense model (converter.tuning), on more rows and on text that it writes (converter.writing); dense models that
-            fit memory several times over.
+            text has no more), and what the file holds then learns from the dense model (converter.tuning), on more rows and on text that
+            it writes (converter.writing); dense models that fit memory several times over.
         work_dir: keeps work in progress and the measurement for later runs; None = a hidden folder next to `dst`, removed at the end.
         measurement: a Measurement, or a file written by its `save`, of the same model; None = measure.
         rounding: how codes are chosen (converter.quantization.Rounding).

@@ -84,7 +84,7 @@ class Settings:
     @property
     def sweeps(self) -> int:
         """Of coordinate descent after GPTQ."""
-        return 0 if self.tuning is None else self.tuning.descent or 0
+        return 0 if self.tuning is None else self.tuning.descent
 
     @property
     def blocks(self) -> Blocks | None:

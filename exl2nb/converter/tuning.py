@@ -46,7 +46,6 @@ Weights = dict[str, Tensor]
 # rows of the whole way, if not told, but for further passes of the text: a quarter of an hour of two cores and a minute of an H100
 SEEN = {"cpu": 2560, "cuda": 20480}
 WORK = 1e16  # weights times tokens of the way on a GPU: 8e16 FLOP, so that models of more than 0.95 billion weights see fewer rows
-SWEEPS = {"cpu": 2, "cuda": 0}
 PASSES = {"cpu": 2, "cuda": 1}  # of the text: to learn from a token again takes the CPU less time than to write one
 HIDDEN = {"cpu": 0.75, "cuda": 0.0}  # of the loss (Tuning.hidden): the fewer tokens, the more it brings
 PRICED = 32  # rows that say what an error of a hidden state costs
@@ -67,8 +66,8 @@ class Tuning:
     """What descends, what learns, and from how much. Each switch turns one part off, for ablations; with all of them off GPTQ sees the rows
     that it would see otherwise.
 
-    descent: sweeps of coordinate descent over codes and scales of each matrix, before anything learns, at most (converter.descent); None: 2
-    on the CPU, none on a GPU, where they take longer than learning and bring less (`on`).
+    descent: sweeps of coordinate descent over codes and scales of each matrix, before anything learns, at most (converter.descent); they
+    bring less than learning for the same time.
     blocks: passes of block-wise learning of each layer after it is rounded, 0 for none (converter.blockwise); None: BESIDE, or ALONE
     where memory does not hold the whole model several times over. All further fields are about learning of the whole model at once.
     codes: of all matrices. scales: the largest step of each group. vectors: norms and biases. embedding: its table, and learned positions.
@@ -81,7 +80,7 @@ class Tuning:
     over the square root of the steps of the way, if every gradient points the same way: above 0.1 less evidence changes a code.
     """
 
-    descent: int | None = None
+    descent: int = 0
     blocks: int | None = None
     codes: bool = True
     scales: bool = True
@@ -105,7 +104,7 @@ class Tuning:
             ("written", self.written, 0, 1 << 20),
             ("seen", self.seen, 1, 1 << 20),
         ):
-            if value is not None and (type(value) is not int or not low <= value <= high):
+            if (value is not None or name == "descent") and (type(value) is not int or not low <= value <= high):
                 raise OptionError(f"Tuning: {name} is {value!r}; expected a whole number from {low} to {high}")
         check_range("travel", self.travel, 0.001, 10, where="Tuning")
         if self.hidden is not None:
@@ -113,7 +112,7 @@ class Tuning:
 
     def on(self, device: torch.device) -> Tuning:
         """The same with what depends on the kind of device filled in."""
-        found = {"descent": SWEEPS, "passes": PASSES, "hidden": HIDDEN}
+        found = {"passes": PASSES, "hidden": HIDDEN}
         return replace(self, **{name: by[device.type] for name, by in found.items() if getattr(self, name) is None})
 
     @property

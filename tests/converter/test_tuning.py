@@ -15,6 +15,7 @@ from exl2nb.converter.job import ConversionJob
 from exl2nb.converter.tuning import Tuning, kl_of, needed_bytes, rows_per_step, seeing
 from exl2nb.core.errors import Interrupted, OptionError
 from exl2nb.io.shards import TensorStore
+from exl2nb.model import reference
 from exl2nb.model.layout import linears, vectors
 from exl2nb.model.loader import read_model_config
 from exl2nb.ops import gpu
@@ -300,6 +301,7 @@ def test_wrong_options_are_named(source, tmp_path, options, error, says):
         ({"passes": 1.5}, "passes"),
         ({"travel": 0}, "travel"),
         ({"codes": 1}, "codes"),
+        ({"hidden": 1.5}, "hidden"),
     ],
 )
 def test_wrong_tuning_is_named(options, says):
@@ -312,6 +314,35 @@ def test_what_cannot_be_tuned_is_refused_before_the_work(tmp_path):
     experts["attention_bias"] = False
     with pytest.raises(OptionError, match="the model has experts"):
         convert(write_model(tmp_path / "sparse", **experts), tmp_path / "out", **{**OPTIONS, "effort": "tuned"})
+
+
+def test_the_price_of_an_error_is_the_kl_that_it_causes(weights):
+    """Random errors of the stream after each layer, small enough for the second order."""
+    config, weights = weights.config, stage._dense(weights)
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, 90, (48, 32), generator=generator)
+    found = stage.prices(config, weights, ids, seed=0)
+    assert len(found) == config.num_layers
+    for layer, price in enumerate(found):
+        x = reference.embed(config, weights, ids)
+        for at in range(layer + 1):
+            x = reference.block(config, at, weights, x)
+        error = 0.01 * x.std() * torch.randn(x.shape, generator=generator)
+        streams = [x, x + error]
+        for at in range(layer + 1, config.num_layers):
+            streams = [reference.block(config, at, weights, stream) for stream in streams]
+        wanted, got = (reference.head(config, weights, reference.final_norm(config, weights, x)).log_softmax(-1) for x in streams)
+        kl = float((wanted.exp() * (wanted - got)).sum(-1).mean())
+        told = float(((error @ price) * error).sum(-1).mean() / 2)
+        assert told == pytest.approx(kl, rel=0.25), layer
+    assert all(torch.equal(one, other) for one, other in zip(found, stage.prices(config, weights, ids, seed=0)))
+
+
+def test_what_a_cpu_does_otherwise():
+    cpu, gpu = Tuning().on(torch.device("cpu")), Tuning().on(torch.device("cuda"))
+    assert [(one.passes, one.hidden) for one in (cpu, gpu)] == [(2, 0.75), (1, 0.0)]
+    assert cpu.to_write(2491, torch.device("cpu")) == 0 and gpu.to_write(2491, torch.device("cuda")) == 20480 - 2491
+    assert Tuning(passes=3, hidden=0.0).on(torch.device("cpu")).steps(80, 512, torch.device("cpu")) == -(-2560 // 8)
 
 
 def test_memory_grows_with_the_model(source):
