@@ -1,6 +1,7 @@
 #include "engine.h"
 
 #include <algorithm>
+#include <atomic>
 #include <vector>
 
 #include "parallel.h"
@@ -129,6 +130,43 @@ Rows slice(Rows r, int begin, int end) {
   return r;
 }
 
+// The first halves of the products of adapters with the rows of a product: claimed block by block, row by row, by the threads that begin
+// the product's tasks, so that one multiplies the matrix while the other does this.
+class LowRows {
+ public:
+  explicit LowRows(const Product& p) : p_(p), blocks_(widest(p) / 16), low_(p.M * blocks_ * 16) {}
+  const float* of(int64_t m) const { return low_ + m * width(); }
+  int64_t width() const { return blocks_ * 16; }
+  // Computes one that no thread has begun, if any; all of them, and waits for those of other threads.
+  void begin() {
+    if (begun_.load(std::memory_order_relaxed) < count()) compute();
+  }
+  void finish() {
+    while (compute()) {}
+    for (int spins = 0; done_.load(std::memory_order_acquire) < count(); spins++) spin_wait(spins);
+  }
+
+ private:
+  static int64_t widest(const Product& p) {
+    int64_t width = 0;
+    for (int m = 0; p.changes && m < p.M; m++) width = std::max(width, p.changes[m] ? p.changes[m]->width : 0);
+    return width;
+  }
+  int64_t count() const { return p_.M * blocks_; }
+  bool compute() {
+    const int64_t i = begun_.load(std::memory_order_relaxed) < count() ? begun_.fetch_add(1, std::memory_order_relaxed) : count();
+    if (i >= count()) return false;
+    const int64_t m = i / blocks_, K = header(p_.blob).K;
+    if (p_.changes[m]) lora_down(*p_.changes[m], p_.x + m * K, int(K), low_ + m * blocks_ * 16, i % blocks_, blocks_);
+    done_.fetch_add(1, std::memory_order_release);
+    return true;
+  }
+  const Product& p_;
+  const int64_t blocks_;  // of the widest change
+  Buffer<float> low_;
+  std::atomic<int64_t> begun_{0}, done_{0};
+};
+
 // Prefetches the first weights of a product: no task before it has.
 void fetch_start(const Product& p, const Task& t) {
   const BlobPart& part = parts(p.blob)[t.part];
@@ -174,6 +212,7 @@ void linear_each(const Product* products, int count, const uint8_t* next_blob) {
     work += int64_t(products[p].M) * header(products[p].blob).K * header(products[p].blob).N;
   }
   const Buffer<uint8_t> quantized = quantize_all(schedule);
+  LowRows low(products[0]);
   for_each_task(int64_t(schedule.tasks.size()), work > kParallelWork, [&](int64_t i) {
     const Task& t = schedule.tasks[size_t(i)];
     if (size_t(i) + 1 < schedule.tasks.size() && schedule.tasks[size_t(i) + 1].product != t.product)
@@ -183,11 +222,15 @@ void linear_each(const Product* products, int count, const uint8_t* next_blob) {
     Rows rows = slice(schedule.rows[size_t(schedule.begins[size_t(t.product)] + t.part)], t.row, std::min(t.row + kRowBlock, p.M));
     rows.next = next_weights(products, schedule, i, next_blob);
     const BlobPart& part = parts(p.blob)[t.part];
-    kernels().gemm(p.blob, part, rows, t.tile, t.end, {p.out + int64_t(t.row) * N, N, p.bias, p.add});
     const int64_t first = part.first_output + t.tile * kTile, columns = std::min<int64_t>(t.end * kTile, part.outputs) - t.tile * kTile;
-    for (int m = t.row; p.changes && columns > 0 && m < std::min(t.row + kRowBlock, p.M); m++)
-      if (p.changes[m] && p.changes[m]->product())
-        lora_up(*p.changes[m], p.low + m * p.width, first, columns, p.out + int64_t(m) * N + first);
+    if (p.changes) low.begin();
+    if (p.changes) expect_up(p.changes + t.row, rows.M, first, columns);
+    kernels().gemm(p.blob, part, rows, t.tile, t.end, {p.out + int64_t(t.row) * N, N, p.bias, p.add});
+    if (p.changes) low.finish();
+    const int64_t at = int64_t(t.row) * N + first;
+    if (p.changes) lora_up(p.changes + t.row, rows.M, low.of(t.row), low.width(), first, columns, p.out + at, N);
+    for (int m = 0; p.residual && m < rows.M; m++)
+      for (int64_t i = 0; i < columns; i++) p.residual[at + int64_t(m) * N + i] += p.scale * p.out[at + int64_t(m) * N + i];
   });
 }
 
@@ -206,45 +249,43 @@ void normalize(const float* x, int M, int H, Norm norm, float* y, Changes change
   });
 }
 
-void lora_down(const LoraChange& change, const float* x, int K, float* h) {
+void lora_down(const LoraChange& change, const float* x, int K, float* h, int64_t piece, int64_t pieces) {
+  int64_t block = 0;
   for (const LoraPart* p = change.parts; p < change.parts + change.num_parts; h += p->width(), p++)
-    kernels().lora_down(x, p->a, p->width(), int(p->rank), K, p->scale, h);
+    for (int64_t r = 0; r < p->width(); r += 16, block++)
+      if (block % pieces == piece)
+        kernels().lora_down(x, p->a + r, p->width(), int(std::min<int64_t>(p->rank - r, 16)), K, p->scale + r, h + r);
 }
 
-void lora_up(const LoraChange& change, const float* h, int64_t first, int64_t columns, float* y) {
-  for (const LoraPart* p = change.parts; p < change.parts + change.num_parts; h += p->width(), p++) {
-    const int64_t begin = std::max(first, p->first), end = std::min(first + columns, p->first + p->columns);
-    if (begin < end) kernels().lora_up(h, p->b + (begin - p->first), p->columns, int(p->rank), int(end - begin), y + (begin - first));
+void lora_up(Changes changes, int M, const float* h, int64_t ldh, int64_t first, int64_t columns, float* y, int64_t ldy) {
+  for (int m = 0, rows; m < M && columns > 0; m += rows, h += rows * ldh, y += rows * ldy) {
+    for (rows = 1; m + rows < M && changes[m + rows] == changes[m];) rows++;
+    if (!changes[m]) continue;
+    const LoraChange& change = *changes[m];
+    const float* low = h;
+    for (const LoraPart* p = change.parts; p < change.parts + change.num_parts; low += p->width(), p++) {
+      const int64_t begin = std::max(first, p->first), end = std::min(first + columns, p->first + p->columns);
+      if (begin < end)
+        kernels().lora_up(low, ldh, rows, p->b + (begin - p->first), p->columns, int(p->rank), int(end - begin), y + (begin - first), ldy);
+    }
+    for (int r = 0; r < rows; r++) {
+      float* const own = y + r * ldy;
+      for (int64_t i = 0; change.gain && i < columns; i++) own[i] += change.gain[first + i] * own[i];
+      for (int64_t i = 0; change.bias && i < columns; i++) own[i] += change.bias[first + i];
+    }
   }
-  for (int64_t i = 0; change.gain && i < columns; i++) y[i] += change.gain[first + i] * y[i];
-  for (int64_t i = 0; change.bias && i < columns; i++) y[i] += change.bias[first + i];
 }
-
-namespace {
-
-// `linear` with the adapters of the rows, if any: the first halves of their products here, the second ones by the tasks of the matrix.
-void linear_changed(const float* x, int M, const uint8_t* blob, const float* bias, float* out, const uint8_t* next_blob, Changes changes) {
-  if (!changes) return linear(x, M, blob, bias, out, false, next_blob);
-  const int64_t K = header(blob).K;
-  int64_t width = 0;
-  for (int m = 0; m < M; m++) width = std::max(width, changes[m] ? changes[m]->width : 0);
-  Buffer<float> low(std::max<int64_t>(1, M * width));
-  for_each_task(M, M * width * K > kParallelWork, [&](int64_t m) {
-    if (changes[m]) lora_down(*changes[m], x + m * K, int(K), low + m * width);
-  });
-  const Product product{x, M, blob, out, bias, false, changes, low, width};
-  if (M > 0) linear_each(&product, 1, next_blob);
-}
-
-}  // namespace
 
 void linear_residual(const float* x, int M, const uint8_t* blob, const float* bias, Norm norm, float scale, float* residual,
                      const uint8_t* next_blob, Changes changes) {
   if (!norm.weight && scale == 1.0f && !changes) return linear(x, M, blob, bias, residual, true, next_blob);
   const int N = header(blob).N;
   Buffer<float> out(int64_t(M) * N);
-  linear_changed(x, M, blob, bias, out, next_blob, changes);
-  if (norm.weight) normalize(out, M, N, norm, out, changes);
+  Product product{x, M, blob, out, bias, false, changes};
+  if (!norm.weight) product.residual = residual, product.scale = scale;
+  if (M > 0) linear_each(&product, 1, next_blob);
+  if (!norm.weight) return;
+  normalize(out, M, N, norm, out, changes);
   for (int64_t i = 0; i < int64_t(M) * N; i++) residual[i] += scale * out[i];
 }
 
@@ -254,7 +295,8 @@ void norm_linear(const float* x, int M, Norm norm, const uint8_t* blob, const fl
   Buffer<float> normed(norm.weight ? int64_t(M) * H : 0);
   if (norm.weight) normalize(x, M, H, norm, normed, changes);
   if (norm.weight) x = normed;
-  linear_changed(x, M, blob, bias, out, next_blob, changes);
+  const Product product{x, M, blob, out, bias, false, changes};
+  if (M > 0) linear_each(&product, 1, next_blob);
 }
 
 void activate_pairs(const float* both, int M, int64_t I, int activation, bool gated, float* out) {

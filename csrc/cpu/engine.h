@@ -33,10 +33,9 @@ struct Product {
   float* out;
   const float* bias = nullptr;
   bool add = false;
-  // Of the rows' adapters, which add to out: the first halves of their products, `width` numbers a row.
-  Changes changes = nullptr;
-  const float* low = nullptr;
-  int64_t width = 0;
+  Changes changes = nullptr;  // of the rows' adapters, which add to out; of one product alone
+  float* residual = nullptr;  // then out times scale is added to it
+  float scale = 1.0f;
 };
 void linear_each(const Product* products, int count, const uint8_t* next_blob = nullptr);
 // The row's own norm.
@@ -44,9 +43,24 @@ inline Norm changed(Norm norm, const LoraChange* change) {
   if (change && change->norm) norm.weight = change->norm, norm.bias = change->norm_bias;
   return norm;
 }
-// h (change.width) = what all parts make of x (K); y: columns [first, first + columns) of a product's output, which is what `y` points to.
-void lora_down(const LoraChange& change, const float* x, int K, float* h);
-void lora_up(const LoraChange& change, const float* h, int64_t first, int64_t columns, float* y);
+// h (change.width) = what all parts make of x (K), or piece number `piece` of it.
+void lora_down(const LoraChange& change, const float* x, int K, float* h, int64_t piece = 0, int64_t pieces = 1);
+// Adds what the adapters of M rows make of h (M, ldh) to columns [first, first + columns) of a product's output, which are at y (M, ldy).
+void lora_up(Changes changes, int M, const float* h, int64_t ldh, int64_t first, int64_t columns, float* y, int64_t ldy);
+// Prefetches what lora_up reads for these columns of M rows: short pieces of many rows, which no hardware foresees. Inlined by force: GCC
+// takes a function that only prefetches for one without effects, and drops the calls.
+__attribute__((always_inline)) inline void expect_up(Changes changes, int M, int64_t first, int64_t columns) {
+  for (int m = 0; m < M; m++) {
+    if (!changes[m] || (m && changes[m] == changes[m - 1])) continue;
+    for (const LoraPart* p = changes[m]->parts; p < changes[m]->parts + changes[m]->num_parts; p++) {
+      const int64_t begin = first > p->first ? first : p->first;
+      const int64_t end = first + columns < p->first + p->columns ? first + columns : p->first + p->columns;
+      const uint16_t* b = p->b + (begin - p->first);
+      for (int64_t r = 0; begin < end && r < p->rank; r++, b += p->columns)
+        for (int64_t c = 0; c < end - begin; c += 32) __builtin_prefetch(b + c, 0, 2);
+    }
+  }
+}
 
 // residual += scale * norm(x @ blob + bias)
 void linear_residual(const float* x, int M, const uint8_t* blob, const float* bias, Norm norm, float scale, float* residual,

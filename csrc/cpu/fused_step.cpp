@@ -214,12 +214,12 @@ class FusedStep::Worker {
     const Norm norm{op.norm, float(op.eps)};
     const float scale = float(op.scale);
     const bool direct = !norm.weight && scale == 1.0f && !changes_;
-    product(op.blob, in, int(b_.T), {nullptr, 0.0f}, op.bias, direct ? s_.x : s_.columns, direct);
-    if (direct) return;
+    product(op.blob, in, int(b_.T), {nullptr, 0.0f}, op.bias, direct ? s_.x : s_.columns, direct, direct || norm.weight ? nullptr : &scale);
+    if (!norm.weight) return;
     const int H = int(s_.program.hidden());
     each(b_.T, [&](int64_t t) {
       float *x = s_.x + t * H, *out = s_.columns + t * H;
-      if (norm.weight) normalize(out, 1, H, norm, out, change(t));
+      normalize(out, 1, H, norm, out, change(t));
       for (int i = 0; i < H; i++) x[i] += scale * out[i];
     });
   }
@@ -243,9 +243,10 @@ class FusedStep::Worker {
       const int first = int(share_of(gate.tiles, i, count)), end = int(share_of(gate.tiles, i + 1, count));
       if (first == end) return;
       const uint8_t* next = after(i, count);
+      const int column = first * kTile, columns = std::min(end * kTile, I) - column;
+      if (changes_) expect_up(changes_, M, column, columns), expect_up(changes_, M, I + column, columns);
       tiles(blob, gate, x, rows.codes, M, first, end, blob + up.data + first * up.tile_bytes, out);
       tiles(blob, up, x, rows.codes, M, first, end, next ? next : blob + gate.data + end * gate.tile_bytes, out);
-      const int column = first * kTile, columns = std::min(end * kTile, I) - column;
       change_columns(M, column, columns, out), change_columns(M, I + column, columns, out);
       for (int64_t m = 0; m < M; m++) {
         const float* row = s_.columns + m * N + column;
@@ -361,8 +362,7 @@ class FusedStep::Worker {
   Changes change(int64_t row) const { return changes_ ? changes_ + row : nullptr; }
   // The second halves of the adapters' products: some columns of all rows.
   void change_columns(int M, int64_t first, int64_t columns, const Output& out) const {
-    for (int64_t m = 0; changes_ && columns > 0 && m < M; m++)
-      if (changes_[m]) lora_up(*changes_[m], s_.low + m * s_.width, first, columns, out.out + m * out.ld + first);
+    if (changes_) lora_up(changes_, M, s_.low, s_.width, first, columns, out.out + first, out.ld);
   }
 
   // The tiles [first, end) of a part; next: what is read after them, or null for the following bytes.
@@ -398,14 +398,15 @@ class FusedStep::Worker {
     return (i + 1) % each == 0 && next_op_ ? share_start(next_op_, i / each, member_.size) : nullptr;
   }
 
-  // out (M, N) = or += norm(x) @ matrix + bias.
-  void product(const uint8_t* blob, const float* x, int M, Norm norm, const float* bias, float* out, bool add) {
+  // out (M, N) = or += norm(x) @ matrix + bias. scale: not null: out times that is added to the residual.
+  void product(const uint8_t* blob, const float* x, int M, Norm norm, const float* bias, float* out, bool add,
+               const float* scale = nullptr) {
     OwnRows rows{x, norm};
     prepare(blob, rows, M);
-    columns(blob, rows, M, bias, out, add);
+    columns(blob, rows, M, bias, out, add, scale);
   }
   // The same with prepared inputs: columns divided among the threads.
-  void columns(const uint8_t* blob, OwnRows& rows, int M, const float* bias, float* out, bool add) {
+  void columns(const uint8_t* blob, OwnRows& rows, int M, const float* bias, float* out, bool add, const float* scale = nullptr) {
     const int64_t all = tiles_of(blob), count = shares(all);
     each(count, [&](int64_t i) {
       const float* in = own_rows(blob, rows, M);
@@ -415,8 +416,14 @@ class FusedStep::Worker {
         if (first < part.tiles && first < end) {
           const Output to{out, header(blob).N, bias, add};
           const int last = int(std::min<int64_t>(end, part.tiles));
+          const int64_t column = part.first_output + first * kTile, own = std::min<int64_t>(last * kTile, part.outputs) - first * kTile;
+          if (changes_) expect_up(changes_, M, column, own);
           tiles(blob, part, in, rows.codes, M, int(first), last, end <= part.tiles ? after(i, count) : nullptr, to);
-          change_columns(M, part.first_output + first * kTile, std::min<int64_t>(last * kTile, part.outputs) - first * kTile, to);
+          change_columns(M, column, own, to);
+          for (int64_t m = 0; scale && m < M; m++) {
+            float *residual = s_.x + m * to.ld + column, *y = out + m * to.ld + column;
+            for (int64_t c = 0; c < own; c++) residual[c] += *scale * y[c];
+          }
         }
         first = std::max<int64_t>(0, first - part.tiles), end -= part.tiles;
       }

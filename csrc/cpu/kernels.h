@@ -74,7 +74,7 @@ struct Kernels {
   int64_t (*read)(const uint8_t* data, int64_t bytes);  // touches every byte; for measuring
   // The products of an adapter for one row: h (ld) = scale * (x a), a f16 (K, ld); y (columns) += h b, b f16 (rank, ld).
   void (*lora_down)(const float* x, const uint16_t* a, int64_t ld, int rank, int K, const float* scale, float* h);
-  void (*lora_up)(const float* h, const uint16_t* b, int64_t ld, int rank, int columns, float* y);
+  void (*lora_up)(const float* h, int64_t ldh, int rows, const uint16_t* b, int64_t ld, int rank, int columns, float* y, int64_t ldy);
 };
 
 inline int64_t attention_scratch(int64_t rows, int64_t page_size, int64_t head_dim) {

@@ -166,7 +166,7 @@ void run_embed(const EmbedOp& op, const StepBatch& b, int H, float* x) {
       Buffer<float> h(part.rank);
       kernels().to_float(part.a + b.ids[t] * part.width(), kDenseF16, int(part.rank), h);
       for (int64_t r = 0; r < part.rank; r++) h[r] *= part.scale[r];
-      kernels().lora_up(h, part.b, part.columns, int(part.rank), int(part.columns), x + t * H + part.first);
+      kernels().lora_up(h, 0, 1, part.b, part.columns, int(part.rank), int(part.columns), x + t * H + part.first, 0);
     }
   }
 }

@@ -15,7 +15,7 @@ struct LoraPart {
   int64_t width() const { return (rank + 15) / 16 * 16; }
 };
 
-// 16 ranks of a part, as the stream-K GEMM takes them: A fragments of m16n8k16 (16 rows of A x 16 columns: lane 4 g + t has rows g, g + 8,
+// 16 ranks of a part, as products on Hopper take them: A fragments of m16n8k16 (16 rows of A x 16 columns: lane 4 g + t has rows g, g + 8,
 // columns 2t, 2t + 1, then columns 2t + 8, 2t + 9).
 struct LoraBlock {
   const uint16_t* a;             // f16 [stored rows / 16][lane][8]: A's rows are ranks, its columns the matrix's stored rows
@@ -23,6 +23,8 @@ struct LoraBlock {
   const float* scale;            // (ranks)
   uint16_t first_strip, strips;  // strips of y, counted over all parts of the matrix
   int32_t ranks;
+  const uint16_t* rows;  // f16: the part's a from its first rank on
+  int64_t stride;        // of rows
 };
 
 // What an adapter does to one op, null for nothing: its parts, then y += gain * y, then y += bias. norm, norm_bias: instead of the op's

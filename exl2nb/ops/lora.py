@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 MAGIC, VERSION, HEADER_WORDS = 0x3141524F4C324558, 2, 6
 INSIDE = ("norm_qkv_rope", "linear_residual", "norm_gate_up")  # ops whose products on the GPU can add adapters themselves
 INSIDE_PARTS, INSIDE_WIDTH = 6, 256  # most of a change there: kLoraChainParts, kLoraChainWidth in csrc/cuda/gemm/persistent/lora_chain.cuh
-CHANGE_WORDS, PART_WORDS, BLOCK_WORDS, FIRST_A = 16, 6, 4, 8  # of LoraChange, LoraPart, LoraBlock, kFirstA in csrc/format/lora.h
+CHANGE_WORDS, PART_WORDS, BLOCK_WORDS, FIRST_A = 16, 6, 6, 8  # of LoraChange, LoraPart, LoraBlock, kFirstA in csrc/format/lora.h
 
 _tables: weakref.WeakValueDictionary[int, LoraTable] = weakref.WeakValueDictionary()
 
 
 @dataclass(frozen=True, eq=False)
 class LoraStrips:
-    """A part in blocks of 16 ranks, as the stream-K GEMM of up to 16 rows takes it (LoraBlock in csrc/format/lora.h).
+    """A part in blocks of 16 ranks, as products on Hopper take it (LoraBlock in csrc/format/lora.h).
 
     a: f16 `(blocks, stored rows / 16, 32, 8)`. b: f16 `(blocks, strips, 32, 8)`. first: the first of the strips.
     """
@@ -68,12 +68,13 @@ class LoraStrips:
         """Memory of its tensors."""
         return self.a.nbytes + self.b.nbytes
 
-    def words(self, scale: Tensor) -> list[list[int]]:
-        """Of each block; scale: the part's."""
+    def words(self, part: LoraPart) -> list[list[int]]:
+        """Of each block of the part."""
         return [
             [
-                a.data_ptr(), b.data_ptr(), scale.data_ptr() + 64 * i,
-                self.first | b.shape[0] << 16 | min(16, scale.shape[0] - 16 * i) << 32,
+                a.data_ptr(), b.data_ptr(), part.scale.data_ptr() + 64 * i,
+                self.first | b.shape[0] << 16 | min(16, part.rank - 16 * i) << 32,
+                part.a.data_ptr() + 32 * i, part.a.shape[1],
             ]
             for i, (a, b) in enumerate(zip(self.a, self.b))
         ]  # fmt: skip
@@ -192,9 +193,7 @@ class LoraTable:
         adapters = [None if adapter is None else for_gemm(adapter, self.program) for adapter in self.adapters]
         changes = [None if adapter is None else adapter.get(op) for adapter in adapters for op in range(ops)]
         rows = [row for i, change in enumerate(changes) if change for row in self._parts(i % ops, change, kept)]
-        blocks = [
-            row for change in changes if change and change.in_strips for part in change.parts for row in _strips(part).words(part.scale)
-        ]
+        blocks = [row for change in changes if change and change.in_strips for part in change.parts for row in _strips(part).words(part)]
         tables = torch.tensor([word for row in (*rows, *blocks) for word in row], dtype=torch.int64)
         tables = tables.to(self.program.device)  # all in one, as each copy to a GPU takes its time
         kept.append(tables)

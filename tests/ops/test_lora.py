@@ -205,4 +205,6 @@ def test_strips_hold_the_part(first, columns, rank):
     want[:rank, at[inside]] = part.b
     assert torch.equal(b, want[:, 16 * strips.first : 16 * strips.first + b.shape[1]])
     assert b.count_nonzero() == want.count_nonzero()
-    assert strips.words(part.scale)[-1][3] == strips.first | b.shape[1] // 16 << 16 | (rank - 16 * (width // 16 - 1)) << 32
+    last = strips.words(part)[-1]
+    assert last[3] == strips.first | b.shape[1] // 16 << 16 | (rank - 16 * (width // 16 - 1)) << 32
+    assert last[4:] == [part.a[:, width - 16 :].data_ptr(), part.a.stride(0)]

@@ -347,15 +347,15 @@ struct Int8Gptq {
   }
 };
 
-// Calls `with` with a null pointer of the type for the item (not dense). pairs: two items.
-template <int CHUNKS, WeightKind WEIGHTS, class F>
+// Calls `with` with a null pointer of the type for the item (not dense). pairs: two items, where there is code for them (PAIRS).
+template <int CHUNKS, WeightKind WEIGHTS, bool PAIRS, class F>
 __device__ __forceinline__ void dispatch_item(const ItemDesc& it, bool pairs, const F& with) {
   constexpr bool kApart = WEIGHTS == kNarrow;
   const auto exl2 = [&](auto form) {
     dispatch_bits<4, 3, 5, 2, 6, 8>(
         it.bits(), [&](auto b) { with(static_cast<Int8Item<decltype(b)::value, decltype(form)::value, CHUNKS, kApart>*>(nullptr)); });
   };
-  if constexpr (CHUNKS == 4)
+  if constexpr (CHUNKS == 4 && PAIRS)
     if (pairs) return exl2(std::integral_constant<Int8Form, kPairedItems>{});
   if constexpr (WEIGHTS == kAnyWeights) {
     const auto gptq = [&](auto one) {

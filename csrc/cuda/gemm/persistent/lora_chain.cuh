@@ -2,17 +2,19 @@
 // consumers multiply: A adds x a to sums, B multiplies the sums by b.
 //
 // x a, where x is what the GEMM before has made: every CTA multiplies the columns that it owns, which the epilogue leaves in shared memory,
-// as soon as they are stored. In the first GEMM, whose x another kernel has made: task = 64 stored rows, 16 columns of a, one row of the
-// step; each CTA has few, from the last CTA on, as the first own more strips.
+// as soon as they are stored. In the first GEMM, whose x another kernel has made: 32 stored rows and all of a, from the last CTA on, as the
+// first own more strips.
 // Exchange: sums[gemm][row][width] as whole numbers of 64 bits that count what was added (LoraSum). Three sets: launches of several GEMMs
 // take the first two by turns and clear the others; a launch of one GEMM takes the third. Then every CTA's warp B multiplies the sums by
 // the columns of b of its CTA. The results are in shared memory before kFactorsReady; the epilogue adds them to its sums, ahead of the norm
 // factor, as x is not scaled either.
-// The consumers wait for these warps, and a warp by itself takes ten to forty cycles an instruction: instructions and constants come from
-// memory, which weights keep busy. So there are few instructions between inputs and results: both products run on the tensor cores, tile
-// by tile from lists. What a tile is, where its inputs are and where its sums go was written down when it was fetched, during the GEMM
-// before. Where the tiles of a GEMM have no room beside the ring, a warp fetches and multiplies them in turns.
-// Bytes: a and b once per row of the step; 8 * width per row and CTA from L2. Limits: LoraTable.fits_inside of ops/lora.py.
+// Both products run on the tensor cores, 16 ranks (LoraBlock) times 16 inputs or columns at a time. These tiles are fetched before the
+// inputs are there, as many as there is room for beside the ring, else in turns. A list says what each tile of b is multiplied by and where
+// the results go.
+// Trap: instructions are the cost. A warp beside the consumers takes ten to forty cycles an instruction, what runs once per GEMM comes from
+// behind the instruction cache (128 KiB: 8192 instructions), and all code of a layer should stay in it. So there are short loops, one copy
+// of each, hardly anything unrolled, and whatever can be found before the sums are there is in lists. Bytes: a and b once per row of the
+// step; 8 * width per row and CTA from L2. Limits: LoraTable.fits_inside of ops/lora.py.
 #pragma once
 #include "cuda/gemm/lora.h"
 #include "cuda/gemm/skinny/skinny_gemm.cuh"
@@ -21,42 +23,38 @@
 
 namespace exl2nb {
 
-constexpr int kLoraChainWarps = 2;                                              // of a CTA, for adapters
-constexpr int kLoraChainGemms = 4, kLoraChainParts = 6, kLoraChainWidth = 256;  // of a chain; most of a change, in all parts
-constexpr int kLoraChainRows = 4, kLoraChainHead = 64;                          // of a launch; floats in front of the sums
+constexpr int kLoraChainWarps = 2;                         // of a CTA, for adapters
+constexpr int kLoraChainGemms = 4;                         // of a chain
+constexpr int kLoraChainParts = 6, kLoraChainWidth = 256;  // most of a change, in all parts
+constexpr int kLoraChainRows = 4, kLoraChainHead = 64;     // of a launch; floats in front of the sums
 constexpr int kLoraChainSets = 3;
-constexpr int kLoraChainTask = 64, kLoraTile = 512;     // stored rows; bytes of 16 x 16 numbers of a or b
-constexpr int kLoraList = 64, kLoraTogether = 4;        // most tiles of a list, and most sums; tiles whose loads are in flight
-constexpr int kLoraStrips = kLoraList - kLoraTogether;  // most that a CTA owns
-constexpr int kLoraChainCache = 24 * 1024;              // most bytes of tiles in shared memory
+constexpr int kLoraTile = 512;              // bytes of 16 x 16 numbers of a or b
+constexpr int kLoraChainCache = 24 * 1024;  // most bytes of tiles in shared memory
 
-// A tile in shared memory: addresses of it and of the 16 numbers that it is multiplied by; the sum, of those that the tensor cores hold, to
-// which the products are added; whether these sums are then complete.
+// A tile of b: 16 columns times 16 ranks, what they are multiplied by (a row's block), the place of the first column among what the
+// epilogue adds, and whether an earlier tile has these columns, too.
 struct LoraTile {
-  uint32_t tile, from;
-  int sum, last;
+  const uint16_t* b;
+  uint16_t low, place;
+  uint32_t again;
 };
-EXL2NB_BOTH constexpr int lora_list_bytes() { return kLoraList * static_cast<int>(sizeof(LoraTile)) + (kLoraList + 8) * 4; }
-// Least bytes for tiles: one of zeros, those of a task or of so many strips of a, and those of one strip of b.
-EXL2NB_BOTH constexpr int lora_least_a(int strips) { return strips > kLoraChainTask / 16 ? strips : kLoraChainTask / 16; }
-EXL2NB_BOTH constexpr int lora_least_cache(int width, int strips) { return (1 + lora_least_a(strips) + width / 16) * kLoraTile; }
 
 struct LoraChain {
   const LoraChange* changes[kLoraChainGemms];  // of adapter 0, as in LoraRows
-  const int* features;                         // of stored rows of the first GEMM; null: the same
   int64_t ops;
   const int* adapters;  // by row, -1 for none
   unsigned long long* sums;
   unsigned* launches;
-  int width, set;                                                                   // stride of the sums: widest change; numbers of a set
-  int args, parts, scales, low, adds, outputs, lists, cache, cache_bytes, a_tiles;  // offsets in shared memory; tiles of a there
+  int width, set;     // stride of the sums: widest change; numbers of a set
+  int per_cta, rest;  // 32 stored rows of the first GEMM that every CTA has; the last `rest` CTAs have 32 more
+  int args, blocks, scales, low, adds, outputs, list, cache, a_tiles, b_tiles;  // offsets in shared memory; tiles of a and b there
 };
 // Numbers of a set.
 inline int64_t lora_chain_set(int64_t width) { return kLoraChainGemms * kLoraChainRows * width; }
-// Bytes of shared memory for the parts of so many rows, and places in them.
-EXL2NB_BOTH constexpr int lora_counts_bytes(int rows) { return (kLoraChainGemms * rows * 8 + 15) / 16 * 16; }
-EXL2NB_BOTH constexpr int lora_parts_bytes(int rows) {
-  return lora_counts_bytes(rows) + kLoraChainGemms * rows * kLoraChainParts * static_cast<int>(sizeof(LoraPart));
+// Bytes of shared memory for the blocks of so many rows: their numbers, then themselves.
+EXL2NB_BOTH constexpr int lora_counts_bytes(int rows) { return (kLoraChainGemms * rows * 4 + 15) / 16 * 16; }
+EXL2NB_BOTH constexpr int lora_blocks_bytes(int rows, int width) {
+  return lora_counts_bytes(rows) + kLoraChainGemms * rows * (width / 16) * static_cast<int>(sizeof(LoraBlock));
 }
 
 #if __CUDA_ARCH__ >= 900
@@ -81,119 +79,96 @@ __device__ __forceinline__ void copy_word(void* to, const void* from, int bytes 
   asm volatile("cp.async.ca.shared.global [%0],[%1],%2,%3;" ::"r"(shared_address(to)), "l"(from), "n"(BYTES), "r"(bytes) : "memory");
 }
 
-// 8 bytes of shared memory.
-__device__ __forceinline__ uint2 load_pair(uint32_t from) {
-  uint2 v;
-  asm volatile("ld.shared.v2.u32 {%0,%1},[%2];" : "=r"(v.x), "=r"(v.y) : "r"(from) : "memory");
-  return v;
-}
-
 // A warp. Args: PersistentArgs, whose copy in shared memory it reads: constants that are not in the constant cache take as long as memory,
 // one after the other.
 template <class Args>
 struct LoraWarp {
-  static constexpr int kSumsA = 8, kSumsB = 4;  // that the tensor cores hold at once: of b in two halves each
-  static constexpr float kLow = 1.f / 16;       // of x a between the products, where it is two halves
+  static constexpr float kLow = 1.f / 16;  // of x a between the products, where it is two halves
+  static constexpr int kTogether = 2;      // tiles of b whose loads are in flight
   const Args& C;
   const LoraChain& L;
   uint8_t* shared;
-  int rows, width, block, lane;
-  unsigned long long* sums;  // of this launch
-  int tiles, done;           // what has been fetched: tiles in the list, sums since the GEMM began
-  bool all;                  // whether that is all of the GEMM
-  const half* x;             // this lane's numbers of the task's x; null: zeros
+  int rows, block, lane;
+  unsigned long long* sums = nullptr;  // of this launch
 
-  __device__ __forceinline__ LoraWarp(const Args& args, int tokens, const LoraChain& lora, uint8_t* smem, int cta, int thread)
-      : C(args), L(lora), shared(smem), rows(tokens), width(lora.width), block(cta), lane(thread), sums(nullptr) {}
-
-  // Number of parts of a row's change, and its width.
-  __device__ __forceinline__ int2& count(int q, int row) const { return reinterpret_cast<int2*>(shared + L.parts)[q * rows + row]; }
-  __device__ __forceinline__ LoraPart* parts(int q, int row) const {
-    return reinterpret_cast<LoraPart*>(shared + L.parts + lora_counts_bytes(rows)) + (q * rows + row) * kLoraChainParts;
+  // Number of blocks of a row's change, and the blocks.
+  __device__ __forceinline__ int& count(int q, int row) const { return reinterpret_cast<int*>(shared + L.blocks)[q * rows + row]; }
+  __device__ __forceinline__ LoraBlock* blocks(int q, int row) const {
+    return reinterpret_cast<LoraBlock*>(shared + L.blocks + lora_counts_bytes(rows)) + (q * rows + row) * (L.width / 16);
   }
-  __device__ __forceinline__ float* scales(int row) const { return reinterpret_cast<float*>(shared + L.scales) + row * width; }
-  // x a of 16 numbers: high halves, then low ones.
-  __device__ __forceinline__ half* low(int row, int tile) const {
-    return reinterpret_cast<half*>(shared + L.low) + (row * (width / 16) + tile) * 32;
-  }
-  __device__ __forceinline__ LoraTile* list(bool of_b) const {
-    return reinterpret_cast<LoraTile*>(shared + L.lists + (of_b ? lora_list_bytes() : 0));
-  }
-  // Where the sums of a list's tiles go; -1 behind the last.
-  __device__ __forceinline__ int* places(bool of_b) const { return reinterpret_cast<int*>(list(of_b) + kLoraList); }
-  static __device__ __forceinline__ int padded(const LoraPart& p) { return static_cast<int>(p.rank + 15) & ~15; }
-  __device__ __forceinline__ int chunks() const { return (C.gemm[0].width + kLoraChainTask - 1) / kLoraChainTask; }
+  __device__ __forceinline__ float* scales(int row) const { return reinterpret_cast<float*>(shared + L.scales) + row * L.width; }
+  // x a of a block's 16 ranks: high halves, then low ones.
+  __device__ __forceinline__ uint8_t* low(int row, int i) const { return shared + L.low + (row * (L.width / 16) + i) * 64; }
+  // This CTA's outputs of the GEMM before, or x of the first one: 16 numbers of a tile and row.
+  __device__ __forceinline__ uint8_t* outputs(int tile, int row) const { return shared + L.outputs + (tile * rows + row) * 32; }
+  __device__ __forceinline__ uint8_t* slot(int n) const { return shared + L.cache + n * kLoraTile; }
+  __device__ __forceinline__ int chunks() const { return C.gemm[0].width / 32; }
   __device__ __forceinline__ int own_strips(const GemmArgs& A, int p) const {
     return A.part[p].per_cta + (first_strip(A, block, p) < A.part[p].rest ? 1 : 0);
   }
-  // Place of a strip's first column among the CTA's outputs of GEMM q.
-  __device__ __forceinline__ int place(int q, int p, int strip) const {
-    const auto& P = C.gemm[q];
-    const int round = P.rounds > 1 ? strip / P.strips : 0;
-    return ((round * P.a.num_parts + p) * P.strips + strip - round * P.strips) * 16;
+  // Tiles of a block of a that this CTA multiplies: strips, or two for each 32 stored rows of the first GEMM.
+  __device__ __forceinline__ int own_tiles(int q) const {
+    if (q) return own_strips(C.gemm[q - 1].a, 0);
+    return 2 * (L.per_cta + (C.grid - 1 - block < L.rest ? 1 : 0));
   }
-  __device__ __forceinline__ uint8_t* slot(int n) const { return shared + L.cache + n * kLoraTile; }
 
   // The warp that adds to the sums. Barriers: the consumers have left what they stored; the epilogue may leave more.
   template <class State>
-  __device__ __forceinline__ void run_a(State& state, const Args& parameters, uint64_t* stored, uint64_t* ready) {
-    fetch_parts(state, parameters);
+  __device__ __forceinline__ void run_a(State& state, uint64_t* stored, uint64_t* ready) {
+    fetch_blocks(state);
 #pragma unroll 1
     for (int q = 0; q < C.count; q++) {
-      done = q ? 0 : C.grid - 1 - block;
+      const int own = own_tiles(q), most = most_blocks(own);
       if (q == 1) clear();
 #pragma unroll 1
-      for (bool more = false;; more = true) {
-        fill_a(q);
+      for (int done = 0;;) {
+        const int all = fetch_a(q, own, most, done);
         async_commit();
         async_wait<0>();
-        if (!more) {
-          if (q == 0)
+        if (done == 0) {
+          if (q == 0) {
             pdl_wait();
-          else if (kWarpArrivals > 1 || lane == 0)
+            take_x(own);
+          } else if (kWarpArrivals > 1 || lane == 0) {
             barrier_wait(stored, (q - 1) & 1);
-        }
-        if (q == 0) {
-          uint4 v = make_uint4(0, 0, 0, 0);
-          if (tiles && x) v = ld_relaxed(x);
-          take_set();  // behind x, not in front
-          if (tiles && lane < kLoraChainTask / 8) reinterpret_cast<uint4*>(shared + L.outputs)[lane] = v;
+          }
         }
         __syncwarp();
-        add_sums();
+        add_sums(q, own, most, done);
         __syncwarp();
-        if (all) break;
+        if ((done += most) >= all) break;
       }
       warp_arrive(ready, lane);
     }
   }
   // The warp that multiplies the sums. Barriers: polling for the inputs may start; the consumers have read what they add; what the epilogue
   // needs is there.
-  __device__ __forceinline__ void run_b(uint64_t* inputs, uint64_t* stored, uint64_t* ready) {
-    pair_sync();
+  __device__ __forceinline__ void run_b(const Args& parameters, uint64_t* inputs, uint64_t* stored, uint64_t* ready) {
+    fetch_args(parameters);
 #pragma unroll 1
     for (int q = 0; q < C.count; q++) {
-      done = 0;
 #pragma unroll 1
-      for (bool more = false;; more = true) {
-        fill_b(q);
-        if (!more) fetch_scales(q);
-        async_commit(), async_wait<0>();
-        if (!more) {
+      for (int done = 0;;) {
+        const int all = fetch_b(q, done);
+        async_commit();
+        async_wait<0>();
+        if (done == 0) {
+          if (q && (kWarpArrivals > 1 || lane == 0)) barrier_wait(stored, (q - 1) & 1);
+          __syncwarp();
+          clear_adds(q);
           if (q == 0) {
             pdl_wait();
             take_set();
           } else if (kWarpArrivals > 1 || lane == 0) {
-            barrier_wait(stored, (q - 1) & 1), barrier_wait(inputs, q & 1);
+            barrier_wait(inputs, q & 1);
           }
+          __syncwarp();
+          gather(q);
         }
         __syncwarp();
-#pragma unroll 1
-        for (int row = 0; !more && row < rows; row++) gather(q, row);
+        expand(min(all - done, L.b_tiles));
         __syncwarp();
-        expand();
-        __syncwarp();
-        if (all) break;
+        if ((done += L.b_tiles) >= all) break;
       }
       warp_arrive(ready, lane);
     }
@@ -201,9 +176,8 @@ struct LoraWarp {
   static __device__ __forceinline__ void pair_sync() { asm volatile("bar.sync 2,64;" ::: "memory"); }
   // Behind griddepcontrol.wait, by every CTA before any finishes the launch.
   __device__ __forceinline__ void take_set() { sums = L.sums + (C.count == 1 ? 2 : ld_relaxed(L.launches) & 1) * L.set; }
-  // The kernel's arguments, and the parts of all rows and GEMMs, for both warps.
-  template <class State>
-  __device__ __forceinline__ void fetch_parts(State& state, const Args& parameters) {
+  // The kernel's arguments, for both warps.
+  __device__ __forceinline__ void fetch_args(const Args& parameters) const {
     constexpr int kPieces = sizeof(Args) / 8, kEach = (kPieces + 31) / 32;
     const void* argument = &parameters;
     asm volatile("" : "+l"(argument));  // by ordinary loads, all at once
@@ -211,30 +185,34 @@ struct LoraWarp {
 #pragma unroll
     for (int i = 0; i < kEach; i++)
       if (lane + 32 * i < kPieces) pieces[i] = static_cast<const uint2*>(argument)[lane + 32 * i];
-    const int all = parameters.count * rows;
-    const uint8_t* from = nullptr;
-    int n = 0;
-    if (lane < all) {
-      const int q = lane / rows, row = lane - q * rows, adapter = __ldg(L.adapters + row);
-      int of_all = 0;
-      if (adapter >= 0) {
-        const auto* const change = reinterpret_cast<const long long*>(L.changes[q] + adapter * L.ops);
-        from = reinterpret_cast<const uint8_t*>(__ldg(change));
-        n = min(static_cast<int>(__ldg(change + 1)), kLoraChainParts), of_all = static_cast<int>(__ldg(change + 2));
-      }
-      count(q, row) = make_int2(n, n ? of_all : 0);
-    }
 #pragma unroll
     for (int i = 0; i < kEach; i++)
       if (lane + 32 * i < kPieces) reinterpret_cast<uint2*>(shared + L.args)[lane + 32 * i] = pieces[i];
-    reinterpret_cast<uint4*>(slot(0))[lane] = make_uint4(0, 0, 0, 0);
+    pair_sync();
+  }
+  // The blocks of all rows and GEMMs, for both warps.
+  template <class State>
+  __device__ __forceinline__ void fetch_blocks(State& state) const {
+    const int all = kLoraChainGemms * rows;
+    const uint8_t* from = nullptr;
+    int n = 0;
+    if (lane < all) {
+      const int q = lane / rows, row = lane - q * rows, adapter = L.changes[q] ? __ldg(L.adapters + row) : -1;
+      if (adapter >= 0) {
+        const LoraChange* const change = L.changes[q] + adapter * L.ops;
+        n = min(static_cast<int>(__ldg(reinterpret_cast<const long long*>(&change->width))), L.width) / 16;
+        from = reinterpret_cast<const uint8_t*>(__ldg(reinterpret_cast<const unsigned long long*>(&change->blocks)));
+      }
+      count(q, row) = n;
+    }
     if (lane == 0) state.lora_adds = L.adds, state.lora_outputs = L.outputs;  // not from the parameters, where the epilogue would stall
 #pragma unroll 1
     for (int i = 0; i < all; i++) {
-      const auto* const part = reinterpret_cast<const uint8_t*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(from), i));
-      const int bytes = __shfl_sync(~0u, n, i) * static_cast<int>(sizeof(LoraPart));
-      auto* const to = reinterpret_cast<uint8_t*>(parts(0, 0) + i * kLoraChainParts);
-      for (int at = lane * 8; at < bytes; at += 32 * 8) copy_word<8>(to + at, part + at);
+      const auto* const block = reinterpret_cast<const uint8_t*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(from), i));
+      const int bytes = __shfl_sync(~0u, n, i) * static_cast<int>(sizeof(LoraBlock));
+      auto* const to = reinterpret_cast<uint8_t*>(blocks(0, i));
+#pragma unroll 1
+      for (int at = lane * 8; at < bytes; at += 32 * 8) copy_word<8>(to + at, block + at);
     }
     async_commit();
     async_wait<0>();
@@ -245,286 +223,205 @@ struct LoraWarp {
 #pragma unroll 1
     for (int set = 0; set < kLoraChainSets; set++) {
       auto* const other = reinterpret_cast<uint4*>(L.sums + set * L.set);
-      if (L.sums + set * L.set != sums)
-        for (int i = block * 32 + lane; i < L.set / 2; i += C.grid * 32) other[i] = make_uint4(0, 0, 0, 0);
+#pragma unroll 1
+      for (int i = block * 32 + lane; L.sums + set * L.set != sums && i < L.set / 2; i += C.grid * 32) other[i] = make_uint4(0, 0, 0, 0);
     }
   }
 
-  __device__ __forceinline__ void fetch_scales(int q) const {
+  // Blocks of a that are multiplied together: a column of the tensor cores' B each.
+  __device__ __forceinline__ int most_blocks(int own) const {
+    int n = 1;
+#pragma unroll 1
+    while (n < 8 && (n + 1) * own <= L.a_tiles) n++;
+    return n;
+  }
+  // Calls f(n, row, number of the block) for each block of all rows, from `done` on as many as are multiplied together: n = 0, 1, ...
+  // Returns how many there are.
+  template <class F>
+  __device__ __forceinline__ int each_block(int q, int most, int done, const F& f) const {
+    int n = -done;
 #pragma unroll 1
     for (int row = 0; row < rows; row++) {
-      float* to = scales(row);
+      const int blocks = count(q, row);
 #pragma unroll 1
-      for (int i = 0; i < count(q, row).x; i++) {
-        const LoraPart& part = parts(q, row)[i];
-        for (int r = lane; r < padded(part); r += 32)
-          copy_word<4>(to + r, r < part.rank ? part.scale + r : part.scale, r < part.rank ? 4 : 0);
-        to += padded(part);
+      for (int i = 0; i < blocks; i++, n++)
+        if (n >= 0 && n < most) f(n, row, i);
+    }
+    return n + done;
+  }
+  __device__ __forceinline__ int fetch_a(int q, int own, int most, int done) const {
+    // Rows of a are 16 columns of the GEMM before; of the first GEMM, stored rows in the order of MMA fragments.
+    const int first = q ? first_strip(C.gemm[q - 1].a, block, 0) * 16 + (lane >> 1) : (C.grid - 1 - block) * 2;
+    return each_block(q, most, done, [&](int n, int row, int i) {
+      const LoraBlock& of = blocks(q, row)[i];
+      const uint16_t* from = q ? of.rows + first * of.stride + 8 * (lane & 1) : of.a + first * 256 + lane * 8;
+      const int64_t hop = q ? C.grid * 16 * of.stride : (C.grid * 2 - 1) * 256;
+#pragma unroll 1
+      for (int t = 0; t < own; t++) {
+        copy16<true>(slot(n * own + t) + lane * 16, from);
+        from += q || t & 1 ? hop : 256;
       }
-    }
+    });
   }
-  // The part that has the so-manieth tile of a row's change, which becomes the tile of the part.
-  __device__ __forceinline__ const LoraPart& part_of(int q, int row, int& tile) const {
-    const LoraPart* part = parts(q, row);
+  // The first GEMM's x of this CTA's tiles, 16 bytes a lane: of all rows at once.
+  __device__ __forceinline__ void take_x(int own) {
+    const int pieces = max(own * 2, 1), all = rows * own * 2;
 #pragma unroll 1
-    for (; tile >= padded(*part) / 16; part++) tile -= padded(*part) / 16;
-    return *part;
-  }
-
-  // The next tiles of a, as many as there is room for. The first GEMM: of the next task (done: its number). Later: for each row and 16
-  // columns of a (done: how many) the strips that this CTA owns, two lanes a tile.
-  __device__ __forceinline__ void fill_a(int q) {
-    int own_sums = 0;
-    tiles = 0;
-    if (q == 0)
-      all = fetch(own_sums);
-    else
-      all = fill_strips(q, own_sums);
-    const int padding = -tiles & (kLoraTogether - 1);
-    __syncwarp();
-    if (lane < padding) list(false)[tiles + lane] = {shared_address(slot(0)), shared_address(slot(0)), 0, lane == padding - 1};
-    if (padding == 0 && tiles && lane == 0) list(false)[tiles - 1].last = 1;
-    if (lane < kSumsA) places(false)[own_sums + lane] = -1;
-    tiles += padding;
-    __syncwarp();
-  }
-  __device__ __forceinline__ bool fill_strips(int q, int& own_sums) {
-    const GemmArgs& A = C.gemm[q - 1].a;
-    const int strip0 = first_strip(A, block, 0), own = own_strips(A, 0), hop = A.grid * 16, half_tile = lane & 1;
-    if (own == 0) return true;
-    const int most = min(L.a_tiles, kLoraStrips) / own;  // sums in the list
-    int number = 0;
-#pragma unroll 1
-    for (int row = 0; row < rows; row++) {
-      const int in_row = count(q, row).y / 16, first = max(done - number, 0), now = min(in_row - first, most - own_sums);
-      number += in_row;
-      if (first >= in_row) continue;
-#pragma unroll 1
-      for (int base = 0; base < now * own; base += 16) {
-        const int item = base + (lane >> 1), n = item / own, s = item - n * own, sum = own_sums + n;
-        if (item >= now * own) continue;
-        int tile = first + n;
-        if (half_tile == 0 && s == 0) places(false)[sum] = (q * kLoraChainRows + row) * width + tile * 16;
-        const LoraPart& part = part_of(q, row, tile);
-        uint8_t* const to = slot(1 + tiles + item) + half_tile * 16;
-        const uint16_t* from = part.a + static_cast<int64_t>(strip0 * 16 + s * hop) * padded(part) + tile * 16 + 8 * half_tile;
-#pragma unroll 4
-        for (int k = 0; k < 16; k++, from += padded(part)) copy16_part(to + k * 32, from, 16);
-        if (half_tile == 0)
-          list(false)[tiles + item] = {shared_address(to), shared_address(shared + L.outputs) + (s * rows + row) * 32, sum & (kSumsA - 1),
-                                       s == own - 1 && (sum & (kSumsA - 1)) == kSumsA - 1};
+    for (int n = lane; n - lane == 0 || n - lane < all; n += 32) {
+      const int row = n / pieces, piece = n - row * pieces;
+      uint4 v;
+      if (n < all)
+        v = ld_relaxed(C.gemm[0].a.x + static_cast<size_t>(row) * C.gemm[0].a.x_stride + (C.grid - 1 - block + (piece >> 2) * C.grid) * 32 +
+                       (piece & 3) * 8);
+      if (n == lane) take_set();  // behind x, not in front
+      if (n < all) {
+        auto* const to = reinterpret_cast<uint32_t*>(outputs(piece >> 2 << 1, row)) + (piece & 3);
+        to[0] = v.x, to[4] = v.y, to[8 * rows] = v.z, to[8 * rows + 4] = v.w;
       }
-      tiles += now * own, own_sums += now, done += now;
-      if (now < in_row - first) return false;
-    }
-    return true;
-  }
-  // Tiles of the next task of the first GEMM, in the order in which x is in memory (fragment.cuh). Returns whether there is none after it.
-  __device__ __forceinline__ bool fetch(int& own_sums) {
-    int most = 0, m = 0, tile = 0, chunk = 0;
-    for (int row = 0; row < rows; row++) most = max(most, count(0, row).y);
-    const int tasks = most / 16 * rows * chunks();
-    for (;; done += C.grid) {
-      if (done >= tasks) return true;
-      const int of_rows = done / chunks();
-      chunk = done - of_rows * chunks(), m = of_rows % rows, tile = of_rows / rows;
-      if (tile < count(0, m).y / 16) break;
-    }
-    done += C.grid;
-    if (lane == 0) places(false)[0] = m * width + tile * 16;
-    const LoraPart& part = part_of(0, m, tile);
-    constexpr int kTiles = kLoraChainTask / 16;
-    int stored[kTiles], feature[kTiles];
-#pragma unroll
-    for (int i = 0; i < kTiles; i++) {
-      const int eight = 2 * i + (lane >> 4), j = lane >> 1 & 7;
-      stored[i] = chunk * kLoraChainTask + (eight >> 2) * 32 + 2 * (eight & 3) + (j & 1) + (j >> 1 & 1) * 8 + (j >> 2) * 16;
-      feature[i] = L.features && stored[i] < C.gemm[0].width ? __ldg(L.features + stored[i]) : stored[i];
-    }
-#pragma unroll
-    for (int i = 0; i < kTiles; i++) {
-      const bool has = stored[i] < C.gemm[0].width;
-      copy16_part(slot(1 + i) + lane * 16,
-                  part.a + (has ? static_cast<int64_t>(feature[i]) * padded(part) : 0) + tile * 16 + 8 * (lane & 1), has ? 16 : 0);
-    }
-    if (lane < kTiles) list(false)[lane] = {shared_address(slot(1 + lane)), shared_address(shared + L.outputs) + lane * 32, 0, 0};
-    tiles = kTiles, own_sums = 1;
-    // Rows come in 32s.
-    const bool has = lane < kLoraChainTask / 8 && chunk * kLoraChainTask + (lane >> 2) * 32 < C.gemm[0].width;
-    x = has ? C.gemm[0].a.x + static_cast<size_t>(m) * C.gemm[0].a.x_stride + chunk * kLoraChainTask + lane * 8 : nullptr;
-    return done >= tasks;
-  }
-  // The next tiles of b, as many as there is room for: for each row of the step and strip of this CTA (done: how many) those of the parts
-  // that change its columns. Two lanes a strip; four strips are together in the tensor cores.
-  __device__ __forceinline__ void fill_b(int q) {
-    int used = 1 + L.a_tiles, own_sums = 0;
-    tiles = 0;
-    all = fill_columns(q, used, own_sums);
-    __syncwarp();
-  }
-  __device__ __forceinline__ bool fill_columns(int q, int& used, int& own_sums) {
-    const GemmArgs& A = C.gemm[q].a;
-    const int slots = L.cache_bytes / kLoraTile, half_strip = 8 * (lane & 1), local = lane >> 1, group = lane >> 3;
-    int strips = 0, number = 0;
-    for (int p = 0; p < A.num_parts; p++) strips += own_strips(A, p);
-#pragma unroll 1
-    for (int row = 0; row < rows; row++, number += strips) {
-      const int2 n = count(q, row);
-#pragma unroll 1
-      for (int base = max(done - number, 0); base < strips; base += 16) {
-        // This lane's strip, and its tiles.
-        int s = base + local, p = 0, mine = 0;
-        bool live = s < strips;
-#pragma unroll 1
-        for (; live && s >= own_strips(A, p); p++) s -= own_strips(A, p);
-        const int column = A.part[p].first_column + (first_strip(A, block, p) + s * A.grid) * 16, to = (place(q, p, s) * rows + row) * 4;
-#pragma unroll 1
-        for (int i = 0; i < n.x; i++) mine += live ? tiles_of(parts(q, row)[i], column) : 0;
-        // Tiles of the strips up to it; what there is room for; where the list has the tiles of its group.
-        int before = mine;
-#pragma unroll
-        for (int d = 2; d < 32; d *= 2) {
-          const int other = __shfl_up_sync(~0u, before, d);
-          if (lane >= d) before += other;
-        }
-        live = live && used + before <= slots && tiles + before + kLoraTogether * (group + 1) <= kLoraList && own_sums + local < kLoraList;
-        const int taken = __popc(__ballot_sync(~0u, live)) / 2, through = __shfl_sync(~0u, before, max(2 * taken - 1, 0));
-        const int all_before = taken ? through : 0, behind = __shfl_sync(~0u, before, max(8 * group - 1, 0)), at_group = group ? behind : 0;
-        const int of_group = min(__shfl_sync(~0u, before, 8 * group + 7), all_before) - at_group;
-        const int padded_group = max((of_group + kLoraTogether - 1) & -kLoraTogether, kLoraTogether);
-        int start = tiles, end = tiles;
-#pragma unroll
-        for (int g = 0; g < 4; g++) {
-          const int size = __shfl_sync(~0u, padded_group, 8 * g);
-          if (g < group) start += size;
-          if (4 * g < taken) end += size;
-        }
-        const int first = before - mine;  // tile of the pass
-        if (local < ((taken + kSumsB - 1) & -kSumsB)) {
-          if ((lane & 1) == 0) places(true)[own_sums + local] = live ? L.adds + to : -1;
-          if (const int pad = of_group + (lane & 7); pad < padded_group)
-            list(true)[start + pad] = {shared_address(slot(0)), shared_address(slot(0)), 0, 0};
-        }
-        if (live) {
-          int i = -1, left = 0, tile = 0, part_first = 0;
-#pragma unroll 1
-          for (int t = 0; t < mine; t++, tile++, left--) {
-            if (left == 0) {
-              if (i >= 0) part_first += padded(parts(q, row)[i]) / 16;
-              for (i++; (left = tiles_of(parts(q, row)[i], column)) == 0; i++) part_first += padded(parts(q, row)[i]) / 16;
-              tile = 0;
-            }
-            const LoraPart& part = parts(q, row)[i];
-            const int64_t in_part = column + half_strip - part.first, stride = part.columns;
-            const bool has = in_part >= 0 && in_part < stride;
-            const int ranks = has ? min(static_cast<int>(part.rank) - tile * 16, 16) : 0;
-            const uint16_t* from = part.b + (has ? tile * 16 * stride + in_part : 0);
-            uint8_t* const tile_at = slot(used + first + t);
-#pragma unroll 4
-            for (int r = 0; r < 16; r++) {
-              copy16_part(tile_at + r * 32 + 2 * half_strip, from, r < ranks ? 16 : 0);
-              if (r + 1 < ranks) from += stride;
-            }
-            if ((lane & 1) == 0)
-              list(true)[start + before - mine - at_group + t] = {shared_address(tile_at), shared_address(low(row, part_first + tile)),
-                                                                  local & (kSumsB - 1), 0};
-          }
-        }
-        __syncwarp();
-        if ((lane & 7) == 0 && 4 * group < taken) list(true)[start + padded_group - 1].last = 1;
-        used += all_before, tiles = end, own_sums += (taken + kSumsB - 1) & -kSumsB, done += taken;
-        if (taken < min(16, strips - base)) return false;
-      }
-    }
-    return true;
-  }
-  // Tiles of a part that change 16 columns from `column` on.
-  static __device__ __forceinline__ int tiles_of(const LoraPart& part, int column) {
-    const int64_t at = column - part.first;
-    return at > -16 && at < part.columns ? padded(part) / 16 : 0;
-  }
-
-  // Products of a list's tiles, 16 columns of a or b each. A sum has a column of the tensor cores' B and of their results, two of b: for
-  // the high and low halves that it is multiplied by. done(y, places): y as in an MMA, places of the sums.
-  template <bool OF_B, class Done>
-  __device__ __forceinline__ void multiply(Done&& done) const {
-    // Rows of a tile in an order that makes what a lane multiplies by four neighbours.
-    const uint32_t row = (4 * (lane >> 1 & 3) + (lane & 1) + 2 * (lane >> 4)) * 32 + (lane >> 3 & 1) * 16;
-    const uint32_t from = (lane & 3) * 8 + (OF_B ? (lane >> 2 & 1) * 32 : 0);
-    const int mine = lane >> (OF_B ? 3 : 2);
-    const LoraTile* const all = list(OF_B);
-    const int* to = places(OF_B);
-    float y[4] = {};
-#pragma unroll 1
-    for (int n = 0; n < tiles; n += kLoraTogether) {
-      LoraTile tile[kLoraTogether];
-      uint32_t a[kLoraTogether][4];
-      uint2 b[kLoraTogether];
-#pragma unroll
-      for (int j = 0; j < kLoraTogether; j++) {
-        const uint4 words = *reinterpret_cast<const uint4*>(all + n + j);
-        tile[j] = {words.x, words.y, static_cast<int>(words.z), static_cast<int>(words.w)};
-      }
-#pragma unroll
-      for (int j = 0; j < kLoraTogether; j++) {
-        load_matrices<true>(a[j], tile[j].tile + row);
-        b[j] = make_uint2(0, 0);
-        if (tile[j].sum == mine) b[j] = load_pair(tile[j].from + from);
-      }
-#pragma unroll
-      for (int j = 0; j < kLoraTogether; j++) mma16816(y, a[j][0], a[j][1], a[j][2], a[j][3], b[j].x, b[j].y);
-      if (!tile[kLoraTogether - 1].last) continue;
-      done(y, to);
-      to += OF_B ? kSumsB : kSumsA;
-      y[0] = y[1] = y[2] = y[3] = 0.f;
     }
   }
   // Adds x a of the tiles of a in shared memory.
-  __device__ __forceinline__ void add_sums() const {
-    multiply<false>([&](const float (&y)[4], const int* places) {
-#pragma unroll
-      for (int i = 0; i < 2; i++)
-        if (const int to = places[2 * (lane & 3) + i]; to >= 0) {
-          LoraSum::add(sums + to + (lane >> 2), y[i]);
-          LoraSum::add(sums + to + (lane >> 2) + 8, y[i + 2]);
-        }
-    });
-  }
-  // What the epilogue adds, into shared memory.
-  __device__ __forceinline__ void expand() const {
-    multiply<true>([&](const float (&y)[4], const int* places) {
-      if (const int to = places[lane & 3]; to >= 0) {
-        auto* const add = reinterpret_cast<float*>(shared + to) + (lane >> 2) * rows;
-        add[0] = (y[0] + y[1]) * (1.f / kLow), add[8 * rows] = (y[2] + y[3]) * (1.f / kLow);
+  __device__ __forceinline__ void add_sums(int q, int own, int most, int done) const {
+    const int a_at = q ? ((lane & 7) + 8 * (lane >> 4)) * 32 + (lane >> 3 & 1) * 16 : lane * 16;
+    float y[4] = {};
+    int mine = -1;  // lane n: where the sums of block n go
+    each_block(q, most, done, [&](int n, int row, int i) {
+      if (lane == n) mine = (q * kLoraChainRows + row) * L.width + i * 16;
+#pragma unroll 2
+      for (int t = 0; t < own; t++) {
+        uint32_t a[4], x[2] = {};
+        const uint8_t* const tile = slot(n * own + t) + a_at;
+        if (q)
+          load_matrices<true>(a, shared_address(tile));
+        else
+          load_bytes<16>(tile, a);
+        const auto* const from = reinterpret_cast<const uint32_t*>(outputs(t, row)) + (lane & 3);
+        if (lane >> 2 == n) x[0] = from[0], x[1] = from[4];
+        mma16816(y, a[0], a[1], a[2], a[3], x[0], x[1]);
       }
     });
-  }
-  // The sums of a row, scaled.
-  __device__ __forceinline__ void gather(int q, int row) const {
-    const unsigned long long* const from = sums + (q * kLoraChainRows + row) * width;
-    const int numbers = count(q, row).y;
-    const unsigned adding = q ? min(C.grid, C.gemm[q - 1].a.part[0].strips) : chunks();  // CTAs or tasks
 #pragma unroll 1
-    for (int c = lane; c < numbers; c += 64) {
-      unsigned long long v[2];
+    for (int n = 0; n < 2; n++) {
+      const int to = __shfl_sync(~0u, mine, 2 * (lane & 3) + n);
+      if (to < 0 || own == 0) continue;
+      LoraSum::add(sums + to + (lane >> 2), n ? y[1] : y[0]);
+      LoraSum::add(sums + to + (lane >> 2) + 8, n ? y[3] : y[2]);
+    }
+  }
+
+  __device__ __forceinline__ LoraTile* list() const { return reinterpret_cast<LoraTile*>(shared + L.list); }
+  // The next tiles of b that change strips of this CTA, from `done` on as many as there is room for; with the first ones the scales.
+  // Returns how many tiles there are. A lane finds the tiles of a strip.
+  __device__ __forceinline__ int fetch_b(int q, int done) const {
+    const auto& P = C.gemm[q];
+    int at = -done;
+#pragma unroll 1
+    for (int base = 0;; base += 32) {
+      int s = base + lane, p = 0, strip = -(1 << 20), place = 0;
+#pragma unroll 1
+      for (int own; p < P.a.num_parts && s >= (own = own_strips(P.a, p)); p++) s -= own;
+      const bool live = p < P.a.num_parts;
+      if (!__any_sync(~0u, live)) break;
+      if (live) {
+        const int round = P.rounds > 1 ? s / P.strips : 0;
+        strip = P.a.part[p].first_strip + first_strip(P.a, block, p) + s * C.grid;
+        place = ((round * P.a.num_parts + p) * P.strips + s - round * P.strips) * 16 * rows;
+      }
+#pragma unroll 1
+      for (int row = 0; row < rows; row++) {
+        bool again = false;
+        const int blocks_of_row = count(q, row);
+#pragma unroll 1
+        for (int i = 0; i < blocks_of_row; i++) {
+          const LoraBlock& of = blocks(q, row)[i];
+          const int in_block = strip - of.first_strip;
+          const bool has = in_block >= 0 && in_block < of.strips;
+          const unsigned having = __ballot_sync(~0u, has);
+          const int n = at + __popc(having & ((1u << lane) - 1));
+          if (has && n >= 0 && n < L.b_tiles)
+            list()[n] = {of.b + in_block * 256, static_cast<uint16_t>(row * (L.width / 16) + i), static_cast<uint16_t>(place + row), again};
+          again = again || has, at += __popc(having);
+        }
+      }
+    }
+    __syncwarp();
+#pragma unroll 1
+    for (int n = 0; n < min(at, L.b_tiles); n++) copy16<true>(slot(L.a_tiles + n) + lane * 16, list()[n].b + lane * 8);
+#pragma unroll 1
+    for (int row = 0; row < rows; row++)
+#pragma unroll 1
+      for (int r = lane; r < count(q, row) * 16; r += 32) {
+        const LoraBlock& of = blocks(q, row)[r >> 4];
+        const bool has = (r & 15) < of.ranks;
+        copy_word<4>(scales(row) + r, of.scale + (has ? r & 15 : 0), has ? 4 : 0);
+      }
+    return at + done;
+  }
+  // What the epilogue adds becomes zero.
+  __device__ __forceinline__ void clear_adds(int q) const {
+    const auto& P = C.gemm[q];
+    auto* const adds = reinterpret_cast<float*>(shared + L.adds);
+#pragma unroll 1
+    for (int i = lane; i < P.rounds * P.strips * P.a.num_parts * 16 * rows; i += 32) adds[i] = 0.f;
+  }
+  // The sums, scaled.
+  __device__ __forceinline__ void gather(int q) const {
+    const unsigned adding = min(C.grid, q ? C.gemm[q - 1].a.part[0].strips : chunks());  // CTAs
+#pragma unroll 1
+    for (int row = 0; row < rows; row++) {
+      const unsigned long long* const from = sums + (q * kLoraChainRows + row) * L.width;
+      const int numbers = count(q, row) * 16;
+#pragma unroll 1
+      for (int first = lane; first < numbers; first += 64) {
+        unsigned long long v[2];
 #pragma unroll
-      for (int j = 0; j < 2; j++)
-        if (c + 32 * j < numbers) v[j] = ld_relaxed(from + c + 32 * j);
+        for (int j = 0; j < 2; j++)
+          if (first + 32 * j < numbers) v[j] = ld_relaxed(from + first + 32 * j);
 #pragma unroll
-      for (int j = 0; j < 2; j++)
-        if (const int at = c + 32 * j; at < numbers) {
-          while (!LoraSum::has(v[j], adding)) v[j] = ld_relaxed(from + at);
-          const float value = LoraSum::of(v[j]) * (scales(row)[at] * kLow);
+        for (int j = 0; j < 2; j++) {
+          const int r = first + 32 * j;
+          if (r >= numbers) break;
+          while (!LoraSum::has(v[j], adding)) v[j] = ld_relaxed(from + r);
+          const float value = LoraSum::of(v[j]) * (scales(row)[r] * kLow);
           const half high = saturated(value);
-          half* const to = low(row, at / 16) + at % 16;
+          half* const to = reinterpret_cast<half*>(low(row, r >> 4)) + (r & 15);
           to[0] = high, to[16] = saturated(value - __half2float(high));
         }
+      }
+    }
+  }
+  // What the epilogue adds, into shared memory, of so many tiles. High and low halves: two columns of the tensor cores' B.
+  __device__ __forceinline__ void expand(int tiles) const {
+#pragma unroll 1
+    for (int first = 0; first < tiles; first += kTogether) {
+      float y[kTogether][4];
+      float* to[kTogether];
+      bool again[kTogether];
+#pragma unroll
+      for (int j = 0; j < kTogether; j++) {
+        const int n = min(first + j, tiles - 1);
+        const uint2 words = *reinterpret_cast<const uint2*>(&list()[n].low);
+        uint32_t b[4], x[2] = {};
+        load_bytes<16>(slot(L.a_tiles + n) + lane * 16, b);
+        const auto* const from = reinterpret_cast<const uint32_t*>(shared + L.low + (words.x & 0xffff) * 64) + (lane >> 2) * 8 + (lane & 3);
+        if (lane < 8) x[0] = from[0], x[1] = from[4];
+        y[j][0] = y[j][1] = y[j][2] = y[j][3] = 0.f;
+        mma16816(y[j], b[0], b[1], b[2], b[3], x[0], x[1]);
+        to[j] = reinterpret_cast<float*>(shared + L.adds) + (words.x >> 16) + (lane >> 2) * rows, again[j] = words.y;
+      }
+#pragma unroll
+      for (int j = 0; j < kTogether; j++) {
+        if (first + j >= tiles || lane & 3) continue;
+        to[j][0] = (again[j] ? to[j][0] : 0.f) + (y[j][0] + y[j][1]) * (1.f / kLow);
+        to[j][8 * rows] = (again[j] ? to[j][8 * rows] : 0.f) + (y[j][2] + y[j][3]) * (1.f / kLow);
+      }
     }
   }
 };
 
 // What a kernel is made with: adapters, or none, which is no code at all. Adds: what the epilogue adds, [output of the CTA][row], and where
-// it leaves what it stores, [16 outputs][row][16]; `first` of each for this round. kArrivals: at kFactorsReady.
+// it leaves what it stores, [16 outputs][row][16]; `first` of each for this round. kArrivals: at kFactorsReady. kPairs: code for paired
+// items.
 struct WithLora {
   struct Adds {
     const float* at;
@@ -535,6 +432,7 @@ struct WithLora {
     }
   };
   static constexpr int kArrivals = 1 + kLoraChainWarps * kWarpArrivals;
+  static constexpr bool kPairs = false;
   const LoraChain& L;
   template <class State>
   __device__ __forceinline__ Adds adds(uint8_t* shared, const State& state, int first, int first_output) const {
@@ -545,11 +443,11 @@ struct WithLora {
   __device__ __forceinline__ void run(const Args& C, State& state, int warp, uint64_t* inputs, uint64_t* stored, uint64_t* ready, int block,
                                       int lane) const {
     auto* const shared = reinterpret_cast<uint8_t*>(&state);
-    LoraWarp<Args> mine(*reinterpret_cast<const Args*>(shared + L.args), C.gemm[0].a.tokens, L, shared, block, lane);
+    LoraWarp<Args> mine{*reinterpret_cast<const Args*>(shared + L.args), L, shared, C.gemm[0].a.tokens, block, lane};
     if (warp == 0)
-      mine.run_a(state, C, stored, ready);
+      mine.run_a(state, stored, ready);
     else
-      mine.run_b(inputs, stored, ready);
+      mine.run_b(C, inputs, stored, ready);
   }
   __device__ __forceinline__ void count() const { asm volatile("red.relaxed.gpu.global.add.u32 [%0],1;" ::"l"(L.launches) : "memory"); }
 };
@@ -559,6 +457,7 @@ struct NoLora {
     __device__ __forceinline__ void keep(half, int, int, int) const {}
   };
   static constexpr int kArrivals = 1;
+  static constexpr bool kPairs = true;
   template <class State>
   __device__ __forceinline__ Adds adds(uint8_t*, const State&, int, int) const {
     return {};

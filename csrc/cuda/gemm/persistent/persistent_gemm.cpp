@@ -35,14 +35,14 @@ int ring_stages(const PersistentGemm& p) {
   return n;
 }
 // Assigns strips to CTAs; sets rounds so that the partial sums of a round fit in kPartialBytes.
-void share(PersistentGemm& p, const uint8_t* head, Epilogue e, int grid) {
+void share(PersistentGemm& p, const uint8_t* head, Epilogue e, int grid, bool pairs) {
   GemmArgs& a = p.a;
   a.epilogue = e, a.grid = grid;
   const auto* const parts = parts_of(head);
   int per = 1;
   for (int i = 0; i < a.num_parts; i++) {
     per = std::max(per, (a.part[i].strips + a.grid - 1) / a.grid);
-    p.passes[i] = {parts[i].passes, parts[i].pass_items, a.tokens == 1 && parts[i].pairs};
+    p.passes[i] = {parts[i].passes, parts[i].pass_items, pairs && a.tokens == 1 && parts[i].pairs};
   }
   const int most = e == kResidual ? per : std::max(1, kPartialBytes / (a.num_parts * kConsumerWarps * 64 * a.tokens));
   p.rounds = (per + most - 1) / most, p.strips = (per + p.rounds - 1) / p.rounds;
@@ -77,27 +77,30 @@ PersistentSmem smem_layout(const PersistentArgs& c, const PersistentOp* ops, Lor
   r.work_items = take(kConsumerWarps * work_items * static_cast<int>(sizeof(WorkItem))), r.blocks = take(tokens * blocks * 16);
   r.outputs = take(outputs * static_cast<int>(sizeof(PersistentOutput)));
   r.xs = take(tokens * blocks * 128);
-  int strips = 0, all = 0;  // of a CTA: most of a part, and of all parts
+  int tiles = 0;  // of a block of a that a CTA takes, at most
   if (lora) {
+    const int chunks = c.gemm[0].width / 32;
+    lora->per_cta = chunks / c.grid, lora->rest = chunks % c.grid;
+    int all = 0;  // strips of a CTA, of all parts
+    tiles = 2 * ((chunks + c.grid - 1) / c.grid);
     for (int q = 0; q < c.count; q++) {
       const PersistentGemm& p = c.gemm[q];
-      strips = std::max(strips, p.rounds * p.strips), all = std::max(all, p.rounds * p.strips * p.a.num_parts);
+      tiles = std::max(tiles, p.rounds * p.strips), all = std::max(all, p.rounds * p.strips * p.a.num_parts);
     }
-    lora->args = take(static_cast<int>(sizeof(PersistentArgs))), lora->parts = take(lora_parts_bytes(tokens)),
-    lora->lists = take(2 * lora_list_bytes());
+    lora->args = take(static_cast<int>(sizeof(PersistentArgs))), lora->blocks = take(lora_blocks_bytes(tokens, lora->width)),
     lora->scales = take(tokens * lora->width * 4), lora->low = take(tokens * lora->width * 4);
-    lora->adds = take(all * 64 * tokens), lora->outputs = take(std::max(strips * 32 * tokens, 2 * kLoraChainTask));
-    lora->cache = at, lora->cache_bytes = lora_least_cache(lora->width, strips), at += lora->cache_bytes;  // grows below
+    lora->adds = take(all * 64 * tokens), lora->outputs = take(tiles * 32 * tokens);
+    lora->list = take(kLoraChainCache / kLoraTile * static_cast<int>(sizeof(LoraTile))), lora->cache = at,
+    at += (tiles + 1) * kLoraTile;  // grows below
   }
   r.stages = std::min(kMaxStages, (shared_per_block() - kOverreadBytes - at) / r.stage_bytes / 2 * 2);
   if (lora) {
     const int rest = shared_per_block() - kOverreadBytes - at - r.stages * r.stage_bytes;
-    const int more = std::min(rest, kLoraChainCache - lora->cache_bytes) / kLoraTile * kLoraTile;
-    lora->a_tiles = lora_least_a(strips);
-    if (more > 0) lora->cache_bytes += more, at += more, lora->a_tiles += more / kLoraTile / 3;
+    const int more = std::max(0, std::min(rest, kLoraChainCache - (tiles + 1) * kLoraTile) / kLoraTile);
+    lora->a_tiles = tiles + more / 3, lora->b_tiles = 1 + more - more / 3, at += more * kLoraTile;
   }
   r.ring = take(r.stages * r.stage_bytes + kOverreadBytes);
-  r.bytes = r.stages >= 2 && !(lora && strips > kLoraStrips) ? at : shared_per_block() + 1;
+  r.bytes = r.stages >= 2 ? at : shared_per_block() + 1;
   return r;
 }
 // Halves of a row between GEMMs.
@@ -137,7 +140,7 @@ PersistentArgs arguments(const PersistentOp* ops, int count, uint8_t* workspace,
     p.a = ops[q].a;
     p.a.tokens = tokens;
     skip_rows(p.a, first, c.grid);  // x and squares of later GEMMs are set by connect()
-    share(p, ops[q].head, ops[q].epilogue, c.grid);
+    share(p, ops[q].head, ops[q].epilogue, c.grid, !lora);
     const auto& h = header_of(ops[q].head);
     p.width = h.K, p.blocks = (h.stored + 63) / 64;
     p.work_items = 0;
@@ -151,10 +154,7 @@ PersistentArgs arguments(const PersistentOp* ops, int count, uint8_t* workspace,
     if (ops[q].epilogue != kStore && rest < c.grid / 2) c.heavy_ctas = std::max(c.heavy_ctas, rest);
   }
   connect(c, ops, workspace, bytes);
-  if (lora) {
-    const auto& h = header_of(ops->head);
-    lora->features = h.perms ? reinterpret_cast<const int*>(ops->blob + h.perms) : nullptr, lora->adapters += first;
-  }
+  if (lora) lora->adapters += first;
   c.smem = smem_layout(c, ops, lora);
   c.ahead = std::min(c.ahead, c.smem.stages),
   c.extra = std::min(kExtraInFlight, c.smem.stages - c.ahead);  // the oldest stage must not be overwritten

@@ -6,7 +6,7 @@
 // Pass: at most 16 consecutive items of a strip, one per consumer warp, in two ring stages, one per warp set. A warp loads its item
 // descriptor and activations once, then runs through that item of all its strips (a work item), then goes on to the next pass. With one
 // row and strips of 16 small items, a warp takes two items at once and the warp sets alternate strips (AlternatingStrips): an item's
-// overhead is then paid per four units.
+// overhead is then paid per four units. Not with adapters, whose kernel would outgrow the instruction cache.
 // Between GEMMs: consumers store fp16 results that double as Lamport flags (+0 = not written), one thread increments the GEMM's counter,
 // the poll warp of every CTA waits for `min_arrivals`, then consumers poll the data itself. Nothing orders data and counter; the counter
 // only delays polling, because failed polls compete with weight loads for L2. Results are written in the next matrix's stored row order;
@@ -38,7 +38,7 @@ struct PersistentOp {
   int clear_count = 0;
   bool lamport = false;
   Peers peers{};                    // third op: its sums are exchanged with the other ranks before they are added
-  const LoraChain* lora = nullptr;  // first op: adapters of the rows; features and offsets are set by persistent_launch
+  const LoraChain* lora = nullptr;  // first op: adapters of the rows; offsets are set by persistent_launch
 };
 // Most rows per launch, of those that leave room for a ring of kRowsStages; 0: these GEMMs cannot be chained. Three or four of a layer, or
 // one that stores its sums.
@@ -67,7 +67,7 @@ struct PersistentGemm {
   int work_items;      // per warp: passes of a strip, over all parts
   struct {
     int count, items;  // passes of a strip; items of a pass
-    bool pairs;        // one row: warp sets alternate strips, a warp takes two items of two units (GpuPart::pairs)
+    bool pairs;        // one row, no adapters: warp sets alternate strips, a warp takes two items of two units (GpuPart::pairs)
   } passes[kMaxParts];
 };
 
@@ -582,7 +582,7 @@ __device__ __forceinline__ void make_work_items(const PersistentArgs& C, int q, 
     work_items_of(C, w)[i] = make_work_item(C, q, round, i % kConsumerWarps, i / kConsumerWarps, w);
 }
 
-template <int CHUNKS, WeightKind WEIGHTS>
+template <int CHUNKS, WeightKind WEIGHTS, bool PAIRS>
 __device__ __forceinline__ void run_work_item(const PersistentArgs& C, const PersistentGemm& P, const WorkItem& work, const half2* steps,
                                               const Int8Input<CHUNKS>& in, ConsumerWarp& w) {
   const bool add = work.sums & WorkItem::kAccumulates;
@@ -600,7 +600,7 @@ __device__ __forceinline__ void run_work_item(const PersistentArgs& C, const Per
     return;
   }
   const ItemDesc desc{work.kind, work.rest};
-  dispatch_item<CHUNKS, WEIGHTS>(desc, work.sums & WorkItem::kPairs, [&](auto* kind) {
+  dispatch_item<CHUNKS, WEIGHTS, PAIRS>(desc, work.sums & WorkItem::kPairs, [&](auto* kind) {
     using Kind = std::remove_pointer_t<decltype(kind)>;
     const Kind item(desc, steps + work.steps, in);
     const auto here = [&] { return ring + w.stage * C.smem.stage_bytes + work.offset; };
@@ -650,8 +650,8 @@ __device__ __forceinline__ void run_gemm(const PersistentArgs& C, int q, const I
     for (int i = 0; i < work_items; i++) {
       WorkItem now = work_items_of(C, w)[i * kConsumerWarps + w.warp];
       now.kind = __shfl_sync(0xffffffffu, now.kind, 0), now.rest = __shfl_sync(0xffffffffu, now.rest, 0);  // warp-uniform for the compiler
-      if (now.strips) run_work_item<CHUNKS, WEIGHTS>(C, P, now, steps, in, w);
-      if (CHUNKS == 4 && now.sums & WorkItem::kEmptyStage) w.wait(), w.release(C.smem.stages);
+      if (now.strips) run_work_item<CHUNKS, WEIGHTS, Lora::kPairs>(C, P, now, steps, in, w);
+      if (CHUNKS == 4 && Lora::kPairs && now.sums & WorkItem::kEmptyStage) w.wait(), w.release(C.smem.stages);
     }
     barrier_wait(w.bars + kFactorsReady, q & 1);
     if (q == 0) w.set = state(w).set;
