@@ -48,7 +48,7 @@ SEEN = {"cpu": 2560, "cuda": 20480}
 WORK = 1e16  # weights times tokens of the way on a GPU: 8e16 FLOP, so that models of more than 0.95 billion weights see fewer rows
 PASSES = {"cpu": 2, "cuda": 1}  # of the text: to learn from a token again takes the CPU less time than to write one
 PRICED = 32  # rows that say what an error of a hidden state costs
-STEP_TOKENS = {"cpu": 4096, "cuda": 8192}  # of one step
+STEP_TOKENS = 8192  # of one step
 LEARNING = 5  # of what is filed after each part: one more where that, or the rule of a step, changes
 PARTS = 8  # of the way: after each one the model is judged and filed
 CHOOSING = 32  # rows
@@ -132,15 +132,15 @@ class Tuning:
     def steps(self, rows: int, length: int, device: torch.device) -> int:
         """Steps of the whole way."""
         written = self.to_write(rows, device)
-        return -(-(self._passes(device) * rows + written) // rows_per_step(rows + written, length, device))
+        return -(-(self._passes(device) * rows + written) // rows_per_step(rows + written, length))
 
     def _passes(self, device: torch.device) -> int:
         return self.passes if self.passes is not None else PASSES[device.type]
 
 
-def rows_per_step(rows: int, length: int, device: torch.device) -> int:
+def rows_per_step(rows: int, length: int) -> int:
     """Rows of one step of `rows` different ones: STEP_TOKENS, fewer where there are few, so that a pass has PARTS steps at least."""
-    return max(1, min(STEP_TOKENS[device.type] // length, rows // PARTS))
+    return max(1, min(STEP_TOKENS // length, rows // PARTS))
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ def needed_bytes(config: ModelConfig, device: torch.device, length: int) -> int:
     """Memory that tuning takes: every matrix several times over, and the activations of one batch through all layers, or writing."""
     weights = sum(linear.in_features * linear.out_features for linear in linears(config))
     vectors = sum(math.prod(shape) for shape in end_vectors(config).values())
-    rows = min(max(1, STEP_TOKENS[device.type] // length), gpu_rows(config, length) if device.type == "cuda" else ROWS_PER_BATCH)
+    rows = min(max(1, STEP_TOKENS // length), gpu_rows(config, length) if device.type == "cuda" else ROWS_PER_BATCH)
     inner = 20 * config.hidden_size + 14 * config.q_size + 12 * config.intermediate_size
     scores = 2 * config.num_heads * length
     activations = 4 * rows * length * (config.num_layers * (inner + scores) + 8 * config.vocab_size)
@@ -519,7 +519,7 @@ def tune(context: Context, rows: Rows, made: Made, tuning: Tuning, seed: int) ->
     written = _written(context, teacher, rows.tuning, tuning.to_write(len(rows.tuning), weights.device), seed)
     ids = _learned(rows.tuning, written, tuning.passes or 1)
     different = len(rows.tuning) + len(written)
-    each = rows_per_step(different, ids.shape[1], weights.device)
+    each = rows_per_step(different, ids.shape[1])
     student = _Student(config, made, packed, teacher, tuning, len(ids) / each)
     before = student.weights()
     second = [kl_of(config, teacher, before, rows.second)] if len(rows.second) else []
