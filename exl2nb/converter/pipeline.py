@@ -58,7 +58,7 @@ from exl2nb.model.writer import write_model
 from exl2nb.tokenizer.chat import render
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
-LEARNING_PASSES = {"cpu": 3, "cuda": 5}
+LEARNING_PASSES = {"cpu": 3, "cuda": 5}  # through all layers that learning from a token takes as long as
 HELD_STATISTICS = 256 << 20  # bytes of statistics that a measurement keeps in memory for further bitrates
 
 

@@ -380,9 +380,9 @@ class _Trainer:
         for part in batches(config, teacher[f"{config.names.embed}.weight"].new_empty(*ids.shape, 0), 0, len(ids)):
             with fast_products(ids.device):
                 with self._beside(ids.device):
-                    wanted, aimed = _run(config, teacher, ids[part], None if ids.is_cuda else self._attention, self._half)
+                    wanted, aimed = _forward(config, teacher, ids[part], None if ids.is_cuda else self._attention, self._half)
                 with torch.enable_grad():
-                    predicted, streams = _run(config, leaves, ids[part], self._attention, self._half)
+                    predicted, streams = _forward(config, leaves, ids[part], self._attention, self._half)
                     self._meet(ids.device)
                     found = _divergence(wanted, predicted).sum() / ids.numel()
                     target = found
@@ -430,7 +430,7 @@ class _Trainer:
                 tensor.copy_(state[f"{kind}.{at}"])
 
 
-def _run(
+def _forward(
     config: ModelConfig, weights: Weights, ids: Tensor, past: reference.Past | None = None, half: bool = False
 ) -> tuple[Tensor, list[Tensor]]:
     """Logarithms of every token's prediction, and the stream after each layer: ids int `(B, S)` -> f32 `(B, S, V)`, L times `(B, S, H)`.
@@ -485,7 +485,7 @@ def kl_of(config: ModelConfig, teacher: Weights, student: Weights, ids: Tensor) 
     embedding, total = teacher[f"{config.names.embed}.weight"], 0.0
     with torch.no_grad():
         for part in batches(config, embedding.new_empty(*ids.shape, 0), 0, len(ids)):
-            wanted, found = (_run(config, weights, ids[part].to(embedding.device))[0] for weights in (teacher, student))
+            wanted, found = (_forward(config, weights, ids[part].to(embedding.device))[0] for weights in (teacher, student))
             total += float(_divergence(wanted, found).sum(dtype=torch.float64))
     return total / max(1, ids.numel())
 
