@@ -1,7 +1,7 @@
-"""Attention of whole rows in plain products, for gradients on a GPU that are the same every time. Knows nothing of what learns.
+"""Attention of whole rows in plain products, for gradients that are the same every time. Knows nothing of what learns.
 
-torch's fused kernels sum gradients in an order that varies; its unfused path also computes masked scores, and passes over all of them
-more often.
+On a GPU torch's fused kernels sum gradients in an order that varies; its unfused path also computes masked scores, and passes over all of
+them more often. On a CPU its fused kernel takes twice as long as these products.
 """
 
 from __future__ import annotations
