@@ -5,8 +5,10 @@
     python benchmarks/devices.py --shares 50 --streaming both      # half on the host, prompts on the CPU and through the GPU
     python benchmarks/devices.py --cpu --shape tinyllama           # without a GPU: two and four parts on the CPU beside one
 
-The bound adds up, over the devices, bytes of weights that a step reads over the bandwidth that was measured here, of the host the mean of
-right before and right after each case, as other guests of a machine take their share; `reached` says whether decoding has 80 % of it.
+The bound adds up, over the devices, bytes of weights that lie there and that a step reads over the bandwidth that was measured here, of the
+host the mean of right before and right after each case, as other guests of a machine take their share; `reached` says whether decoding has
+80 % of it. Layers that the host lends to the GPU count as the host's there; `lent_bound_tok_s` counts them as read by the GPU, whose link
+brings them meanwhile (link_ms: what that takes).
 `prompt_s` is the time to the first token of a prompt of --prompt tokens, of which nothing is cached;
 `prompt_floor_s` what copying the host's layers takes at the bandwidth measured here. Runs unattended: a case that fails is noted with its
 error, cases that find no time before --seconds are named, and what was measured until then is in --out after every case. Prints JSON; the
@@ -26,6 +28,7 @@ from decode import model_directory
 from make_random_model import SHAPES
 
 import exl2nb as ex
+from exl2nb.llm.plan import plan_split
 from exl2nb.ops.memory import read_memory
 
 PROMPT, PROBE = [*range(5, 133)], 1 << 30  # tokens that decoding begins with; bytes that are read to learn a bandwidth
@@ -144,17 +147,24 @@ def main() -> None:
 def case(model: Path, options: dict[str, Any], speeds: dict[str, float], copied: float | None, args: argparse.Namespace) -> dict[str, Any]:
     """One line of the report."""
     asked = options.get("devices") or ({"cuda": f"{options['gpu_layers']} layers", "cpu": "rest"} if "gpu_layers" in options else None)
-    shares = ex.plan(model, devices=asked or [options["device"]], context=4096).shares
-    host = sum(share.weights for share in shares[:-1] if share.device == "cpu")
-    on_host = any(share.device == "cpu" for share in shares)
+    lies, runs = (
+        plan_split(model, devices=asked or [options["device"]], context=4096, streaming=streaming).shares
+        for streaming in (False, options.get("stream_from") != 0)
+    )
+    host = sum(share.weights for share in lies[:-1] if share.device == "cpu")
+    on_host = any(share.device == "cpu" for share in lies)
     read = [bandwidth("cpu")] if on_host else []
     speed, first_token, where = measured(model, args, options)
     if on_host:
         read.append(bandwidth("cpu"))
         speeds = speeds | {"cpu": sum(read) / len(read)}
-    bound = 1 / sum(share.read / speeds[share.device.partition(":")[0]] for share in shares)
+    bound, lent_bound = (1 / sum(share.read / speeds[share.device.partition(":")[0]] for share in each) for each in (lies, runs))
     share = round(speed / bound / args.batch, 3)
     found = {"tok_s": round(speed, 1), "bound_tok_s": round(bound, 1), "share": share, "reached": share >= WANTED}
+    lent = lies[0].read - runs[0].read
+    if lent and copied:
+        found |= {"lent_bound_tok_s": round(lent_bound, 1), "lent_share": round(speed / lent_bound / args.batch, 3)}
+        found["link_ms"] = round(1e3 * lent / copied, 2)
     found["prompt_s"] = round(first_token, 4)
     if host and copied:
         found["prompt_floor_s"] = round(host / copied, 4)  # with the embedding, which is not copied

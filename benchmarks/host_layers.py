@@ -4,8 +4,9 @@
     python benchmarks/host_layers.py MODEL --cpu --threads 1 2          # the host's part alone, without a GPU
 
 `read`: GB/s of `ops.read_memory` by threads. `products`: one row times each kind of matrix of the host's layers, all layers in turn, so
-from memory, and `cached`: one of them again and again. `program`: the host's part as one call, by itself and with pauses as long as a
-GPU's part, in which its threads may fall asleep. `decode`: medians over the steps of a request. Prints a line of JSON for each.
+from memory, and `cached`: one of them again and again. `program`: the host's parts one after the other, without the layers that are lent to
+the GPU between them, by themselves and with pauses as long as a GPU's part, in which its threads may fall asleep. `decode`: medians over
+the steps of a request. Prints a line of JSON for each.
 """
 
 from __future__ import annotations
@@ -91,9 +92,10 @@ def one_token(llm: ex.LLM, context: int = 128) -> Batch:
     return Batch.build([Span(ids=[7], start=context - 1, pages=[1], logit_rows="all")])
 
 
-def program(part: Any, batch: Batch, pools: Any, layers: int, nbytes: int, pause: float) -> float:
-    """Milliseconds of the host's part."""
-    run = lambda: part.program.run(*TENSORS(batch), pools.k, pools.v)  # noqa: E731
+def program(parts: list[Any], batch: Batch, cache: Any, layers: int, nbytes: int, pause: float) -> float:
+    """Milliseconds of the host's parts."""
+    pools = [cache.part(part.span.first, part.span.last) for part in parts]
+    run = lambda: [part.program.run(*TENSORS(batch), each.k, each.v) for part, each in zip(parts, pools)]  # noqa: E731
     best, median = fastest(run, 1.5)
     times, end = list[float](), time.perf_counter() + 1.0
     while time.perf_counter() < end:
@@ -112,26 +114,29 @@ def decode(llm: ex.LLM, tokens: int, bound_ms: float) -> None:
     """Medians of the parts of a step."""
     model = llm.model
     host, whole, ends = list[float](), list[float](), list[float]()
-    run_host, in_turn = model._on_host, model._in_turn
+    run_part, in_turn, spent = model._run, model._in_turn, [0.0]
 
-    def timed(into: list[float], run: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*args: Any, **options: Any) -> Any:
-            begun = time.perf_counter()
-            found = run(*args, **options)
-            into.append(time.perf_counter() - begun)
-            if into is whole:
-                ends.append(time.perf_counter())
-            return found
+    def run_host(part: Any, *arguments: Any) -> Any:
+        begun = time.perf_counter()
+        found = run_part(part, *arguments)
+        spent[0] += time.perf_counter() - begun if part.gpu is None else 0.0
+        return found
 
-        return wrapped
+    def timed(*arguments: Any, **options: Any) -> Any:
+        begun, spent[0] = time.perf_counter(), 0.0
+        found = in_turn(*arguments, **options)
+        ends.append(time.perf_counter())
+        whole.append(ends[-1] - begun)
+        host.append(spent[0])
+        return found
 
-    model._on_host, model._in_turn = timed(host, run_host), timed(whole, in_turn)
+    model._run, model._in_turn = run_host, timed
     try:
         for _ in range(2):
             host.clear(), whole.clear(), ends.clear()
             llm.generate(PROMPT, max_tokens=tokens, temperature=0, ignore_eos=True)
     finally:
-        del model._on_host, model._in_turn
+        del model._run, model._in_turn
     steps = [b - a for a, b in pairwise(ends[1:])]
     step, host_ms, whole_ms = (statistics.median(some) * 1e3 for some in (steps, host[2:], whole[2:]))
     say(
@@ -176,8 +181,8 @@ def main() -> None:
             torch.set_num_threads(args.threads[-1])
             llm.generate(PROMPT, max_tokens=4, temperature=0, ignore_eos=True)
             model = llm.model
-            part = model._parts[0]
-            layers = model._network.layers[: part.span.last]
+            parts = [part for part in model._parts if part.gpu is None]
+            layers = [layer for part in parts for layer in model._network.layers[part.span.first : part.span.last]]
             if not turn and not args.brief:
                 products(layers, args.threads)
             torch.set_num_threads(args.threads[-1])
@@ -186,8 +191,7 @@ def main() -> None:
             ).shares
             nbytes = next(one.read for one in shares if one.device == "cpu")
             gpu_ms = graph(llm)
-            pools = llm.engine.cache.part(part.span.first, part.span.last)
-            program(part, one_token(llm), pools, len(layers), nbytes, max(1e-3, gpu_ms / 1e3))
+            program(parts, one_token(llm), llm.engine.cache, len(layers), nbytes, max(1e-3, gpu_ms / 1e3))
             say(graph_ms=gpu_ms)
             decode(llm, args.tokens, nbytes / cpu / 1e6 + gpu_ms)
 

@@ -33,7 +33,7 @@ from exl2nb.model.layout import ATTENTION, layer_linears
 from exl2nb.model.loader import read_model_config
 from exl2nb.model.lora import adapter_bytes
 from exl2nb.model.split import STREAM_ROWS, Span
-from exl2nb.model.streaming import BUFFERS, experts_fit
+from exl2nb.model.streaming import BUFFERS, experts_fit, lent_layers
 from exl2nb.model.vision.encoder import plan_encoder
 from exl2nb.ops.host_prefill import CHUNK
 from exl2nb.ops.memory import read_memory
@@ -158,6 +158,7 @@ def kind_formula(
         parts=tuple(weights),
         read=(0, *(round(size * share) for size, share in zip(weights[1:-1], _visited(config, found, experts))), weights[-1]),
         stream=4 * STREAM_ROWS[kind] * config.hidden_size,
+        lent=PART_BYTES if streaming else 0,
         formula=formula,
     )
 
@@ -206,11 +207,13 @@ def _idle(config: ModelConfig, matrix: Matrix) -> float:
     return 0.0 if shared else matrix.nbytes * (1 - config.moe.top_k / config.moe.num_experts)
 
 
-def place_layers(budgets: Sequence[Budget], sizes: Mapping[str, Sizes], layers: int, *, where: str = "load") -> list[Span]:
+def place_layers(
+    budgets: Sequence[Budget], sizes: Mapping[str, Sizes], layers: int, *, lends: bool = False, where: str = "load"
+) -> list[Span]:
     """Spans without gaps that keep to the budgets.
 
     Args:
-        budgets: in running order. sizes: of each kind of device, "cpu" and "cuda". layers: of the model.
+        budgets: in running order. sizes: of each kind of device, "cpu" and "cuda". layers: of the model. lends: as `SplitFormula` has it.
 
     Raises:
         OptionError: it does not fit; says what is missing.
@@ -218,6 +221,7 @@ def place_layers(budgets: Sequence[Budget], sizes: Mapping[str, Sizes], layers: 
     if any(budget.share is not None for budget in budgets):
         return _by_shares(budgets, sizes, layers)
     rest = next((i for i, budget in enumerate(budgets) if budget[1:] == (None, None, None)), len(budgets))
+    lends = lends and budgets[0].device == "cpu"
     first, last, held = 0, layers, [(0, 0)] * len(budgets)
     for i, budget in enumerate(budgets[:rest]):
         end = first
@@ -226,7 +230,7 @@ def place_layers(budgets: Sequence[Budget], sizes: Mapping[str, Sizes], layers: 
         held[i], first = (first, end), end
     for i in range(len(budgets) - 1, rest, -1):
         start = last
-        while start > first and _holds(budgets[i], sizes, start - 1, last):
+        while start > first and _holds(budgets[i], sizes, start - 1, last, start - 1 if lends and i == 1 else 0):
             start -= 1
         held[i], last = (start, last), start
     if rest < len(budgets):
@@ -240,10 +244,12 @@ def place_layers(budgets: Sequence[Budget], sizes: Mapping[str, Sizes], layers: 
     return [Span(budget.device, a, b) for budget, (a, b) in zip(budgets, held) if b > a]
 
 
-def _holds(budget: Budget, sizes: Mapping[str, Sizes], first: int, last: int) -> bool:
+def _holds(budget: Budget, sizes: Mapping[str, Sizes], first: int, last: int, host: int = 0) -> bool:
+    """host: so many layers of the CPU lend to it."""
     if budget.layers is not None:
         return last - first <= budget.layers
-    return sum(sizes[_kind(budget.device)].of(first, last)) <= (budget.bytes or 0)
+    here = sizes[_kind(budget.device)]
+    return sum(here.of(first, last)) + len(lent_layers(host)) * (here.layer_cache + here.lent) <= (budget.bytes or 0)
 
 
 def _by_shares(budgets: Sequence[Budget], sizes: Mapping[str, Sizes], layers: int) -> list[Span]:
@@ -312,9 +318,9 @@ def plan_split(
         )
         for holder in holders
     }
-    formula = SplitFormula(devices=tuple(holders), kinds=kinds)
+    formula = SplitFormula(devices=tuple(holders), kinds=kinds, lends=streaming and not apart)
     sizes = {kind: one.at(**choice) for kind, one in kinds.items()}
-    ends, spans = [], place_layers(budgets, sizes, config.num_layers, where=where)
+    ends, spans = [], place_layers(budgets, sizes, config.num_layers, lends=formula.lends, where=where)
     for budget in budgets:
         ends.append(spans.pop(0).last if spans and spans[0].device == budget.device else ends[-1] if ends else 0)
     shares = [replace(share, free=free[share.device]) for share in formula.shares(ends[:-1], **choice)]

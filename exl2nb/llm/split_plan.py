@@ -17,6 +17,7 @@ from exl2nb.core.errors import OptionError
 from exl2nb.core.options import shown
 from exl2nb.core.show import size_text
 from exl2nb.llm.memory import LIMITS, Formula
+from exl2nb.model.streaming import lent_layers
 
 MOST_DEVICES, MOST_LAYERS = 64, 4096  # of data that came from elsewhere
 FASTEST = 1e15  # bytes a second
@@ -27,7 +28,8 @@ class Share:
     """What one device holds of a model, in bytes.
 
     device: its name. first, last: layers [first, last). weights: with the embedding or the head where they are there. cache: of these
-    layers. work: activations, and on a GPU what CUDA and captured steps keep. read: weights that a step of one sequence reads. free: memory
+    layers; of those that the CPU lends to a GPU it is there. work: activations, and on a GPU what CUDA and captured steps keep. read:
+    weights that a step of one sequence reads, those of lent layers on the GPU. free: memory
     free now, None where it is not known. speed: bytes a second that it reads, None where it is not known. experts: of these layers it holds
     the experts alone, and the others hold the rest.
     """
@@ -50,11 +52,14 @@ class Share:
 
 
 class Sizes(NamedTuple):
-    """Bytes on one kind of device: of the embedding, each layer, and head; of a layer's cache; of what a step needs besides."""
+    """Bytes on one kind of device: of the embedding, each layer, and head; of a layer's cache; of what a step needs besides; of what a step
+    of a lent layer needs.
+    """
 
     parts: list[int]
     layer_cache: int
     work: int
+    lent: int = 0
 
     def of(self, first: int, last: int) -> tuple[int, int, int]:
         """Weights, cache and work of layers [first, last) with what goes with them; nothing where there are none."""
@@ -73,12 +78,14 @@ class KindFormula:
     """A model on one kind of device, "cpu" or "cuda".
 
     parts: bytes of the embedding, each layer, and head. read: of them what a step of one sequence reads, 0 of the embedding. stream: bytes
-    of the table by which a device takes the residual stream over. formula: of all that depends on context, batch and cache mode.
+    of the table by which a device takes the residual stream over. lent: bytes of a captured step of one layer. formula: of all that depends
+    on context, batch and cache mode.
     """
 
     parts: tuple[int, ...]
     read: tuple[int, ...]
     stream: int
+    lent: int
     formula: Formula
 
     def at(self, *, context: int, batch: int, mode: str) -> Sizes:
@@ -91,11 +98,11 @@ class KindFormula:
             raise OptionError(f"plan: cache mode {mode!r} is not for this model; expected one of {', '.join(self.formula.page_bytes)}")
         parts = self.formula.parts(context=context, batch=batch, mode=mode)
         work = sum(parts[name] for name in ("work", "graphs", "logits", "rounding")) + self.stream
-        return Sizes([*self.parts], parts["cache"] // (len(self.parts) - 2), work)
+        return Sizes([*self.parts], parts["cache"] // (len(self.parts) - 2), work, self.lent)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        return {"parts": [*self.parts], "read": [*self.read], "stream": self.stream, "formula": self.formula.to_dict()}
+        return {"parts": [*self.parts], "read": [*self.read], "stream": self.stream, "lent": self.lent, "formula": self.formula.to_dict()}
 
 
 class Holder(NamedTuple):
@@ -115,11 +122,13 @@ class Holder(NamedTuple):
 class SplitFormula:
     """Bytes on each device as a function of the borders between them, context, batch and cache mode.
 
-    devices: in running order. kinds: those of the devices.
+    devices: in running order. kinds: those of the devices. lends: the CPU, where it is the first, lends layers to the next GPU while tokens
+    are decoded (`model.streaming`).
     """
 
     devices: tuple[Holder, ...]
     kinds: Mapping[str, KindFormula]
+    lends: bool = False
 
     @property
     def layers(self) -> int:
@@ -162,6 +171,16 @@ class SplitFormula:
             sizes_here = {"weights": weights, "cache": cache, "work": work, "read": read}
             about = {"free": device.limit, "speed": device.speed, "experts": False}
             found.append(Share(device=device.name, first=first, last=last, **sizes_here, **about))
+        if self.lends and len(found) > 1 and found[0].device == "cpu" and found[1].device != "cpu":
+            lent = [layer + 1 for layer in lent_layers(found[0].last)]
+            for number, (kind, sign) in enumerate((("cpu", -1), ("cuda", 1))):
+                share, here = found[number], sizes[kind]
+                found[number] = replace(
+                    share,
+                    cache=share.cache + sign * len(lent) * here.layer_cache,
+                    work=share.work + len(lent) * here.lent,
+                    read=share.read + sign * sum(self.kinds[kind].read[layer] for layer in lent),
+                )
         return tuple(found)
 
     def borders(self, shares: Sequence[Share]) -> tuple[int, ...]:
@@ -176,7 +195,8 @@ class SplitFormula:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        return {"devices": [[*device] for device in self.devices], "kinds": {kind: one.to_dict() for kind, one in self.kinds.items()}}
+        kinds = {kind: one.to_dict() for kind, one in self.kinds.items()}
+        return {"devices": [[*device] for device in self.devices], "kinds": kinds, "lends": self.lends}
 
     @classmethod
     def from_dict(cls, data: Any) -> SplitFormula:
@@ -189,20 +209,27 @@ class SplitFormula:
             devices = tuple(Holder(name, limit, speed) for name, limit, speed in data["devices"])
             kinds = {
                 kind: KindFormula(
-                    parts=tuple(one["parts"]), read=tuple(one["read"]), stream=one["stream"], formula=Formula.from_dict(one["formula"])
+                    parts=tuple(one["parts"]),
+                    read=tuple(one["read"]),
+                    stream=one["stream"],
+                    lent=one["lent"],
+                    formula=Formula.from_dict(one["formula"]),
                 )
                 for kind, one in data["kinds"].items()
             }
+            lends = data["lends"] is True
         except (TypeError, KeyError, ValueError, AttributeError) as cause:
             raise OptionError(f"plan: the formula of several devices is {shown(data)[:200]}; expected what to_dict gives") from cause
         good = 0 < len(devices) <= MOST_DEVICES and all(_is_holder(device) and device.kind in kinds for device in devices)
         rows = [row for one in kinds.values() for row in (one.parts, one.read)]
         good = good and len({len(row) for row in rows}) == 1 and 3 <= len(rows[0]) <= MOST_LAYERS
-        if not good or not all(_is_bytes(n) for n in [*(n for row in rows for n in row), *(one.stream for one in kinds.values())]):
+        if not good or not all(
+            _is_bytes(n) for n in [*(n for row in rows for n in row), *(n for one in kinds.values() for n in (one.stream, one.lent))]
+        ):
             raise OptionError(
                 "plan: the formula of several devices holds what is no device or no number of bytes; expected what to_dict gives"
             )
-        return cls(devices=devices, kinds=kinds)
+        return cls(devices=devices, kinds=kinds, lends=lends)
 
 
 def _count(share: Share) -> str:

@@ -29,7 +29,7 @@ from exl2nb.model.model import SMALL_MODEL_BYTES, Model, Network, Span
 from exl2nb.model.rope import MAX_CONTEXT, RopeOverride, rope_tables, trained_context
 from exl2nb.model.sources import Source, find_sources, read_gptq
 from exl2nb.model.store import ModelStore, open_store
-from exl2nb.model.streaming import Streaming, together
+from exl2nb.model.streaming import Streaming, together, with_lent
 from exl2nb.ops.memory import large_pages
 from exl2nb.quant.exl2 import Exl2Tensors
 
@@ -108,6 +108,8 @@ def load_model(
             raise OptionError("load_model: weights='fp32' is a reference for the CPU; use device='cpu'")
     config = read_model_config(directory, rope=rope)
     _check_spans(spans, config.num_layers)
+    if streaming is not None and spans and not experts:
+        spans = with_lent(spans, streaming)
     if experts and (config.moe is None or not spans):
         raise OptionError(f"load_model: experts apart from their layers, {'without spans' if config.moe else 'and this model has none'}")
     longest = config.max_position_embeddings
@@ -124,9 +126,9 @@ def load_model(
         with Meter("load", total=config.num_layers + 2, unit="layers", sink=progress) as meter:
             for span in spans or [Span(device, 0, config.num_layers)]:
                 with ops.on_device(span.device):
-                    arena = host if span.device == "cpu" else _arena(config, directory, span, experts=not experts)
+                    arena = host if span.device == "cpu" else None if span.lent else _arena(config, directory, span, experts=not experts)
                     builder = Builder(config, store, sources, widen=weights == "fp32", device=span.device, arena=arena, experts=apart)
-                    builder.together = streaming is not None and span.device == "cpu"
+                    builder.together = streaming is not None and (span.device == "cpu" or span.lent)
                     pieces.append(builder.span(span, meter))
                     if span.device != "cpu":
                         torch.cuda.empty_cache()  # what held tensors while they were packed

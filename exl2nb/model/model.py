@@ -49,11 +49,15 @@ class Ahead:
 
 
 class Span(NamedTuple):
-    """Layers [first, last) on a device. The embedding is with the first span of a model, the head with the last."""
+    """Layers [first, last) on a device. The embedding is with the first span of a model, the head with the last.
+
+    lent: computed there, with their cache, while their weights stay on the host, from where they are copied for every step.
+    """
 
     device: str
     first: int
     last: int
+    lent: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """A model whose layers lie on several devices: parts of consecutive layers, run one after the other, the residual stream handed on.
-Experts may lie on the CPU apart from the rest of their layers; each sparse layer's are then a part of their own.
+Experts may lie on the CPU apart from the rest of their layers; each sparse layer's are then a part of their own. So is each layer of the
+host that is lent to a GPU, see `streaming`.
 
 Every part is a program of its own. All but the first begin with a table that holds the rows of the residual stream in place of embeddings;
 all but the last end with the stream in place of logits. Where all parts are on GPUs, captured steps run through all of them and the last
@@ -10,9 +11,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -54,6 +56,14 @@ class Piece(NamedTuple):
     first: int
     last: int
     cut: bool = False
+
+
+class HostLayers(NamedTuple):
+    """Consecutive parts [first, last) of layers on the host, and where their long prompts and their lent layers are computed."""
+
+    first: int
+    last: int
+    stream: LayerStream
 
 
 class Borders(NamedTuple):
@@ -99,7 +109,7 @@ class SplitModel(Model):
     """A `Model` in parts; made by `loader.load_model`.
 
     Args:
-        network: the tensors of each layer on its device, `attention.layer` counted within its span.
+        network: the tensors of each layer on its device, those of lent ones on the host, `attention.layer` counted within its span.
         spans: in running order, without gaps. experts: those of sparse layers are on the CPU, wherever the rest of their layer is.
         streaming: where prompts through layers on the CPU are computed, whose tensors are `together`; None: on the CPU.
 
@@ -120,10 +130,15 @@ class SplitModel(Model):
     ) -> None:
         super().__init__(config, network, context=context, deterministic=deterministic)
         self.streaming = streaming
-        self._worker: ThreadPoolExecutor | None = None
         self.spans, self.experts_apart = tuple(spans), experts
-        self._pieces = [piece for span in spans for piece in self._cut(span)] if experts else [Piece(span, *span[1:]) for span in spans]
-        self._streams, self._expert_streams = ({}, {}) if streaming is None else _streams_of(self._pieces, network, streaming)
+        self._pieces = (
+            [piece for span in spans for piece in self._cut(span)] if experts else [Piece(span, span.first, span.last) for span in spans]
+        )
+        self._host, self._expert_streams = ({}, {}) if streaming is None else _streams_of(self._pieces, network, streaming)
+        self._lent: dict[Piece, tuple[LayerStream, int]] = {}  # who has a lent layer's weights, and its number there
+        for host in self._host.values():
+            pieces = self._pieces[host.first : host.last]
+            self._lent |= {piece: (host.stream, piece.first - pieces[0].first) for piece in pieces if piece.span.lent}
         self._parts: list[Part] = []
         self._taken_over: dict[str, Tensor] = {}  # of a device, for all of its parts: they run one after the other
         self._shown: tuple[Batch, list[Batch]] | None = None  # the last batch, and what each part sees of it
@@ -143,7 +158,7 @@ class SplitModel(Model):
     @property
     def prompt_device(self) -> str:
         """A GPU also where that computes the prompts of layers on the CPU."""
-        return self.draw_device if self.streaming is None or not (self._streams or self._expert_streams) else self.streaming.device
+        return self.draw_device if self.streaming is None or not (self._host or self._expert_streams) else self.streaming.device
 
     def _cut(self, span: Span) -> Iterator[Piece]:
         """The pieces of a span whose experts are elsewhere."""
@@ -239,15 +254,18 @@ class SplitModel(Model):
     @property
     def where(self) -> str:
         """The spans in words."""
-        held = [f"layers {first} to {last - 1} on {device}" for device, first, last in self.spans]
+        held: list[str] = []
+        for device, some in groupby(self.spans, key=lambda span: "cpu" if span.lent else span.device):
+            spans = [*some]
+            lent = [span for span in spans if span.lent]
+            numbers = f", of these {', '.join(str(span.first) for span in lent)} lent to {lent[0].device}" if lent else ""
+            held.append(f"layers {spans[0].first} to {spans[-1].last - 1} on {device}{numbers}")
         return ", ".join([*held, "experts on cpu"] if self.experts_apart else held)
 
     def close(self) -> None:
         """Drop every tensor; the memory returns at once. Harmless when repeated."""
         super().close()
-        if self._worker is not None:
-            self._worker.shutdown()
-        self._parts, self._streams, self._expert_streams, self._taken_over, self._shown = [], {}, {}, {}, None
+        self._parts, self._host, self._lent, self._expert_streams, self._taken_over, self._shown = [], {}, {}, {}, {}, None
 
     def _open(self) -> Network:
         """The network, its parts recorded."""
@@ -288,10 +306,33 @@ class SplitModel(Model):
         if batch.pictures is not None:
             raise self._split("pictures")
         batch = self._with_rope_rows(batch)
-        tokens, x = len(batch.input_ids), _NOTHING
-        parts = [self._with_room(index, tokens) for index in range(len(self._parts))]
+        prompts = {} if by_ops else {first: host for first, host in self._host.items() if prompts_of(batch)[1] >= host.stream.rows}
+        cuts = sorted({0, len(self._parts), *prompts, *(host.last for host in prompts.values())})
+        x, drawn = _NOTHING, None
+        for first, last in pairwise(cuts):
+            if first in prompts:
+                x = self._prompts(prompts[first], x, batch, cache)
+            else:
+                x, drawn = self._walk(first, last, x, batch, cache, ids=ids, by_ops=by_ops, draw=draw)
+        return x, drawn
+
+    def _walk(
+        self,
+        first: int,
+        last: int,
+        x: Tensor,
+        batch: Batch,
+        cache: KVCache,
+        *,
+        ids: Tensor | None = None,
+        by_ops: Callable[[Part, Batch, CachePart], Tensor] | None = None,
+        draw: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Parts [first, last), the stream x in front of them; what they return and draw."""
+        tokens = len(batch.input_ids)
+        parts = [self._with_room(index, tokens) for index in range(first, last)]
         pools = [cache.part(part.span.first, part.span.last) for part in parts]
-        shown = self._views(batch)
+        shown = self._views(batch)[first:last]
         captured = [None if by_ops else self._sent(*each) for each in zip(parts, shown, pools)]
         for index, (part, mine) in enumerate(zip(parts, shown)):
             graph = captured[index]
@@ -299,20 +340,57 @@ class SplitModel(Model):
                 return self.unembed(x[batch.logit_rows.to(x.device).long()]), None
             if graph is not None:
                 with ops.on_device(part.span.device):
-                    before = x if index else None
+                    before = x if first + index else None
                     if draw is not None and graph.draws:
                         x, drawn = graph.draw(tokens, before, draw)
                         return (self.capped(x), None) if drawn is None else (x, drawn)
-                    x = self._with_experts(part, graph.run(tokens, before), mine)
+                    if part.span.lent:
+                        stream, number = self._lent[part.piece]
+                        stream.bring(number)
+                        x = graph.run(tokens, before, partial(stream.release, number))
+                    else:
+                        x = self._with_experts(part, graph.run(tokens, before), mine)
                 continue
-            if index:
+            if first + index:
                 assert part.stream is not None
                 _hand_over(x, part.stream[:tokens])
-            if by_ops is not None:
-                x = by_ops(part, mine, pools[index])
+            with self._present(part.piece):
+                if by_ops is not None:
+                    x = by_ops(part, mine, pools[index])
+                else:
+                    x = self._run(part, mine, pools[index], ids.to(part.span.device) if ids is not None and not first + index else None)
+        return (self.capped(x) if last == len(self._parts) else x), None
+
+    def _prompts(self, host: HostLayers, x: Tensor, batch: Batch, cache: KVCache) -> Tensor:
+        """A step with long prompts through layers of the host: these through the GPU, layer by layer, the rest as if alone."""
+        rows, _ = prompts_of(batch)
+        out = torch.empty(len(batch.input_ids), self.config.hidden_size, device=host.stream.device)
+        pools = cache.part(self._pieces[host.first].span.first, self._pieces[host.last - 1].span.last)
+        for prompts, some, places in sorted(select(batch, rows), key=lambda one: one[0]):
+            before = x[places.to(x.device)] if host.first else _NOTHING
+            if not prompts:
+                found, _ = self._walk(host.first, host.last, before, some, cache)
             else:
-                x = self._run(part, mine, pools[index], ids.to(part.span.device) if ids is not None and not index else None)
-        return self.capped(x), None
+                if not host.first:
+                    before = self._open().embedding(some.input_ids, some.positions)
+                programs = [self._with_room(index, 1).program for index in range(host.first, host.last)]
+                found = host.stream.run(programs, before, some, pools)
+            out[places.to(out.device)] = found.to(out.device)
+        return out
+
+    @contextmanager
+    def _present(self, piece: Piece) -> Iterator[None]:
+        """The weights of a piece are where its program reads them."""
+        if piece not in self._lent:
+            yield
+            return
+        stream, number = self._lent[piece]
+        with ops.on_device(piece.span.device):
+            stream.bring(number)
+            try:
+                yield
+            finally:
+                stream.release(number)
 
     def _views(self, batch: Batch) -> list[Batch]:
         """What each part sees of a batch: behind the first one rows of the stream in place of ids; all but the last return every row.
@@ -350,47 +428,9 @@ class SplitModel(Model):
 
     def _run(self, part: Part, batch: Batch, pools: CachePart, ids: Tensor | None) -> Tensor:
         if part.gpu is None:
-            return self._on_host(part, batch, pools)
+            return self._with_experts(part, part.program.run(*TENSORS(batch), pools.k, pools.v), batch)
         with ops.on_device(part.span.device):
             return self._with_experts(part, part.gpu.run(batch, pools, ids=ids), batch)
-
-    def _on_host(self, part: Part, batch: Batch, pools: CachePart) -> Tensor:
-        """A part on the CPU; long prompts go through the GPU that has room for its layers in turn."""
-        stream = self._streams.get(part.piece)
-        rows, tokens = ([], 0) if stream is None or len(batch.input_ids) < stream.rows else prompts_of(batch)
-        if stream is None or tokens < stream.rows:
-            return self._with_experts(part, part.program.run(*TENSORS(batch), pools.k, pools.v), batch)
-        embedding = self._open().embedding if part.stream is None else Embedding(table=part.stream)
-        pieces = {prompts: (some, places) for prompts, some, places in select(batch, rows)}
-        out = torch.empty(len(batch.input_ids), self.config.hidden_size, device=stream.device)
-        some, places = pieces[True]
-        x = embedding(some.input_ids, some.positions)
-        with self._beside(part, pieces.get(False), pools) as decoded:
-            out[places.to(out.device)] = stream.run(part.program, x, some, pools)
-        if decoded:
-            out[pieces[False][1].to(out.device)] = decoded[0].to(out.device)
-        return out
-
-    @contextmanager
-    def _beside(self, part: Part, rest: tuple[Batch, Tensor] | None, pools: CachePart) -> Iterator[list[Tensor]]:
-        """The sequences of a step that decode, run by the CPU meanwhile; their bits do not depend on what else is in the step."""
-        found: list[Tensor] = []
-        if rest is None:
-            yield found
-            return
-        if self._worker is None:
-            self._worker = ThreadPoolExecutor(1, thread_name_prefix="exl2nb host layers")
-
-        def run(inference: bool = torch.is_inference_mode_enabled()) -> None:
-            with torch.inference_mode(inference):  # of the thread
-                found.append(part.program.run(*TENSORS(rest[0]), pools.k, pools.v))
-
-        running = self._worker.submit(run)
-        try:
-            yield found
-        finally:
-            wait([running])  # it writes to the cache
-        running.result()
 
     def _with_experts(self, part: Part, x: Tensor, batch: Batch) -> Tensor:
         """The stream behind the part's experts; those of long prompts go through the device of the part."""
@@ -457,7 +497,8 @@ class SplitModel(Model):
         if part.captured_pool is None or part.captured_pool() is not pools.k[0]:
             part.captured, part.captured_pool = {}, weakref.ref(pools.k[0])
         if key not in part.captured:
-            part.captured[key] = capture(part, pools, *key, self._borders(part))
+            with self._present(part.piece):  # kernels run once before they are captured
+                part.captured[key] = capture(part, pools, *key, self._borders(part))
         return part.captured[key]
 
     def _borders(self, part: Part) -> Borders:
@@ -515,7 +556,7 @@ class SplitModel(Model):
         return self._taken_over[device]
 
     def _part(self, network: Network, piece: Piece, rows: int) -> Part:
-        (device, *_), first, last, cut = piece
+        device, first, last, cut = piece.span.device, piece.first, piece.last, piece.cut
         kind = device.partition(":")[0]
         program, stream, ropes = ops.Program(device), None, self._ropes
         if kind != "cpu":
@@ -527,6 +568,10 @@ class SplitModel(Model):
             stream = self._table(device, max(rows, STREAM_ROWS[kind]))
             Embedding(table=stream).record(program)
         whole, experts = network.layers[first : last - cut], None
+        if piece.span.lent:
+            owner, number = self._lent[piece]
+            with ops.on_device(device):
+                whole = [owner.lent(number)]
         for layer in whole:
             layer.record(program, ropes)
         if cut:
@@ -542,13 +587,22 @@ class SplitModel(Model):
         return Part(piece, program, stream, gpu, experts)
 
 
-def _streams_of(
-    pieces: Sequence[Piece], network: Network, streaming: Streaming
-) -> tuple[dict[Piece, LayerStream], dict[str, ExpertStream]]:
-    """Of the pieces on the CPU without head, and of the experts apart from layers on each device, where they are not too large."""
+def _streams_of(pieces: Sequence[Piece], network: Network, streaming: Streaming) -> tuple[dict[int, HostLayers], dict[str, ExpertStream]]:
+    """Of the pieces on the host without head, by the first of each run, and of the experts apart from layers on each device, where they are
+    not too large.
+    """
+    hosts: dict[int, HostLayers] = {}
     last = len(network.layers)
-    on_host = [piece for piece in pieces if piece.span.device == "cpu" and piece.first < piece.last < last and not piece.cut]
-    streams = {piece: LayerStream(network.layers[piece.first : piece.last], streaming) for piece in on_host}
+    on_host = [(piece.span.device == "cpu" or piece.span.lent) and piece.first < piece.last < last and not piece.cut for piece in pieces]
+    end = 0
+    for first, piece in enumerate(pieces):
+        if first < end or not on_host[first]:
+            continue
+        end = first + 1
+        while end < len(pieces) and on_host[end] and (pieces[end].span.lent or pieces[end - 1].span.lent):
+            end += 1
+        lent = [one.first - piece.first for one in pieces[first:end] if one.span.lent]
+        hosts[first] = HostLayers(first, end, LayerStream(network.layers[piece.first : pieces[end - 1].last], lent, streaming))
     apart: dict[str, dict[int, RoutedMLP]] = {}
     for piece in pieces:
         if piece.cut and isinstance(mlp := network.layers[piece.last - 1].mlp, RoutedMLP):
@@ -558,7 +612,7 @@ def _streams_of(
         for device, mlps in apart.items()
         if experts_fit(max(sum(tensor.nbytes for tensor in tensors_of(mlp)) for mlp in mlps.values()))
     }
-    return streams, experts
+    return hosts, experts
 
 
 def _fetched(x: Tensor) -> Tensor:
@@ -714,12 +768,14 @@ class Captured:
         drawn[:, 0], drawn[:, 1], drawn[:, 2], drawn[:, 3] = rows[:, 0], rows[:, 2].view(np.float32), rows[:, 1], self._out.shape[1]
         return self._out[:n], torch.from_numpy(drawn)
 
-    def run(self, n: int, x: Tensor | None) -> Tensor:
+    def run(self, n: int, x: Tensor | None, launched: Callable[[], None] | None = None) -> Tensor:
         """Run the step for the first n rows. x: f32 `(n, H)`, what the part in front of this one leaves, on any device.
 
-        Returns rows f32 `(n, outputs)`, on the host where it reads them, overwritten by the next step.
+        launched: called while it runs. Returns rows f32 `(n, outputs)`, on the host where it reads them, overwritten by the next step.
         """
         stream = self._replay(n, x)
+        if launched is not None:
+            launched()
         if self._result is None:
             self._done.record(stream)
             return self._out[:n]

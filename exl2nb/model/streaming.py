@@ -1,7 +1,11 @@
-"""Prompts through layers that live on the host: their weights are copied to a GPU, one layer ahead of what is computed there.
+"""Layers that live on the host and are computed on a GPU: their weights are copied there, one layer ahead of what is computed.
 
-Two buffers hold two layers: while one is computed, the next is copied, on a stream of its own. Keys and values of earlier tokens are
-copied along, those of the step go back to the host's pools. `ops.host_prefill` computes a layer. Knows no programs but those it is given.
+Long prompts go through all of them. While tokens are decoded, every few layers one is lent to the GPU, and the link, which would be idle
+then, brings its weights while the processor computes the layers in front of it.
+
+Two buffers hold two layers: while one is computed, the next is copied, on a stream of its own. Keys and values that lie on the host are
+copied along for prompts, those of the step go back to the host's pools; a lent layer's cache lies on the GPU. `ops.host_prefill` computes a
+layer of a prompt. Knows no programs but those it is given.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ import contextlib
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -23,6 +27,7 @@ from exl2nb.cache.pool import CachePart
 from exl2nb.core.log import logger
 from exl2nb.model.batch import Batch
 from exl2nb.model.layers import Layer, RoutedMLP, tensors_of
+from exl2nb.model.model import Span
 from exl2nb.ops import gpu_prefill, kv_codes
 from exl2nb.ops.host_prefill import LayerRun, layers_of, moved
 from exl2nb.ops.memory import large_pages
@@ -34,6 +39,8 @@ LINK = 12e9  # bytes a second from host to GPU: PCIe 3 with 16 lanes, or 4 with 
 ARITHMETIC = 1e12  # multiplications and additions a second of a processor, by the CPU engine
 BUFFERS = 2
 MOST_EXPERTS = 2 << 30  # bytes of a GPU for copies of two layers' experts; those of larger layers stay on the CPU
+LEND_EVERY = 3  # layers of the host: odd, so that lent layers take the buffers in turns
+LEND_OF = 8  # of so many layers of the host two are lent: a link brings a third of what a processor reads in the same time
 
 
 class Streaming(NamedTuple):
@@ -52,11 +59,32 @@ def worth(nbytes: int, weights: int) -> int:
     return max(gpu_prefill.FEW + 1, -(-nbytes * round(ARITHMETIC) // (2 * weights * round(LINK))) if weights else 0)
 
 
+def lent_layers(count: int) -> range:
+    """Which of so many layers of the host are lent while tokens are decoded: an even number, as there are two buffers.
+
+    The same on every machine, so that a token has the same bits.
+    """
+    return range(LEND_EVERY - 1, LEND_EVERY * 2 * (count // LEND_OF), LEND_EVERY)
+
+
+def with_lent(spans: Sequence[Span], streaming: Streaming) -> list[Span]:
+    """Spans of which the first, where it is on the CPU and others follow, lends layers to where prompts are computed."""
+    host = spans[0]
+    if host.device != "cpu" or len(spans) == 1:
+        return [*spans]
+    found, first = list[Span](), host.first
+    for layer in lent_layers(host.last - host.first):
+        at = host.first + layer
+        found += [Span("cpu", first, at), Span(streaming.device, at, at + 1, lent=True)]
+        first = at + 1
+    return [*(span for span in found if span.first < span.last), Span("cpu", first, host.last), *spans[1:]]
+
+
 # ---- a layer's memory
 
 
 def together(layer: Layer | RoutedMLP) -> Any:
-    """The same layer with all tensors side by side in memory of its own, which one copy takes to a GPU."""
+    """The same layer with all tensors side by side in memory of its own on the host, which one copy takes to a GPU."""
     known = {tensor.data_ptr(): tensor for tensor in tensors_of(layer)}
     size = sum(_aligned(tensor.nbytes) for tensor in known.values())
     memory = large_pages(size)
@@ -66,10 +94,15 @@ def together(layer: Layer | RoutedMLP) -> Any:
         places[address] = memory[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         places[address].copy_(tensor)
         at += _aligned(tensor.nbytes)
+    return _replaced(layer, lambda tensor: places[tensor.data_ptr()])
+
+
+def _replaced(layer: Any, place: Callable[[Tensor], Tensor]) -> Any:
+    """A layer with other tensors."""
 
     def of(value: Any) -> Any:
         if isinstance(value, Tensor):
-            return places[value.data_ptr()]
+            return place(value)
         if isinstance(value, tuple):
             return tuple(of(one) for one in value)
         if is_dataclass(value) and not isinstance(value, type):
@@ -165,10 +198,10 @@ class Lanes:
 
 
 class Buffers:
-    """Copies of images on a device, one ahead of what is used.
+    """Copies of images on a device, one ahead of what is used; image n in buffer n % 2.
 
     Args:
-        images: in the order in which a step uses them. device: where. lanes: of the device; others in tests.
+        images: of consecutive layers. device: where. lanes: of the device; others in tests.
     """
 
     def __init__(self, images: Sequence[Image], device: torch.device, lanes: Lanes | None = None) -> None:
@@ -176,30 +209,37 @@ class Buffers:
         size = max(image.size for image in images)
         with torch.inference_mode(False):  # written to in steps of requests and of callers alike
             self.memory = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
-        self._ready, self._free = dict[int, Any](), list[Any]()
+        self._held: list[int | None] = [None] * BUFFERS
+        self._ready: list[Any] = [None] * BUFFERS
+        self._free: list[Any] = [None] * BUFFERS
 
-    def begin(self, extra: Callable[[int], None] | None = None) -> None:
-        """A step begins: copy the first image. extra: what else is copied with an image, by its number."""
-        self._extra, self._ready = extra, {}
+    def begin(self) -> None:
+        """A step begins whose copies read and write more than weights: none of them before all that was launched until now."""
         self._free = [self.lanes.mark()] * BUFFERS
-        self._fetch(0)
 
-    def _fetch(self, number: int) -> None:
-        image, buffer = self.images[number], self.memory[number % BUFFERS]
+    def load(self, number: int, extra: Callable[[int], None] | None = None) -> None:
+        """Begin to copy an image into its buffer, if it is not there, when what was in it has been used. extra: what else is copied."""
+        here, image = number % BUFFERS, self.images[number]
+        known = self._held[here] == number
+        if known and extra is None:
+            return
 
         def work() -> None:
-            buffer[: image.size].copy_(image.memory, non_blocking=True)
-            if self._extra is not None:
-                self._extra(number)
+            if not known:
+                self.memory[here][: image.size].copy_(image.memory, non_blocking=True)
+            if extra is not None:
+                extra(number)
 
-        self._ready[number] = self.lanes.copy(work, self._free[number % BUFFERS])
+        self._held[here] = None  # where copying fails
+        self._ready[here] = self.lanes.copy(work, self._free[here])
+        self._held[here] = number
 
     def use(self, number: int) -> int:
-        """Begin to copy the next image, and have computations wait for this one; the number of its buffer."""
-        if number + 1 < len(self.images):
-            self._fetch(number + 1)
-        self.lanes.wait(self._ready.pop(number))
-        return number % BUFFERS
+        """Have computations wait for an image that is being copied; the number of its buffer."""
+        here = number % BUFFERS
+        assert self._held[here] == number
+        self.lanes.wait(self._ready[here])
+        return here
 
     def done(self, number: int) -> None:
         """Everything that reads an image has been launched."""
@@ -210,10 +250,10 @@ class Buffers:
 
 
 class Pages:
-    """The pages of a step's sequences, numbered anew, beside the device: those with earlier tokens go there, those written come back.
+    """The pages of a step's sequences, numbered anew, on the device: those with earlier tokens go there, those written come back.
 
     Args:
-        batch: on the host. pools: of the layers, on the host.
+        batch: on the host. pools: of the layers, on the host or, of lent ones, on the device.
     """
 
     def __init__(self, batch: Batch, pools: CachePart, device: torch.device, lanes: Lanes) -> None:
@@ -239,6 +279,7 @@ class Pages:
         self._count, self._known, self._written = len(held), torch.tensor(known, dtype=torch.int64), torch.tensor(written)
         self._from, self._to = of[self._known], of[self._written]
         self._known_there, self._written_there = self._known.to(device), self._written.to(device)
+        self._from_there, self._to_there = self._from.to(device), self._to.to(device)
         pinned = device.type == "cuda"
         self.k, self.v = ([self._new(pool, self._count) for _ in range(BUFFERS)] for pool in (pools.k[0], pools.v[0]))
         up, down = len(known), len(written)
@@ -249,6 +290,9 @@ class Pages:
         self._sent: list[Any] = [None] * BUFFERS
         self._back: dict[int, Any] = {}
 
+    def _on_device(self, layer: int) -> bool:
+        return self._pools.k[layer].device.type != "cpu"
+
     def _new(self, pool: Tensor, count: int) -> Tensor:
         row = _bytes(pool).shape[1]
         return torch.zeros(count, row, dtype=torch.uint8, device=self._device).view(pool.dtype).view(count, *pool.shape[1:])
@@ -258,6 +302,10 @@ class Pages:
         if not len(self._from):
             return
         here = layer % BUFFERS
+        if self._on_device(layer):
+            for pool, there in zip((self._pools.k[layer], self._pools.v[layer]), (self.k[here], self.v[here])):
+                _bytes(there)[self._known_there] = _bytes(pool)[self._from_there]
+            return
         self._lanes.sync(self._sent[here])  # the copy before the last one has left this memory
         for host, pool, there in zip(self._up[here], (self._pools.k[layer], self._pools.v[layer]), (self.k[here], self.v[here])):
             torch.index_select(_bytes(pool), 0, self._from, out=host)
@@ -267,12 +315,18 @@ class Pages:
     def fetch(self, layer: int) -> None:
         """Begin to copy back what a layer has written."""
         here = layer % BUFFERS
+        if self._on_device(layer):
+            for pool, there in zip((self._pools.k[layer], self._pools.v[layer]), (self.k[here], self.v[here])):
+                _bytes(pool)[self._to_there] = _bytes(there)[self._written_there]
+            return
         for host, there in zip(self._down[here], (self.k[here], self.v[here])):
             host.copy_(_bytes(there)[self._written_there], non_blocking=True)
         self._back[layer] = self._lanes.mark()
 
     def store(self, layer: int) -> None:
         """Put it into the pools."""
+        if self._on_device(layer):
+            return
         self._lanes.sync(self._back.pop(layer))
         for host, pool in zip(self._down[layer % BUFFERS], (self._pools.k[layer], self._pools.v[layer])):
             _bytes(pool)[self._to] = host
@@ -286,45 +340,62 @@ def _bytes(pool: Tensor) -> Tensor:
 # ---- layers
 
 
-@dataclass
-class _Ready:
-    """A part's steps of every layer in the buffer where it will be."""
-
-    program: Program
-    layers: list[list[tuple[str, dict[str, Any]]]]
-
-
 class LayerStream:
-    """Runs the layers of a part on the host for prompts.
+    """Runs consecutive layers of the host for prompts, and has the weights of lent ones at hand while tokens are decoded.
 
     Args:
-        layers: of the part, each by `together`. device: where it is computed. lanes: see `Buffers`.
+        layers: each by `together`. lent: which of them are lent, by their numbers here. streaming: where they are computed. lanes: see
+            `Buffers`.
 
     Attributes:
-        rows: tokens of a step from which on this is worth it.
+        rows: tokens of a step from which on this is worth it for prompts.
     """
 
-    def __init__(self, layers: Sequence[Layer], streaming: Streaming, lanes: Lanes | None = None) -> None:
+    def __init__(self, layers: Sequence[Layer], lent: Sequence[int], streaming: Streaming, lanes: Lanes | None = None) -> None:
         self.device = torch.device(streaming.device)
-        images = [Image(layer, self.device) for layer in layers]
-        self._buffers = Buffers(images, self.device, lanes)
-        self._ready: _Ready | None = None
+        self._layers, self._images = [*layers], [Image(layer, self.device) for layer in layers]
+        self._buffers = Buffers(self._images, self.device, lanes)
+        self._lent = {number: lent[(place + BUFFERS) % len(lent)] for place, number in enumerate(lent)}  # and what its buffer holds next
+        self._programs: list[Program] = []
+        self._steps: list[tuple[Program, list[tuple[str, dict[str, Any]]]]] = []
         self._tables: dict[int, tuple[Tensor, Tensor]] = {}
         with torch.inference_mode(False):
             self._room = _room(layers, self.device)
-        largest = max(range(len(layers)), key=lambda number: images[number].size)
+        largest = max(range(len(layers)), key=lambda number: self._images[number].size)
         weights = sum(_weights(tensor) for tensor in tensors_of(layers[largest]))
-        self.rows = worth(images[largest].size, weights) if streaming.rows is None else streaming.rows
+        self.rows = worth(self._images[largest].size, weights) if streaming.rows is None else streaming.rows
 
-    def run(self, program: Program, x: Tensor, batch: Batch, pools: CachePart) -> Tensor:
+    # ---- lent layers
+
+    def lent(self, number: int) -> Layer:
+        """A lent layer with its tensors in the buffer where they are while it is computed; they are there now."""
+        image, buffer = self._images[number], self._buffers.memory[number % BUFFERS]
+        self.bring(number)
+        return _replaced(self._layers[number], partial(_there, image, buffer))
+
+    def bring(self, number: int) -> None:
+        """Have computations wait until the weights of a lent layer are in its buffer; `release` follows."""
+        self._buffers.load(number)
+        self._buffers.use(number)
+
+    def release(self, number: int) -> None:
+        """Everything that reads a lent layer has been launched: copy the next one that goes into its buffer."""
+        self._buffers.done(number)
+        self._buffers.load(self._lent[number])
+
+    # ---- prompts
+
+    def run(self, programs: Sequence[Program], x: Tensor, batch: Batch, pools: CachePart) -> Tensor:
         """The residual stream f32 `(T, H)` on the device behind the layers.
 
         Args:
-            program: of the part. x: f32 `(T, H)`, before them. batch: on the host, positions as rows of the RoPE tables. pools: of the
-                part.
+            programs: of the layers, in running order. x: f32 `(T, H)`, before them. batch: on the host, positions as rows of the RoPE
+                tables. pools: of the layers.
         """
-        if self._ready is None or self._ready.program is not program:
-            self._tables, self._ready = {}, _Ready(program, [self._moved(*one) for one in enumerate(layers_of(program))])
+        if len(self._programs) != len(programs) or any(a is not b for a, b in zip(programs, self._programs)):
+            self._programs, self._tables = [*programs], {}
+            each = [(program, steps) for program in programs for steps in layers_of(program)]
+            self._steps = [(program, self._moved(number, steps)) for number, (program, steps) in enumerate(each)]
         lanes, buffers = self._buffers.lanes, self._buffers
         with ops.on_device(str(self.device)):
             pages = Pages(batch, pools, self.device, lanes)
@@ -333,31 +404,46 @@ class LayerStream:
             nothing = torch.empty(0, dtype=torch.int32)
             parts = (nothing, batch.positions, pages.slots, pages.block_table, batch.cu_seqlens, batch.context_lens, nothing)
             inputs = gpu_prefill.Inputs(*(part.to(self.device) for part in parts))
-            buffers.begin(pages.send)
-            for number, steps in enumerate(self._ready.layers):
-                here = buffers.use(number)
-                walk = LayerRun(program, inputs, sequences, {number: pages.k[here]}, {number: pages.v[here]}, self._room)
+            buffers.begin()
+            buffers.load(0, pages.send)
+            for number, (program, steps) in enumerate(self._steps):
+                if number + 1 < len(self._steps):
+                    buffers.load(number + 1, pages.send)
+                here, layer = buffers.use(number), steps[0][1]["layer"]
+                walk = LayerRun(program, inputs, sequences, {layer: pages.k[here]}, {layer: pages.v[here]}, self._room)
                 walk.walk(x, steps)
                 pages.fetch(number)
                 buffers.done(number)
                 if number:
                     pages.store(number - 1)
-            pages.store(len(self._ready.layers) - 1)
+            pages.store(len(self._steps) - 1)
+            for number in [*self._lent][:BUFFERS]:
+                buffers.load(number)
         return x
 
     def _moved(self, number: int, steps: list[tuple[str, dict[str, Any]]]) -> list[tuple[str, dict[str, Any]]]:
-        image, buffer = self._buffers.images[number], self._buffers.memory[number % BUFFERS]
+        image, buffer = self._images[number], self._buffers.memory[number % BUFFERS]
+        if number in self._lent:  # recorded for the buffer
+            if self.device.type != "cpu":
+                return steps
+            self.bring(number)  # headers of blobs are read
 
         def move(tensor: Tensor) -> Tensor:
             place = image.place(tensor, buffer)
             if place is not None:
                 return place
+            if _inside(tensor, buffer):
+                return tensor
             key = tensor.data_ptr()  # a table of RoPE, the same for many layers
             if key not in self._tables:
                 self._tables[key] = tensor, tensor.to(self.device)
             return self._tables[key][1]
 
         return moved(steps, move)
+
+
+def _inside(tensor: Tensor, buffer: Tensor) -> bool:
+    return 0 <= tensor.data_ptr() - buffer.data_ptr() < buffer.nbytes
 
 
 def experts_fit(largest: int) -> bool:
@@ -394,7 +480,9 @@ class ExpertStream:
         number, buffers = [*self._steps].index(layer), self._buffers
         with ops.on_device(str(self.device)):
             if number == 0:
-                buffers.begin()
+                buffers.load(0)
+            if number + 1 < len(self._steps):
+                buffers.load(number + 1)
             buffers.use(number)
             nothing = torch.empty(0, dtype=torch.int32, device=self.device)
             walk = LayerRun(program, gpu_prefill.Inputs(*[nothing] * 7), gpu_prefill.Sequences([], []), {}, {}, self._room)

@@ -117,8 +117,8 @@ def write(K: int, parts: list[Part]) -> Tensor:
 
 
 def shape(blob: Tensor) -> tuple[int, int]:
-    """`(K, N)` of a blob on any device: in_features and all outputs, from its header."""
-    head = _header(blob, MAGIC if blob.device.type == "cpu" else GPU_MAGIC)
+    """`(K, N)` of a blob of either layout on any device: in_features and all outputs, from its header."""
+    head = _header(blob, MAGIC, GPU_MAGIC)
     return int(head["K"]), int(head["N"])
 
 
@@ -128,7 +128,7 @@ def read(blob: Tensor) -> tuple[int, list[Part]]:
     Raises:
         ValueError: no blob.
     """
-    head = _header(blob)
+    head = _header(blob, MAGIC)
     raw = blob.cpu().numpy()
     table = np.frombuffer(raw, PART, int(head["num_parts"]), HEADER.itemsize)
     return int(head["K"]), [_part(raw, int(head["K"]), row) for row in table]
@@ -153,10 +153,10 @@ def _part(raw: np.ndarray, K: int, row: Any) -> Part:
     )
 
 
-def _header(blob: Tensor, magic: int = MAGIC) -> Any:
+def _header(blob: Tensor, *magics: int) -> Any:
     if blob.dtype != torch.uint8 or blob.dim() != 1 or blob.numel() < HEADER.itemsize:
         raise ValueError(f"blob is {blob.dtype} {tuple(blob.shape)}; expected the uint8 tensor that a pack op returned")
     head = np.frombuffer(blob[: HEADER.itemsize].cpu().numpy(), HEADER)[0]
-    if head["magic"] != magic or head["version"] != VERSION or head["bytes"] != blob.numel():
+    if head["magic"] not in magics or head["version"] != VERSION or head["bytes"] != blob.numel():
         raise ValueError("blob has no valid header; expected the tensor that a pack op returned")
     return head

@@ -246,7 +246,9 @@ class LayerRun(gpu_prefill.Run):
         return y if bias is None else y.add_(bias)
 
     def weight(self, blob: Any, device: torch.device) -> Tensor:
-        """The matrix of a `Packed`."""
+        """The matrix of a `Packed`, or of a blob of a lent layer on the GPU."""
+        if isinstance(blob, Tensor):
+            return super().weight(blob, device)
         weight = self.room(blob.K, blob.N, device)
         blob.unpack_into(weight)
         return weight

@@ -96,7 +96,12 @@ class MemoryPlan(ExlWidget):
             if isinstance(planned, SplitPlan):
                 split = planned.movable()
                 kinds = {kind: one.to_dict() for kind, one in split.kinds.items()}
-                self._split = {"devices": [[one.name, one.kind] for one in split.devices], "kinds": kinds, "source": planned.load_source}
+                self._split = {
+                    "devices": [[one.name, one.kind] for one in split.devices],
+                    "kinds": kinds,
+                    "lends": split.lends,
+                    "source": planned.load_source,
+                }
             else:
                 self.device = planned.device
 

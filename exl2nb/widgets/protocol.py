@@ -611,14 +611,16 @@ class PlanKind(TypedDict):
     parts: list[int]
     read: list[int]
     stream: int
+    lent: int
     formula: PlanFormula
 
 
 class PlanSplit(TypedDict):
-    """Devices in running order, and how the model's place is written in Python, with its revision."""
+    """Devices in running order; whether the first, a CPU, lends layers; how the model's place is written in Python, with its revision."""
 
     devices: list[PlanDevice]
     kinds: dict[str, PlanKind]
+    lends: bool
     source: str
 
 

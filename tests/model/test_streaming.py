@@ -6,7 +6,7 @@ The CPU stands for the GPU here, with the numbers of a GPU's prompts (fp16 input
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import pairwise
@@ -31,7 +31,7 @@ from exl2nb.model.layers import RoutedMLP, tensors_of
 from exl2nb.model.loader import load_model
 from exl2nb.model.model import Model, Span
 from exl2nb.model.split import SplitModel
-from exl2nb.model.streaming import Buffers, ExpertStream, Image, Lanes, LayerStream, Streaming, together, worth
+from exl2nb.model.streaming import Buffers, ExpertStream, Image, Lanes, LayerStream, Streaming, lent_layers, together, with_lent, worth
 
 from .zoo import build, build_wide, config_of, write, write_exl2
 
@@ -83,9 +83,9 @@ def test_near_the_cpu_and_repeatable(mode: str) -> None:
     assert near(found, expected, 0.25 if coded else 0.03)
     assert (found - expected).abs().mean() < (0.01 if coded else 0.003) * expected.std()
     assert torch.equal(logits(model, mode), found)
-    assert [stream.rows for stream in model._streams.values()] == [ROWS]
+    assert [host.stream.rows for host in model._host.values()] == [ROWS]
     model.close()
-    assert not model._streams
+    assert not model._host
 
 
 def test_few_tokens_stay_on_the_cpu() -> None:
@@ -100,23 +100,160 @@ def test_few_tokens_stay_on_the_cpu() -> None:
     assert torch.equal(model.forward(both, cache)[1:], alone)
 
 
-def test_what_fails_beside_a_prompt_is_raised_when_both_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = halves(DEMO)
-    cache = model.new_cache(model.cache_spec(1024))
-    prompt, one = Tokens(ids=[5 + i for i in range(100)], start=0, pages=[1]), Tokens(ids=[7], start=0, pages=[2])
-    model.forward(Batch.build([prompt]), cache)
-    ended = []
-    run = LayerStream.run
+# ---- layers that are lent while tokens are decoded
 
-    def refuse(*_: object) -> torch.Tensor:
-        raise RuntimeError("no memory")
 
-    monkeypatch.setattr(LayerStream, "run", lambda *args: ended.append(run(*args)) or ended[0])
-    monkeypatch.setattr(model._parts[0].program, "run", refuse)
-    with pytest.raises(RuntimeError, match="no memory"):
-        model.forward(Batch.build([prompt, one]), cache)
-    assert len(ended) == 1
+def lending(monkeypatch: pytest.MonkeyPatch, lent: Sequence[int], *, rows: int = ROWS, lanes: Lanes | None = None) -> SplitModel:
+    """The demo model with ten layers on the host, of which these are lent."""
+    made = LayerStream.__init__
+    with monkeypatch.context() as patch:
+        patch.setattr(streaming, "lent_layers", lambda _: lent)
+        patch.setattr(LayerStream, "__init__", lambda self, layers, lent, how: made(self, layers, lent, how, lanes))
+        model = load_model(DEMO, spans=[Span("cpu", 0, 10), Span("cpu", 10, 12)], streaming=Streaming("cpu", rows))
+    assert isinstance(model, SplitModel)
+    return model
+
+
+def test_which_layers_are_lent() -> None:
+    """An even number, one behind the other in the two buffers, and none where the host has few."""
+    assert [[*lent_layers(count)] for count in (0, 7, 8, 16, 24)] == [[], [], [2, 5], [2, 5, 8, 11], [2, 5, 8, 11, 14, 17]]
+    for count in range(200):
+        lent = lent_layers(count)
+        assert len(lent) % 2 == 0 and all(b - a == 3 for a, b in pairwise(lent)) and count / 4 - 2 < len(lent) <= count / 4
+        assert not lent or lent[-1] < count - 1
+    gpu = Span("cuda:0", 8, 9)
+    assert with_lent([Span("cpu", 0, 8), gpu], Streaming("cuda:0")) == [
+        Span("cpu", 0, 2),
+        Span("cuda:0", 2, 3, lent=True),
+        Span("cpu", 3, 5),
+        Span("cuda:0", 5, 6, lent=True),
+        Span("cpu", 6, 8),
+        gpu,
+    ]
+    for spans in ([gpu, Span("cpu", 9, 30)], [Span("cpu", 0, 30)], [Span("cpu", 0, 7), gpu]):
+        assert with_lent(spans, Streaming("cuda:0")) == spans
+
+
+@pytest.mark.parametrize("lent", [[2, 5], [1, 4, 5, 8], [1, 2, 3, 4, 5, 6]], ids=str)
+def test_lent_layers_have_their_bits(lent: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whenever copies happen, and whatever was in the buffers before."""
+    expected = logits(load_model(DEMO))
+    late = Late()
+    for lanes in (None, late):
+        model = lending(monkeypatch, lent, rows=1000, lanes=lanes)
+        assert torch.equal(logits(model), expected) and torch.equal(logits(model), expected)
+        assert [span.first for span in model.spans if span.lent] == lent
+    copied = sum(1 for kind, _ in late.log if kind == "copy")
+    assert copied == 2 if len(lent) == 2 else copied > 20 * len(lent) / 2, "two layers stay where they are"
+
+
+@pytest.mark.parametrize("mode", ["fp16", "q8"])
+def test_prompts_through_lent_layers(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As without lending, whose layers compute the same here; they decode what the prompts left."""
+    plain = logits(lending(monkeypatch, []), mode)
+    late = Late()
+    for lanes in (None, late):
+        model = lending(monkeypatch, [1, 4, 5, 8], lanes=lanes)
+        assert torch.equal(logits(model, mode), plain) and torch.equal(logits(model, mode), plain)
+    assert len(late.waiting) <= 2, "what will be decoded with next"
+    model = lending(monkeypatch, [1, 4, 5, 8])
+    names: list[str] = []
+    cache = model.new_cache(model.cache_spec(512))
+    seen = model.forward_by_ops(Batch.single([7, 8, 9], start=0, pages=[0]), cache, lambda name, _: names.append(name))
+    assert torch.equal(seen, load_model(DEMO).forward(Batch.single([7, 8, 9], start=0, pages=[0]), cache))
+    assert [name for name in names if name.endswith(".output")] == [f"layers.{layer}.output" for layer in range(12)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lent", [[2, 5], [1, 4, 5, 8]], ids=str)
+def test_lent_layers_on_a_gpu(lent: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Close to the model on the GPU alone, the same bits however often; captured steps give those of launched ones, in any order."""
+    whole = load_model(DEMO, device="cuda")
+    monkeypatch.setattr(streaming, "lent_layers", lambda _: lent)
+    model = load_model(DEMO, spans=[Span("cpu", 0, 10), Span("cuda", 10, 12)], streaming=Streaming("cuda", ROWS))
+    assert isinstance(model, SplitModel) and "lent to cuda" in model.where
+    for mode in ("fp16", "q4"):
+        expected, found = logits(whole, mode).cpu(), logits(model, mode)
+        assert (found - expected).abs().mean() < (0.02 if mode == "q4" else 0.005) * expected.std()
+        assert torch.equal(logits(model, mode), found)
+    lent_parts = [part for part in model._parts if part.span.lent]
+    assert len(lent_parts) == len(lent) and all(part.captured and None not in part.captured.values() for part in lent_parts)
+    cache, plain = (model.new_cache(model.cache_spec(512)) for _ in range(2))
+    prompt = Batch.single([*range(5, 95)], start=0, pages=[0])
+    for each in (cache, plain):
+        model.forward(prompt, each)
+    for step in range(6):
+        batch, found = Batch.single([9 + step], start=90 + step, pages=[0]), []
+        for each, model._graphed in ((cache, True), (plain, False)):
+            found.append(model.forward(batch, each).clone())
+        assert torch.equal(*found), step
     model.close()
+
+
+def test_a_lent_layer_is_there_while_its_step_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels run once before a capture; what they took for a matrix would else be another layer's, of another layout."""
+    model = lending(monkeypatch, [1, 4, 5, 8], rows=1000)
+    logits(model)
+    seen = []
+
+    def held(part: split.Part, *_: object) -> None:
+        stream, number = model._lent[part.piece]
+        image, buffer = stream._images[number], stream._buffers.memory[number % 2]
+        seen.append(torch.equal(buffer[: image.size], image.memory))
+
+    monkeypatch.setattr(split, "capture", held)
+    cache = model.new_cache(model.cache_spec(512))
+    for part in model._parts:
+        if part.span.lent:
+            model._captured(part, Batch.single([9], start=2, pages=[1]), cache.part(part.span.first, part.span.last))
+    assert seen == [True] * 4
+
+
+def test_where_lent_layers_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = lending(monkeypatch, [2, 5])
+    assert model.where == "layers 0 to 11 on cpu, of these 2, 5 lent to cpu"
+    assert len(model.placement) == 12 and [(host.first, host.last) for host in model._host.values()] == [(0, 5)]
+    model.close()
+    assert not model._lent
+
+
+def test_a_step_that_fails_leaves_lent_layers_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = lending(monkeypatch, [1, 4, 5, 8], rows=1000)
+    expected = logits(model)
+    for part in (1, 2, 5):
+        with monkeypatch.context() as patch:
+            patch.setattr(type(model._parts[part].program), "run", _refuse)
+            with pytest.raises(RuntimeError, match="no memory"):
+                logits(model)
+        assert torch.equal(logits(model), expected)
+
+
+def _refuse(*_: object) -> torch.Tensor:
+    raise RuntimeError("no memory")
+
+
+def test_a_plan_counts_lent_layers() -> None:
+    """Their cache and what reads them are the GPU's, their weights the CPU's; a budget has room for that."""
+    from exl2nb.llm.plan import plan_split
+
+    for held in (4, 2):
+        with_, without = (
+            plan_split(DEMO, devices={"cuda": f"{held} layers", "cpu": "rest"}, context=4096, streaming=streams).shares
+            for streams in (True, False)
+        )
+        host, count = with_[0].last, len(lent_layers(with_[0].last))
+        assert count == 2
+        cache = without[0].cache // host
+        assert [share.cache for share in with_] == [without[0].cache - 2 * cache, without[1].cache + 2 * cache]
+        assert [share.weights for share in with_] == [share.weights for share in without]
+        assert with_[0].read < without[0].read and with_[1].read > without[1].read
+        for budget in (with_[1].total, with_[1].total - 1):
+            shares = plan_split(DEMO, devices={"cuda": budget, "cpu": "rest"}, context=4096).shares
+            assert shares[-1].device == "cpu" or shares[-1].total <= budget
+            assert (len(shares) == 2 and shares[-1].last - shares[-1].first >= held) or budget < with_[1].total
+
+
+# ---- kinds of layers
 
 
 @pytest.mark.parametrize("name", ["gemma2", "cohere", "gpt2", "qwen2_moe", "exl2"])
@@ -225,7 +362,7 @@ class Late(Lanes):
 def stream_logits(lanes: Lanes | None, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
     made = LayerStream.__init__
     with monkeypatch.context() as patch:
-        patch.setattr(LayerStream, "__init__", lambda self, layers, how: made(self, layers, how, lanes))
+        patch.setattr(LayerStream, "__init__", lambda self, layers, lent, how: made(self, layers, lent, how, lanes))
         return logits(halves(DEMO))
 
 
@@ -241,7 +378,10 @@ def test_a_buffer_is_copied_into_when_its_last_layer_has_been_computed() -> None
     images, lanes, free, copies = [Image(layer, torch.device("cpu")) for layer in layers], Late(), {}, []
     buffers = Buffers(images, torch.device("cpu"), lanes)
     buffers.begin()
+    buffers.load(0)
     for number, image in enumerate(images):
+        if number + 1 < len(images):
+            buffers.load(number + 1)
         here = buffers.use(number)
         assert here == number % 2
         assert torch.equal(buffers.memory[here][: image.size], image.memory)
@@ -261,7 +401,7 @@ def test_worth_is_arithmetic() -> None:
     assert worth(110 << 20, 218 << 20) == 65  # 4 bits: 21 rows by arithmetic; the kernels of few rows end at 64
     assert worth(2 * 218 << 20, 218 << 20) == 84  # fp16
     assert worth(0, 0) == 65
-    stream = LayerStream([together(load_model(DEMO).network_and_program[0].layers[0])], Streaming("cpu"))
+    stream = LayerStream([together(load_model(DEMO).network_and_program[0].layers[0])], [], Streaming("cpu"))
     assert stream.rows == worth(stream._buffers.images[0].size, sum(a * b for a, b in map(streaming.ops.shape, _blobs(stream))))
 
 

@@ -31,13 +31,13 @@ def large(*, gpus: int = 1, speeds: bool = True) -> SplitPlan:
     layers = tuple(120_000_000 + 1_000 * i for i in range(LAYERS))
     parts = {"cpu": (525_336_576, *layers, 270_000_000), "cuda": (525_336_576, *(size + 300 for size in layers), 280_000_001)}
     kinds = {
-        kind: KindFormula(parts=parts[kind], read=(0, *parts[kind][1:]), stream=1_048_576, formula=one)
+        kind: KindFormula(parts=parts[kind], read=(0, *parts[kind][1:]), stream=1_048_576, lent=1_000_003, formula=one)
         for kind, one in (("cpu", host), ("cuda", card))
     }
     devices = [Holder("cpu", 32 * 2**30, 40e9), *(Holder(f"cuda:{i}", 6 * 2**30, 360e9) for i in range(gpus))]
     if not speeds:
         devices = [Holder(name, limit) for name, limit, _ in devices]
-    formula = SplitFormula(devices=tuple(devices), kinds=kinds)
+    formula = SplitFormula(devices=tuple(devices), kinds=kinds, lends=True)
     choice = {"context": 4096, "batch": 1, "mode": "fp16"}
     borders = [10 + 11 * i for i in range(gpus)]
     shares = formula.shares(borders, **choice)

@@ -147,7 +147,9 @@ def test_bad_data_of_several_devices(split, change):
         MemoryPlan({**split.to_dict(), **change})
 
 
-@pytest.mark.parametrize("change", [{"parts": [1, 2]}, {"parts": [-1] * 14}, {"read": [0.5] * 14}, {"stream": "x"}, {"formula": {}}])
+@pytest.mark.parametrize(
+    "change", [{"parts": [1, 2]}, {"parts": [-1] * 14}, {"read": [0.5] * 14}, {"stream": "x"}, {"lent": -1}, {"formula": {}}]
+)
 def test_bad_formulas_of_several_devices(split, change):
     data = split.to_dict()
     data["formula"]["kinds"]["cuda"].update(change)

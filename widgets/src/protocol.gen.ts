@@ -482,13 +482,15 @@ export interface PlanKind {
   parts: number[];
   read: number[];
   stream: number;
+  lent: number;
   formula: PlanFormula;
 }
 
-/** Devices in running order, and how the model's place is written in Python, with its revision. */
+/** Devices in running order; whether the first, a CPU, lends layers; how the model's place is written in Python, with its revision. */
 export interface PlanSplit {
   devices: PlanDevice[];
   kinds: Record<string, PlanKind>;
+  lends: boolean;
   source: string;
 }
 

@@ -74,7 +74,7 @@ export class SplitView extends View<PlanState> {
   }
 
   private get split() {
-    return this.widget.get("_split") ?? { devices: [], kinds: {}, source: "" };
+    return this.widget.get("_split") ?? { devices: [], kinds: {}, lends: false, source: "" };
   }
 
   private get found(): Share[] {

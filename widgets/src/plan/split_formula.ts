@@ -33,7 +33,30 @@ export function share(split: PlanSplit, number: number, first: number, last: num
 /** Of every device, those without layers included. */
 export function shares(split: PlanSplit, borders: readonly number[], choice: Choice): Share[] {
   const ends = [0, ...borders, layersOf(split)];
-  return split.devices.map((_, i) => share(split, i, ends[i] ?? 0, ends[i + 1] ?? 0, choice));
+  const found = split.devices.map((_, i) => share(split, i, ends[i] ?? 0, ends[i + 1] ?? 0, choice));
+  const host = found[0];
+  const gpu = found.findIndex((one, i) => i > 0 && one.last > one.first);
+  if (!split.lends || !host || host.last === 0 || split.devices[0]?.[1] !== "cpu") return found;
+  if (gpu < 0 || split.devices[gpu]?.[1] !== "cuda") return found;
+  return found.map((one, i) =>
+    i === 0 ? withLent(split, one, i, host.last, -1, choice) : i === gpu ? withLent(split, one, i, host.last, 1, choice) : one,
+  );
+}
+
+/** Which of so many layers of the CPU are lent while tokens are decoded; `lent_layers` in exl2nb/model/streaming.py. */
+function lentLayers(count: number): number[] {
+  return Array.from({ length: 2 * Math.floor(count / 8) }, (_, k) => 2 + 3 * k);
+}
+
+/** A share with the lent layers of `count` on the CPU (sign 1), or without them (-1). */
+function withLent(split: PlanSplit, one: Share, number: number, count: number, sign: 1 | -1, choice: Choice): Share {
+  const kind = split.kinds[split.devices[number]?.[1] ?? ""];
+  if (!kind) return one;
+  const lent = lentLayers(count);
+  const cache = one.cache + sign * lent.length * Math.floor(parts(kind.formula, choice).cache / layersOf(split));
+  const work = one.work + lent.length * kind.lent;
+  const read = one.read + sign * lent.reduce((sum, layer) => sum + (kind.read[layer + 1] ?? 0), 0);
+  return { ...one, cache, work, read, total: one.weights + cache + work };
 }
 
 function withEnds(sizes: readonly number[], first: number, last: number): number {
@@ -60,7 +83,12 @@ export function filled(split: PlanSplit, limits: readonly (number | null)[], cho
   for (let i = split.devices.length - 1; i > 0; i--) {
     const limit = limits[i] ?? Number.POSITIVE_INFINITY;
     let first = last;
-    while (first > 0 && share(split, i, first - 1, last, choice).total <= limit) first--;
+    const total = (from: number) => {
+      const plain = share(split, i, from, last, choice);
+      const lends = split.lends && i === 1 && split.devices[0]?.[1] === "cpu";
+      return (lends ? withLent(split, plain, i, from, 1, choice) : plain).total;
+    };
+    while (first > 0 && total(first - 1) <= limit) first--;
     borders.unshift(first);
     last = first;
   }
