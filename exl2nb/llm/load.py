@@ -74,7 +74,8 @@ def load(
             with some of its heads and channels; all on GPUs (["cuda:0", "cuda:1"]), or all on the CPU.
         stream_from: with layers or experts on the CPU beside a GPU: from so many prompt tokens in a step on, copy them to the GPU layer
             by layer and compute them there, at most 2048, which is what a step has (1024 beside decodes); 0: never. None: by what copying
-            and computing take, at least 65. The bits are then those of a GPU; with deterministic=True it is never done.
+            and computing take, at least 65. The bits are then those of a GPU. Of eight layers or more a quarter is computed there
+            while tokens are decoded, too; never with stream_from=0, and neither is ever done with deterministic=True.
         cache: how keys and values are kept: "fp16" or "fp32"; "q8", "q6" (keys in 8 bits, values in 4) or "q4", which hold 1.9, 2.5 and 3.6
             times the tokens of fp16 in the same memory; "fp8"; or the bits of keys and values apart, as "k8v4" (4, 8 or 16 each).
         context: tokens of prompt and answer together; None = what the model allows, at most 4096. A RuntimeWarning where it is longer than
