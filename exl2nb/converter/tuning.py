@@ -40,7 +40,7 @@ from exl2nb.core.show import size_text
 from exl2nb.model import reference
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.layout import Linear, end_vectors, head_linear, layer_linears, linears
-from exl2nb.ops.gpu import capturing, fast_products, half_products
+from exl2nb.ops.gpu import capturing, fast_products, fast_products_on_cpu, half_products
 
 Weights = dict[str, Tensor]
 # rows of the whole way, if not told, but for further passes of the text: a quarter of an hour of two cores and a minute of an H100
@@ -483,7 +483,7 @@ def _divergence(wanted: Tensor, found: Tensor) -> Tensor:
 def kl_of(config: ModelConfig, teacher: Weights, student: Weights, ids: Tensor) -> float:
     """Mean KL(teacher || student) on rows int `(R, S)`, nats per token."""
     embedding, total = teacher[f"{config.names.embed}.weight"], 0.0
-    with torch.no_grad():
+    with torch.no_grad(), fast_products_on_cpu(embedding.device):
         for part in batches(config, embedding.new_empty(*ids.shape, 0), 0, len(ids)):
             wanted, found = (_forward(config, weights, ids[part].to(embedding.device))[0] for weights in (teacher, student))
             total += float(_divergence(wanted, found).sum(dtype=torch.float64))

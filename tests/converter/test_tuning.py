@@ -2,12 +2,14 @@
 
 import dataclasses
 import json
+import threading
 
 import pytest
 import torch
 
 from exl2nb.cli import main
 from exl2nb.converter import job as job_module
+from exl2nb.converter import pipeline, quantization
 from exl2nb.converter import tuning as stage
 from exl2nb.converter.calibration import calibration_rows, tuning_rows
 from exl2nb.converter.grid import Grid
@@ -246,6 +248,49 @@ def test_settings_of_fast_products_are_left_as_they_were(device, settings, name,
             assert settings.fp32_precision == "tf32"
         finally:
             torch.backends.fp32_precision = "none"
+
+
+@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+def test_fast_products_end_with_their_last_user(kind, monkeypatch):
+    ended, begun = [], []
+
+    def begin(kind):
+        begun.append(kind)
+        return lambda: ended.append(kind)
+
+    monkeypatch.setattr(gpu, "_begin_fast", begin)
+    first, second, third = (fast_products(torch.device(kind)) for _ in range(3))
+    first.__enter__()
+    thread = threading.Thread(target=second.__enter__)  # does not wait
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
+    first.__exit__(None, None, None)
+    assert (begun, ended) == ([kind], [])
+    second.__exit__(None, None, None)
+    assert (begun, ended) == ([kind], [kind])
+    with third:
+        assert (begun, ended) == ([kind] * 2, [kind])
+    assert ended == [kind] * 2
+
+
+def test_the_cpu_measures_rounds_and_judges_with_fast_products(source, tmp_path, monkeypatch):
+    """And a GPU does not: TF32 has an error that Hessians and judgements would feel."""
+    users = []
+    for module, name in ((pipeline, "measure_linear"), (quantization, "quantize_stored"), (stage, "_divergence")):
+        kept = getattr(module, name)
+
+        def seen(*args, name=name, kept=kept, **options):
+            users.append((name, list(gpu._fast)))
+            return kept(*args, **options)
+
+        monkeypatch.setattr(module, name, seen)
+    convert(source, tmp_path / "out", **TUNED | {"tuning": Tuning(rows=8, written=0), "device": "cpu"})
+    assert {name for name, _ in users} == {"measure_linear", "quantize_stored", "_divergence"}
+    assert all(kinds == ["cpu"] for _, kinds in users)
+    assert not gpu._fast
+    with gpu.fast_products_on_cpu(torch.device("cuda")):
+        assert not gpu._fast
 
 
 def test_products_on_the_cpu_are_not_rounded(monkeypatch):
