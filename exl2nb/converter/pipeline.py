@@ -55,6 +55,7 @@ from exl2nb.model.config import ModelConfig
 from exl2nb.model.layout import Linear, end_vectors, head_linear, layer_linears, layer_vectors
 from exl2nb.model.store import ModelStore
 from exl2nb.model.writer import write_model
+from exl2nb.ops.gpu import fast_products_on_cpu
 from exl2nb.tokenizer.chat import render
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
@@ -86,7 +87,8 @@ def _measure(context: Context, rows: Rows, key: str, known: Measurement | None, 
     weights, work, config, held, visits = context.weights, context.work, context.weights.config, _Held(), {}
     likeness: dict[str, float] = {}
     linears: dict[str, Measured] = dict(known.linears) if known is not None else {}
-    with context.steps("measure", total=2 * config.num_layers + 1, unit="passes", phased=True) as step:
+    steps = context.steps("measure", total=2 * config.num_layers + 1, unit="passes", phased=True)
+    with fast_products_on_cpu(weights.device), steps as step:
         for statistics in sweep(weights, rows.calibrating, used=rows.used, seed=calibration["seed"], step=step, directory=work.directory):
             if statistics.layer != HEAD:
                 tensors = statistics.tensors()

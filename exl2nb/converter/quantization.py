@@ -31,6 +31,7 @@ from exl2nb.core.options import check_range
 from exl2nb.model import reference
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.layout import Linear, head_linear, layer_linears
+from exl2nb.ops.gpu import fast_products_on_cpu
 from exl2nb.quant.exl2 import Exl2Tensors
 
 WORKING = 2  # streams
@@ -334,7 +335,7 @@ def quantize_model(
         ids = torch.cat([ids, further])
     made, layers = Made(hash_of(*parts)), config.num_layers
     streams = Streams.of(config, weights.ends(), ids, rows.used, work.directory)
-    with context.meter("quantize", total=layers + 1, unit="layers") as meter:
+    with fast_products_on_cpu(weights.device), context.meter("quantize", total=layers + 1, unit="layers") as meter:
         rounded = cost(sweeps, None) / cost(sweeps, blocks)
 
         def learned(share: float, detail: str) -> None:

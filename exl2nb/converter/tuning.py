@@ -40,16 +40,17 @@ from exl2nb.core.show import size_text
 from exl2nb.model import reference
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.layout import Linear, end_vectors, head_linear, layer_linears, linears
-from exl2nb.ops.gpu import capturing, fast_products, half_products
+from exl2nb.ops.gpu import capturing, fast_products, fast_products_on_cpu, half_products
 
 Weights = dict[str, Tensor]
 # rows of the whole way, if not told, but for further passes of the text: a quarter of an hour of two cores and a minute of an H100
 SEEN = {"cpu": 2560, "cuda": 20480}
 WORK = 1e16  # weights times tokens of the way on a GPU: 8e16 FLOP, so that models of more than 0.95 billion weights see fewer rows
 PASSES = {"cpu": 2, "cuda": 1}  # of the text: to learn from a token again takes the CPU less time than to write one
+HIDDEN = {"cpu": 0.75, "cuda": 0.0}  # share of the loss: what many rows say by themselves, few do not
 PRICED = 32  # rows that say what an error of a hidden state costs
 STEP_TOKENS = 8192  # of one step
-LEARNING = 5  # of what is filed after each part: one more where that, or the rule of a step, changes
+LEARNING = 6  # of what is filed after each part: one more where that, or the rule of a step, changes
 PARTS = 8  # of the way: after each one the model is judged and filed
 CHOOSING = 32  # rows
 # how far a number may go if every gradient points the same way, over the square root of the steps: codes in steps
@@ -71,8 +72,7 @@ class Tuning:
     where memory does not hold the whole model several times over. All further fields are about learning of the whole model at once.
     codes: of all matrices. scales: the largest step of each group. vectors: norms and biases. embedding: its table, and learned positions.
     hidden: share of the loss that is the error of the hidden states after every layer, priced by what the dense model's predictions say
-    of it (`_Trainer`); the KL is the rest. With 0.75 of it 5000 rows of the demo model are as good as four times as many, but two models
-    that are sure of most tokens learn 9 and 13 % less.
+    of it (`_Trainer`); the KL is the rest. None: HIDDEN, more of it where fewer rows are seen.
     seen: rows of the whole way; None: SEEN, on a GPU fewer for a large model (`seeing`).
     rows: at most, from the calibration text; None: all there are, up to those seen. passes: how often every row of the text is seen,
     each time cut at other places, even if they are more than those seen; None: PASSES. written: rows that the dense model writes itself
@@ -91,7 +91,7 @@ class Tuning:
     written: int | None = None
     travel: float = TRAVEL["codes"]
     seen: int | None = None
-    hidden: float = 0.0
+    hidden: float | None = None
 
     def __post_init__(self) -> None:
         for name in TRAVEL:
@@ -107,11 +107,13 @@ class Tuning:
             if (value is not None or name == "descent") and (type(value) is not int or not low <= value <= high):
                 raise OptionError(f"Tuning: {name} is {value!r}; expected a whole number from {low} to {high}")
         check_range("travel", self.travel, 0.001, 10, where="Tuning")
-        check_range("hidden", self.hidden, 0, 1, where="Tuning")
+        if self.hidden is not None:
+            check_range("hidden", self.hidden, 0, 1, where="Tuning")
 
     def on(self, device: torch.device) -> Tuning:
         """The same with what depends on the kind of device filled in."""
-        return self if self.passes is not None else replace(self, passes=PASSES[device.type])
+        passes = self.passes if self.passes is not None else PASSES[device.type]
+        return replace(self, passes=passes, hidden=self.hidden if self.hidden is not None else HIDDEN[device.type])
 
     @property
     def learns(self) -> bool:
@@ -304,10 +306,10 @@ def _learned(text: Tensor, written: Tensor, passes: int) -> Tensor:
 class _Trainer:
     """The way from the beginning to the end, in parts.
 
-    The loss is the KL, of which every token is one noisy sample, and for a share `hidden` of it its mean in advance: an error of the
-    stream after a layer costs the KL half of error' price error to second order, where the price is the mean over tokens of the products
-    of the gradients of a drawn prediction (the Fisher information). That is the same question with much less noise, but for its answer
-    being that of all tokens alike: it pays where tokens are few, and where predictions are about equally sure.
+    The loss is the KL, of which every token is one noisy sample, and for a share `hidden` of it its mean in advance: a relative error of
+    the stream after a layer costs the KL half of error' price error to second order, where the price is the mean over tokens of the
+    products of the gradients of a drawn prediction (the Fisher information). That is the same question with much less noise, but for its
+    answer being that of all tokens alike: it pays where tokens are few.
 
     ids: int32 `(n, S)`, rows of the whole way, each seen once. each: rows of one step.
     """
@@ -387,7 +389,8 @@ class _Trainer:
                     found = _divergence(wanted, predicted).sum() / ids.numel()
                     target = found
                     if self._prices:
-                        apart = sum(_priced(one - other, price) for one, other, price in zip(streams, aimed, self._prices))
+                        errors = (_relative(stream - aim, aim, config) for stream, aim in zip(streams, aimed))
+                        apart = sum(map(_priced, errors, self._prices))
                         target = (1 - self._hidden) * found + self._hidden / (len(streams) * ids.numel()) * apart
                 gradients = torch.autograd.grad(target, [leaves[name] for name in names], allow_unused=True)
             total = [one if sums is None else sums if one is None else sums.add_(one) for sums, one in zip(total, gradients)]
@@ -450,13 +453,14 @@ def _forward(
 def prices(config: ModelConfig, weights: Weights, ids: Tensor, seed: int) -> list[Tensor]:
     """What an error of the stream after each layer costs, on rows int `(R, S)`: symmetric f32 `(H, H)` per layer.
 
-    The KL of the predictions after a small error e of the stream is e' P e / 2 on average: P is the mean of g g', g the gradient of the
-    logarithm of a token that the model draws.
+    The KL of the predictions after a small error e of the stream, relative to its root mean square, is e' P e / 2 on average: P is the
+    mean of g g', g the gradient of the logarithm of a token that the model draws. Relative, because every norm divides by it: the first
+    tokens of a row may have streams, and errors, many times as large as all others, to little effect.
     """
     embedding, generator = weights[f"{config.names.embed}.weight"], torch.Generator(ids.device).manual_seed(seed)
     found = [embedding.new_zeros(config.hidden_size, config.hidden_size) for _ in range(config.num_layers)]
     for part in batches(config, embedding.new_empty(*ids.shape, 0), 0, len(ids)):
-        with torch.enable_grad():
+        with torch.enable_grad(), fast_products_on_cpu(ids.device):
             x, streams = reference.embed(config, weights, ids[part]).requires_grad_(), []
             for layer in range(config.num_layers):
                 x = reference.block(config, layer, weights, x)
@@ -464,10 +468,15 @@ def prices(config: ModelConfig, weights: Weights, ids: Tensor, seed: int) -> lis
             logs = reference.head(config, weights, reference.final_norm(config, weights, x)).log_softmax(-1)
             drawn = torch.multinomial(logs.detach().exp().flatten(0, 1), 1, generator=generator).view(*ids[part].shape, 1)
             gradients = torch.autograd.grad(logs.gather(-1, drawn).sum(), streams)
-        for price, gradient in zip(found, gradients):
-            flat = gradient.flatten(0, 1)
+        for price, gradient, stream in zip(found, gradients, streams):
+            flat = (gradient / _relative(1.0, stream.detach(), config)).flatten(0, 1)
             price.add_(flat.T @ flat, alpha=1 / ids.numel())
     return found
+
+
+def _relative(error: Tensor | float, stream: Tensor, config: ModelConfig) -> Tensor:
+    """An error of a stream `(B, S, H)` as a share of its root mean square, which norms divide by."""
+    return error * (stream.square().mean(-1, keepdim=True) + config.norm_eps).rsqrt()
 
 
 def _priced(error: Tensor, price: Tensor) -> Tensor:
@@ -483,7 +492,7 @@ def _divergence(wanted: Tensor, found: Tensor) -> Tensor:
 def kl_of(config: ModelConfig, teacher: Weights, student: Weights, ids: Tensor) -> float:
     """Mean KL(teacher || student) on rows int `(R, S)`, nats per token."""
     embedding, total = teacher[f"{config.names.embed}.weight"], 0.0
-    with torch.no_grad():
+    with torch.no_grad(), fast_products_on_cpu(embedding.device):
         for part in batches(config, embedding.new_empty(*ids.shape, 0), 0, len(ids)):
             wanted, found = (_forward(config, weights, ids[part].to(embedding.device))[0] for weights in (teacher, student))
             total += float(_divergence(wanted, found).sum(dtype=torch.float64))
@@ -524,7 +533,7 @@ def tune(context: Context, rows: Rows, made: Made, tuning: Tuning, seed: int) ->
     before = student.weights()
     second = [kl_of(config, teacher, before, rows.second)] if len(rows.second) else []
     del before
-    trainer = _Trainer(config, teacher, student, ids, each, rows, seed, tuning.hidden)
+    trainer = _Trainer(config, teacher, student, ids, each, rows, seed, tuning.hidden or 0.0)
     with context.meter("tune", total=trainer.parts[-1], unit="steps") as meter:
 
         def step(detail: str) -> None:

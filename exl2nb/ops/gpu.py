@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import platform
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +40,8 @@ _ops: Any = torch.ops.exl2nb
 
 
 capturing = threading.Lock()  # torch captures one graph at a time
-_setting = threading.Lock()  # of the process: two at once would take each other's value for that of before
+_setting = threading.Lock()  # of the process
+_fast: dict[str, tuple[int, Callable[[], None]]] = {}  # kind of device -> how many want fast products there, and what ends them
 
 
 @contextmanager
@@ -49,28 +50,48 @@ def fast_products(device: torch.device) -> Iterator[None]:
 
     On a GPU they run on tensor cores: TF32, whose error is far below that of an 8-bit code. On the CPU oneDNN computes them, in f32 as
     ever: where MKL has no AVX-512 path, in half the time. Not where it would round to bf16. Meanwhile `torch.get_float32_matmul_precision`
-    raises on the CPU, and a second caller waits.
+    raises on the CPU. Several callers at once share it, and the last one ends it.
     """
-    on_gpu = device.type == "cuda"
+    kind = device.type
+    with _setting:
+        users, end = _fast.get(kind) or (0, _begin_fast(kind))
+        _fast[kind] = users + 1, end
+    try:
+        yield
+    finally:
+        with _setting:
+            users, end = _fast.pop(kind)
+            if users > 1:
+                _fast[kind] = users - 1, end
+            else:
+                end()
+
+
+def fast_products_on_cpu(device: torch.device) -> AbstractContextManager[None]:
+    """`fast_products` where they are as exact as any: on the CPU."""
+    return fast_products(device) if device.type == "cpu" else nullcontext()
+
+
+def _begin_fast(kind: str) -> Callable[[], None]:
+    """Switch fast products on, where that is possible; what switches them off."""
+    on_gpu = kind == "cuda"
     settings: Any = torch.backends.cuda.matmul if on_gpu else getattr(torch.backends.mkldnn, "matmul", None)
     name, value = ("allow_tf32", True) if on_gpu else ("fp32_precision", "bf16")
     if not on_gpu and (_may_round() or not hasattr(settings, name)):  # torch before 2.9 has no such setting
-        yield
-        return
-    with _setting:
-        try:
-            before = getattr(settings, name)
-        except RuntimeError:  # chosen through torch's other switch of the same thing: it stays as it is
-            yield
-            return
-        inherits = getattr(settings, "fp32_precision", None) in ("none", getattr(torch.backends, "fp32_precision", "none"))
-        setattr(settings, name, value)
-        try:
-            yield
-        finally:
-            setattr(settings, name, before)
-            if inherits and hasattr(settings, "fp32_precision"):
-                settings.fp32_precision = "none"  # else it would no longer follow torch.backends.fp32_precision
+        return lambda: None
+    try:
+        before = getattr(settings, name)
+    except RuntimeError:  # chosen through torch's other switch of the same thing: it stays as it is
+        return lambda: None
+    inherits = getattr(settings, "fp32_precision", None) in ("none", getattr(torch.backends, "fp32_precision", "none"))
+    setattr(settings, name, value)
+
+    def end() -> None:
+        setattr(settings, name, before)
+        if inherits and hasattr(settings, "fp32_precision"):
+            settings.fp32_precision = "none"  # else it would no longer follow torch.backends.fp32_precision
+
+    return end
 
 
 def _may_round() -> bool:

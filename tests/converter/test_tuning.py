@@ -2,12 +2,14 @@
 
 import dataclasses
 import json
+import threading
 
 import pytest
 import torch
 
 from exl2nb.cli import main
 from exl2nb.converter import job as job_module
+from exl2nb.converter import pipeline, quantization
 from exl2nb.converter import tuning as stage
 from exl2nb.converter.calibration import calibration_rows, tuning_rows
 from exl2nb.converter.grid import Grid
@@ -248,6 +250,49 @@ def test_settings_of_fast_products_are_left_as_they_were(device, settings, name,
             torch.backends.fp32_precision = "none"
 
 
+@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+def test_fast_products_end_with_their_last_user(kind, monkeypatch):
+    ended, begun = [], []
+
+    def begin(kind):
+        begun.append(kind)
+        return lambda: ended.append(kind)
+
+    monkeypatch.setattr(gpu, "_begin_fast", begin)
+    first, second, third = (fast_products(torch.device(kind)) for _ in range(3))
+    first.__enter__()
+    thread = threading.Thread(target=second.__enter__)  # does not wait
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
+    first.__exit__(None, None, None)
+    assert (begun, ended) == ([kind], [])
+    second.__exit__(None, None, None)
+    assert (begun, ended) == ([kind], [kind])
+    with third:
+        assert (begun, ended) == ([kind] * 2, [kind])
+    assert ended == [kind] * 2
+
+
+def test_the_cpu_measures_rounds_and_judges_with_fast_products(source, tmp_path, monkeypatch):
+    """And a GPU does not: TF32 has an error that Hessians and judgements would feel."""
+    users = []
+    for module, name in ((pipeline, "measure_linear"), (quantization, "quantize_stored"), (stage, "_divergence")):
+        kept = getattr(module, name)
+
+        def seen(*args, name=name, kept=kept, **options):
+            users.append((name, list(gpu._fast)))
+            return kept(*args, **options)
+
+        monkeypatch.setattr(module, name, seen)
+    convert(source, tmp_path / "out", **TUNED | {"tuning": Tuning(rows=8, written=0), "device": "cpu"})
+    assert {name for name, _ in users} == {"measure_linear", "quantize_stored", "_divergence"}
+    assert all(kinds == ["cpu"] for _, kinds in users)
+    assert not gpu._fast
+    with gpu.fast_products_on_cpu(torch.device("cuda")):
+        assert not gpu._fast
+
+
 def test_products_on_the_cpu_are_not_rounded(monkeypatch):
     """Neither where oneDNN computes them, nor where it would round, nor with a torch that cannot choose."""
     generator = torch.Generator().manual_seed(0)
@@ -316,9 +361,12 @@ def test_what_cannot_be_tuned_is_refused_before_the_work(tmp_path):
         convert(write_model(tmp_path / "sparse", **experts), tmp_path / "out", **{**OPTIONS, "effort": "tuned"})
 
 
-def test_the_price_of_an_error_is_the_kl_that_it_causes(weights):
-    """Random errors of the stream after each layer, small enough for the second order."""
+@pytest.mark.parametrize("larger", [1, 30])
+def test_the_price_of_an_error_is_the_kl_that_it_causes(weights, larger):
+    """Random errors of the stream after each layer, small enough for the second order; also where some tokens' streams are far larger."""
     config, weights = weights.config, stage._dense(weights)
+    table = weights[f"{config.names.embed}.weight"] = weights[f"{config.names.embed}.weight"].clone()
+    table[5:9] *= larger
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, 90, (48, 32), generator=generator)
     found = stage.prices(config, weights, ids, seed=0)
@@ -327,13 +375,14 @@ def test_the_price_of_an_error_is_the_kl_that_it_causes(weights):
         x = reference.embed(config, weights, ids)
         for at in range(layer + 1):
             x = reference.block(config, at, weights, x)
-        error = 0.01 * x.std() * torch.randn(x.shape, generator=generator)
+        error = 0.01 * x.square().mean(-1, keepdim=True).sqrt() * torch.randn(x.shape, generator=generator)
+        relative = stage._relative(error, x, config)
         streams = [x, x + error]
         for at in range(layer + 1, config.num_layers):
             streams = [reference.block(config, at, weights, stream) for stream in streams]
         wanted, got = (reference.head(config, weights, reference.final_norm(config, weights, x)).log_softmax(-1) for x in streams)
         kl = float((wanted.exp() * (wanted - got)).sum(-1).mean())
-        told = float(((error @ price) * error).sum(-1).mean() / 2)
+        told = float(stage._priced(relative, price)) / ids.numel()
         assert told == pytest.approx(kl, rel=0.25), layer
     assert all(torch.equal(one, other) for one, other in zip(found, stage.prices(config, weights, ids, seed=0)))
 
@@ -341,6 +390,8 @@ def test_the_price_of_an_error_is_the_kl_that_it_causes(weights):
 def test_what_a_cpu_does_otherwise():
     cpu, gpu = Tuning().on(torch.device("cpu")), Tuning().on(torch.device("cuda"))
     assert (cpu.passes, gpu.passes) == (2, 1)
+    assert (cpu.hidden, gpu.hidden) == (0.75, 0.0)
+    assert [Tuning(hidden=0.0, passes=5).on(torch.device(kind)).hidden for kind in ("cpu", "cuda")] == [0.0, 0.0]
     assert cpu.to_write(2491, torch.device("cpu")) == 0 and gpu.to_write(2491, torch.device("cuda")) == 20480 - 2491
     assert Tuning(passes=3).on(torch.device("cpu")).steps(80, 512, torch.device("cpu")) == -(-2560 // 16)
 
