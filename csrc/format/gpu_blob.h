@@ -67,6 +67,16 @@ static_assert(sizeof(GpuHeader) == 64 && sizeof(GpuPart) == 128 && sizeof(Item) 
 // Header and parts from a host copy of a blob's head.
 inline const GpuHeader& header_of(const uint8_t* head) { return *reinterpret_cast<const GpuHeader*>(head); }
 inline const GpuPart* parts_of(const uint8_t* head) { return reinterpret_cast<const GpuPart*>(head + sizeof(GpuHeader)); }
+// The fewest bits that a weight may have: 2 where the last run is of several widths, perhaps.
+inline int fewest_bits(const uint8_t* head) {
+  int fewest = 16;
+  for (const GpuPart* part = parts_of(head); part < parts_of(head) + header_of(head).num_parts; part++) {
+    if (part->runs[kRuns - 1].units) return 2;
+    for (const GpuRun& run : part->runs)
+      if (run.units && run.bits < fewest) fewest = run.bits;
+  }
+  return fewest;
+}
 
 EXL2NB_BOTH constexpr int image_steps(int items) { return items * 16; }  // offsets in the image
 EXL2NB_BOTH constexpr int image_ends(int items, int units) { return items * 16 + (units + 3) / 4 * 16; }

@@ -153,6 +153,17 @@ def test_inside_the_products(name, rank, step, monkeypatch):
         assert ("lora_sums" in made) == (sum(counts) > 16), "up to 16 rows x a is in the products, too"
 
 
+@pytest.mark.parametrize(("bits", "kernel"), [(2, "persistent_lora<4, exl2nb::kExl2>"), (3, "persistent_lora<4, exl2nb::kFromThree>")])
+def test_code_for_two_bits_where_there_are_some(bits, kernel, monkeypatch):
+    monkeypatch.setenv("EXL2NB_LORA_INSIDE", "1")
+    pair = Pair({"bits": bits, "hidden": 512, "inter": 1056, "heads": 8, "kv_heads": 2, "head_dim": 64}, inside=True)
+    got, want = pair.found([1], [1]), pair.wanted([1], [1])
+    assert float((got - want).norm() / want.norm()) < 5e-3
+    if torch.cuda.get_device_capability()[0] == 9:
+        made = [one.name for one in kernel_code.noted(lambda: pair.found([1], [1]))]
+        assert {one for one in made if one.startswith("persistent_lora")} == {kernel}
+
+
 @pytest.mark.parametrize("name", ["4 bits, wide", "several rounds"])
 @pytest.mark.parametrize("rank", [8, 32])
 def test_sixteen_adapters(name, rank, monkeypatch):

@@ -275,6 +275,8 @@ def test_every_kernel_that_host_code_names_is_in_its_file():
     lines = subprocess.run([sys.executable, "-c", run, str(library)], capture_output=True, text=True, check=True).stdout.splitlines()
     assert len(lines) > 100
     assert len(set(lines)) == len(lines)
+    chain = "gemm/persistent/persistent_gemm.cuh"
+    assert {f"{chain}|persistent_lora<4, exl2nb::{kind}>" for kind in ("kAnyWeights", "kExl2", "kFromThree")} <= set(lines)
     for line in lines:
         source, name = line.split("|")
         text = (kernel_code.source_root() / "cuda" / source).read_text()

@@ -67,6 +67,13 @@ int64_t lora_most_chunks(const Program& program) {
   return lora_chunks(K);
 }
 
+int fewest_bits_of(const Program& program) {
+  int fewest = 16;
+  for (const Op* op = program.first(); op; op = program.next(op))
+    if (const uint8_t* blob = matrix_of(op)) fewest = std::min(fewest, fewest_bits(Weight(blob).head));
+  return fewest;
+}
+
 // One walk over a program.
 class Walker {
  public:
@@ -78,7 +85,7 @@ class Walker {
       lora_head_ = s_.lora_sums + apart;
       lora_sets_ =
           reinterpret_cast<unsigned long long*>(s_.lora_sums + lora_sums(program_, s_.lora_width) - lora_set_floats(s_.lora_width));
-      lora_chain_ = chains_lora();
+      lora_chain_ = chains_lora(), lora_bits_ = fewest_bits_of(program_);
     }
     stream_k_ = all_stream_k();  // asks how many rows a chain takes, with adapters where it has them
     lora_chain_ = lora_chain_ && !stream_k_, lora_stream_k_ = inside && stream_k_ && s_.tokens <= kLoraRows && even_products();
@@ -338,7 +345,7 @@ class Walker {
     const Op* const then = next(&op);
     const auto* o = then ? as<ResidualOp>(next(then)) : nullptr;
     PersistentOp alone{a, weight.head, weight.blob, kStore};
-    if (lora_chain_) alone.lora = &lora_args_, lora_args_.changes[0] = s_.lora.changes + number_;
+    if (lora_chain_) alone.lora = &lora_args_, alone.fewest_bits = lora_bits_, lora_args_.changes[0] = s_.lora.changes + number_;
     if (stream_k(a) || !o || !chain_tokens(*o) || persistent_tokens(&alone, 1) < (lora_chain_ ? s_.tokens : 1)) {
       if (const char* wrong = store(a)) return wrong;
       return adapt(weight, input(weight, at_.normed), a.out);
@@ -446,7 +453,7 @@ class Walker {
     };
     const Weight O(o.blob), U(up->blob), D(down->blob);
     link[0] = {adds(o, up), O.head, O.blob, kResidual, sms_of_attention(last_qkv_)};
-    if (lora_chain_) link[0].lora = &lora_args_;
+    if (lora_chain_) link[0].lora = &lora_args_, link[0].fewest_bits = lora_bits_;
     link[1] = {product(*up), U.head, U.blob, kActivation};
     link[2] = {adds(*down, then), D.head, D.blob, kResidual};
     scaled(link[1].a, *up, up->bias), link[1].a.activation = static_cast<int>(up->activation);
@@ -629,6 +636,7 @@ class Walker {
   int number_ = 0;          // of the current op
   // Adapters inside the products: of persistent chains; of stream-K GEMMs. lora_head_: memory of both (step.h).
   bool lora_chain_ = false, lora_stream_k_ = false;
+  int lora_bits_ = 0;  // fewest of a matrix, where chains take adapters
   float* lora_head_ = nullptr;
   unsigned long long* lora_sets_ = nullptr;
   LoraChain lora_args_{};

@@ -9,8 +9,9 @@
 
 namespace exl2nb {
 
-// Specialisation for the weights of a launch: absent code paths cost nothing. kNarrow: EXL2 with few bits.
-enum WeightKind { kAnyWeights, kExl2, kNarrow };
+// Specialisation for the weights of a launch: absent code paths cost nothing. kNarrow: EXL2 with few bits. kFromThree: EXL2 without 2 bits,
+// whose long items are an eighth of the kernel.
+enum WeightKind { kAnyWeights, kExl2, kNarrow, kFromThree };
 
 #ifdef __CUDACC__
 
@@ -352,8 +353,11 @@ template <int CHUNKS, WeightKind WEIGHTS, bool PAIRS, class F>
 __device__ __forceinline__ void dispatch_item(const ItemDesc& it, bool pairs, const F& with) {
   constexpr bool kApart = WEIGHTS == kNarrow;
   const auto exl2 = [&](auto form) {
-    dispatch_bits<4, 3, 5, 2, 6, 8>(
-        it.bits(), [&](auto b) { with(static_cast<Int8Item<decltype(b)::value, decltype(form)::value, CHUNKS, kApart>*>(nullptr)); });
+    const auto width = [&](auto b) { with(static_cast<Int8Item<decltype(b)::value, decltype(form)::value, CHUNKS, kApart>*>(nullptr)); };
+    if constexpr (WEIGHTS == kFromThree)
+      dispatch_bits<4, 3, 5, 6, 8>(it.bits(), width);
+    else
+      dispatch_bits<4, 3, 5, 2, 6, 8>(it.bits(), width);
   };
   if constexpr (CHUNKS == 4 && PAIRS)
     if (pairs) return exl2(std::integral_constant<Int8Form, kPairedItems>{});

@@ -182,7 +182,8 @@ const Kernel<PersistentArgs>
 const Kernel<PersistentArgs, LoraChain> lora_rows[] = {{kSource, "persistent_lora<4, exl2nb::kAnyWeights>"},
                                                        {kSource, "persistent_lora<2, exl2nb::kAnyWeights>"},
                                                        {kSource, "persistent_lora<1, exl2nb::kAnyWeights>"}},
-                                        lora_row{kSource, "persistent_lora<4, exl2nb::kExl2>"};
+                                        lora_row[] = {{kSource, "persistent_lora<4, exl2nb::kExl2>"},
+                                                      {kSource, "persistent_lora<4, exl2nb::kFromThree>"}};
 
 // Specialisation for one row. Separate sums (kNarrow) pay where the weights of the largest GEMM are narrow and an item has more than four
 // units (70B 87.9 to 86.0 us per chain), not elsewhere (8B 36.5 to 37.3, TinyLlama at 3 bits 17.6 to 18.2).
@@ -252,7 +253,7 @@ const char* persistent_launch(const PersistentOp* ops, int count, uint8_t* works
     const unsigned threads = kPersistentThreads + (ops->lora ? kLoraChainWarps * 32 : 0);
     const Launch how{unsigned(c.grid), threads, static_cast<size_t>(c.smem.bytes), stream, pdl};
     const auto* const kernels = tokens == 2 ? two_rows : tokens > 2 ? four_rows : one_row[kind];
-    const auto& adapted = kind == kAnyWeights ? lora_rows[std::min(tokens, 3) - 1] : lora_row;
+    const auto& adapted = kind == kAnyWeights ? lora_rows[std::min(tokens, 3) - 1] : lora_row[ops->fewest_bits > 2];
     if (const char* wrong = ops->lora ? adapted(how, c, lora) : kernels[c.peers.size > 0](how, c)) return wrong;
   }
   return most ? nullptr : "these GEMMs cannot run as a persistent chain";

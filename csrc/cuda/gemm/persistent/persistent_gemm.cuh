@@ -39,6 +39,7 @@ struct PersistentOp {
   bool lamport = false;
   Peers peers{};                    // third op: its sums are exchanged with the other ranks before they are added
   const LoraChain* lora = nullptr;  // first op: adapters of the rows; offsets are set by persistent_launch
+  int fewest_bits = 2;              // first op: of all chains of a step with adapters, so that they share a kernel
 };
 // Most rows per launch, of those that leave room for a ring of kRowsStages; 0: these GEMMs cannot be chained. Three or four of a layer, or
 // one that stores its sums.
