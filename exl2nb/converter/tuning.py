@@ -17,7 +17,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -41,6 +41,7 @@ from exl2nb.model import reference
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.layout import Linear, end_vectors, head_linear, layer_linears, linears
 from exl2nb.ops.gpu import capturing, fast_products, fast_products_on_cpu, half_products
+from exl2nb.ops.memory import kept_memory
 
 Weights = dict[str, Tensor]
 # rows of the whole way, if not told, but for further passes of the text: a quarter of an hour of two cores and a minute of an H100
@@ -520,6 +521,11 @@ def tune(context: Context, rows: Rows, made: Made, tuning: Tuning, seed: int) ->
         made: what was quantised.
         seed: of the order of the rows.
     """
+    with kept_memory() if context.weights.device.type == "cpu" else nullcontext():
+        return _tune(context, rows, made, tuning, seed)
+
+
+def _tune(context: Context, rows: Rows, made: Made, tuning: Tuning, seed: int) -> Tuned:
     weights, work, config = context.weights, context.work, context.weights.config
     texts = [found.numpy().tobytes() for found in (rows.tuning, rows.choosing)]
     key = hash_of("tuned", LEARNING, made.key, tuning, seed, weights.device.type, *texts)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
-from typing import NoReturn
+import platform
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -12,6 +17,8 @@ from exl2nb.core.errors import DeviceError
 from exl2nb.ops._library import define
 
 _PAGE = 2 << 20
+_MALLOPT = {"trim": (-1, 128 << 10), "threshold": (-3, 32 << 20), "maps": (-4, 65536)}  # of glibc: number, and what ends `kept_memory`
+_keeping, _keepers = threading.Lock(), [0]
 
 
 def large_pages(size: int) -> Tensor | None:
@@ -28,6 +35,33 @@ def large_pages(size: int) -> Tensor | None:
     except OSError:  # a kernel without them, or no memory: the caller allocates elsewhere
         return None
     return torch.frombuffer(memory, dtype=torch.uint8)[:size]
+
+
+@contextmanager
+def kept_memory() -> Iterator[None]:
+    """Memory that tensors on the CPU give back is used again for others, and goes back to the system at the end.
+
+    glibc returns large tensors at once, and the next one then costs a page fault for every 4 KiB: a tenth of a training step's time.
+    Several users at once share it, and the last one ends it. Does nothing with other C libraries.
+    """
+    libc: Any = ctypes.CDLL(None) if platform.libc_ver()[0] == "glibc" else None
+    if libc is None:
+        yield
+        return
+    with _keeping:
+        _keepers[0] += 1
+        if _keepers[0] == 1:
+            libc.mallopt(_MALLOPT["maps"][0], 0)
+            libc.mallopt(_MALLOPT["trim"][0], (1 << 31) - 1)
+    try:
+        yield
+    finally:
+        with _keeping:
+            _keepers[0] -= 1
+            if not _keepers[0]:
+                for number, value in _MALLOPT.values():
+                    libc.mallopt(number, value)
+                libc.malloc_trim(0)
 
 
 _read_memory_op = define("read_memory(Tensor data) -> int", fake=lambda data: 0, reference=lambda data: int(data.long().sum()))

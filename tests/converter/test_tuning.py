@@ -20,7 +20,7 @@ from exl2nb.io.shards import TensorStore
 from exl2nb.model import reference
 from exl2nb.model.layout import linears, vectors
 from exl2nb.model.loader import read_model_config
-from exl2nb.ops import gpu
+from exl2nb.ops import gpu, memory
 from exl2nb.ops.gpu import fast_products
 from exl2nb.quant.exl2 import Exl2Tensors, encode
 from exl2nb.tokenizer.tokenizer import Tokenizer
@@ -281,14 +281,15 @@ def test_the_cpu_measures_rounds_and_judges_with_fast_products(source, tmp_path,
         kept = getattr(module, name)
 
         def seen(*args, name=name, kept=kept, **options):
-            users.append((name, list(gpu._fast)))
+            users.append((name, list(gpu._fast), memory._keepers[0] > 0))
             return kept(*args, **options)
 
         monkeypatch.setattr(module, name, seen)
     convert(source, tmp_path / "out", **TUNED | {"tuning": Tuning(rows=8, written=0), "device": "cpu"})
-    assert {name for name, _ in users} == {"measure_linear", "quantize_stored", "_divergence"}
-    assert all(kinds == ["cpu"] for _, kinds in users)
-    assert not gpu._fast
+    assert {name for name, _, _ in users} == {"measure_linear", "quantize_stored", "_divergence"}
+    assert all(kinds == ["cpu"] for _, kinds, _ in users)
+    assert all(kept == (name == "_divergence") for name, _, kept in users), "memory is kept while it learns"
+    assert not gpu._fast and not memory._keepers[0]
     with gpu.fast_products_on_cpu(torch.device("cuda")):
         assert not gpu._fast
 
