@@ -171,8 +171,7 @@ class SplitFormula:
             sizes_here = {"weights": weights, "cache": cache, "work": work, "read": read}
             about = {"free": device.limit, "speed": device.speed, "experts": False}
             found.append(Share(device=device.name, first=first, last=last, **sizes_here, **about))
-        if self.lends and len(found) > 1 and found[0].device == "cpu" and found[1].device != "cpu":
-            lent = [layer + 1 for layer in lent_layers(found[0].last)]
+        if lent := [layer + 1 for layer in self.lent(found)]:
             for number, (kind, sign) in enumerate((("cpu", -1), ("cuda", 1))):
                 share, here = found[number], sizes[kind]
                 found[number] = replace(
@@ -182,6 +181,11 @@ class SplitFormula:
                     read=share.read + sign * sum(self.kinds[kind].read[layer] for layer in lent),
                 )
         return tuple(found)
+
+    def lent(self, shares: Sequence[Share]) -> Sequence[int]:
+        """The layers of the first share that are lent to the second."""
+        lends = self.lends and len(shares) > 1 and shares[0].device == "cpu" and shares[1].device != "cpu"
+        return lent_layers(shares[0].last) if lends else ()
 
     def borders(self, shares: Sequence[Share]) -> tuple[int, ...]:
         """Where each device but the last ends."""
@@ -465,6 +469,8 @@ class SplitPlan:
             free = "" if share.free is None else f" of {size_text(share.free)} free"
             bar = "#" * round(40 * share.total / most)
             lines.append(f"{share.device:<8} {self._held(share):<17} {size_text(share.total):>10}{free}  {bar}".rstrip())
+        if self.formula is not None and (lent := self.formula.lent(self.shares)):
+            lines.append(f"while tokens are decoded {self.shares[1].device} computes layers {', '.join(map(str, lent))} of the CPU's")
         return "\n".join([*lines, self.verdict()])
 
     def _held(self, share: Share) -> str:

@@ -241,6 +241,7 @@ def test_a_plan_counts_lent_layers() -> None:
             plan_split(DEMO, devices={"cuda": f"{held} layers", "cpu": "rest"}, context=4096, streaming=streams).shares
             for streams in (True, False)
         )
+        assert "cuda computes layers 2, 5 of the CPU's" in str(plan_split(DEMO, devices={"cuda": f"{held} layers", "cpu": "rest"}))
         host, count = with_[0].last, len(lent_layers(with_[0].last))
         assert count == 2
         cache = without[0].cache // host
