@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -254,12 +254,17 @@ class SplitModel(Model):
     @property
     def where(self) -> str:
         """The spans in words."""
+        runs: list[list[Span]] = []
+        for span in self.spans:
+            if runs and (span.lent or runs[-1][-1].lent):  # of the same layers of the host
+                runs[-1].append(span)
+            else:
+                runs.append([span])
         held: list[str] = []
-        for device, some in groupby(self.spans, key=lambda span: "cpu" if span.lent else span.device):
-            spans = [*some]
+        for spans in runs:
             lent = [span for span in spans if span.lent]
             numbers = f", of these {', '.join(str(span.first) for span in lent)} lent to {lent[0].device}" if lent else ""
-            held.append(f"layers {spans[0].first} to {spans[-1].last - 1} on {device}{numbers}")
+            held.append(f"layers {spans[0].first} to {spans[-1].last - 1} on {spans[0].device}{numbers}")
         return ", ".join([*held, "experts on cpu"] if self.experts_apart else held)
 
     def close(self) -> None:

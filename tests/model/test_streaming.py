@@ -211,7 +211,7 @@ def test_a_lent_layer_is_there_while_its_step_is_captured(monkeypatch: pytest.Mo
 
 def test_where_lent_layers_are(monkeypatch: pytest.MonkeyPatch) -> None:
     model = lending(monkeypatch, [2, 5])
-    assert model.where == "layers 0 to 11 on cpu, of these 2, 5 lent to cpu"
+    assert model.where == "layers 0 to 9 on cpu, of these 2, 5 lent to cpu, layers 10 to 11 on cpu"
     assert len(model.placement) == 12 and [(host.first, host.last) for host in model._host.values()] == [(0, 5)]
     model.close()
     assert not model._lent
