@@ -295,31 +295,22 @@ class SplitModel(Model):
             ids: on a GPU, in place of the batch's. by_ops: runs a part. draw: as `step_draw` takes them.
         """
         with self.in_order():
-            return self._through(batch, cache, ids, by_ops, draw)
-
-    def _through(
-        self,
-        batch: Batch,
-        cache: KVCache,
-        ids: Tensor | None,
-        by_ops: Callable[[Part, Batch, CachePart], Tensor] | None,
-        draw: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        self._prepare(batch, cache)
-        if batch.adapters is not None:
-            raise self._split("adapters")
-        if batch.pictures is not None:
-            raise self._split("pictures")
-        batch = self._with_rope_rows(batch)
-        prompts = {} if by_ops else {first: host for first, host in self._host.items() if prompts_of(batch)[1] >= host.stream.rows}
-        cuts = sorted({0, len(self._parts), *prompts, *(host.last for host in prompts.values())})
-        x, drawn = _NOTHING, None
-        for first, last in pairwise(cuts):
-            if first in prompts:
-                x = self._prompts(prompts[first], x, batch, cache)
-            else:
-                x, drawn = self._walk(first, last, x, batch, cache, ids=ids, by_ops=by_ops, draw=draw)
-        return x, drawn
+            self._prepare(batch, cache)
+            if batch.adapters is not None:
+                raise self._split("adapters")
+            if batch.pictures is not None:
+                raise self._split("pictures")
+            batch = self._with_rope_rows(batch)
+            tokens = 0 if by_ops or len(batch.input_ids) == len(batch.context_lens) else prompts_of(batch)[1]  # none where all decode
+            prompts = {first: host for first, host in self._host.items() if tokens >= host.stream.rows}
+            cuts = sorted({0, len(self._parts), *prompts, *(host.last for host in prompts.values())})
+            x, drawn = _NOTHING, None
+            for first, last in pairwise(cuts):
+                if first in prompts:
+                    x = self._prompts(prompts[first], x, batch, cache)
+                else:
+                    x, drawn = self._walk(first, last, x, batch, cache, ids=ids, by_ops=by_ops, draw=draw)
+            return x, drawn
 
     def _walk(
         self,
