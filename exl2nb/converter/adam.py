@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-FIRST, SECOND = 0.9, 0.99  # decay of the moments
+FIRST, SECOND = 0.9, 0.99  # decay of the moments, if not told
 WARM_UP = 0.05  # of the way
 TINY = 1e-20
 _many: Any = torch  # its operations on many tensors at once have no types
@@ -28,10 +28,11 @@ class Adam:
         learning: tensors, and how far the numbers of each go if every gradient points the same way and all shares add up to 1: a number,
             or a tensor that broadcasts to them. They require gradients from now on.
         pooled: how many of them, from the first on, are pooled.
+        decay: of the first moment.
     """
 
-    def __init__(self, learning: Sequence[tuple[Tensor, Tensor | float]], pooled: int = 0) -> None:
-        self._pooled = pooled
+    def __init__(self, learning: Sequence[tuple[Tensor, Tensor | float]], pooled: int = 0, decay: float = FIRST) -> None:
+        self._pooled, self._decay = pooled, decay
         self.learning = [tensor.requires_grad_(True) for tensor, _ in learning]
         self._travel = [far for _, far in learning]
         self.first, self.second = ([torch.zeros_like(one) for one in self.learning] for _ in range(2))
@@ -43,12 +44,12 @@ class Adam:
 
     def pace(self, step: int, share: float) -> None:
         """Say which step comes next, counted from 0, and how much of the way it is."""
-        self._first_rate.fill_(share / (1 - FIRST ** (step + 1)))
+        self._first_rate.fill_(share / (1 - self._decay ** (step + 1)))
         self._second_rate.fill_(1 / (1 - SECOND ** (step + 1)))
 
     def move(self, gradients: Sequence[Tensor]) -> None:
         """One step."""
-        _many._foreach_lerp_(self.first, list(gradients), 1 - FIRST)
+        _many._foreach_lerp_(self.first, list(gradients), 1 - self._decay)
         _many._foreach_mul_(self.second, SECOND)
         _many._foreach_addcmul_(self.second, list(gradients), list(gradients), value=1 - SECOND)
         mean = self._mean()
@@ -72,7 +73,7 @@ class Adam:
         return total / max(1, sum(moment.numel() for moment in pooled)) * self._second_rate
 
 
-def shares(steps: int) -> list[float]:
-    """How much of the way each step goes: a short warm-up, then a cosine to zero; they add up to 1."""
-    raw = [min(1.0, (at + 1) / (1 + WARM_UP * steps)) * (1 + math.cos(math.pi * at / steps)) for at in range(steps)]
+def shares(steps: int, power: float = 1) -> list[float]:
+    """How much of the way each step goes: a short warm-up, then a cosine to zero, to that power; they add up to 1."""
+    raw = [min(1.0, (at + 1) / (1 + WARM_UP * steps)) * (1 + math.cos(math.pi * at / steps)) ** power for at in range(steps)]
     return [value / sum(raw) for value in raw]

@@ -236,7 +236,7 @@ def _tuning_phases(asked: Settings, layers: int, device: torch.device) -> tuple[
     token, rows = 0.5 * layers / (asked.rows * asked.length), asked.tuning.most_rows(device)
     written, steps = asked.tuning.to_write(rows, device), asked.tuning.steps(rows, asked.length, device)
     return Phase("write text", written * (asked.length - 1), 2 * token), Phase(
-        "tune", steps, LEARNING_PASSES[device.type] * STEP_TOKENS * token
+        "tune", steps, LEARNING_PASSES[device.type] * STEP_TOKENS[device.type] * token
     )
 
 

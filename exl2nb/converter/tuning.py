@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 
 from exl2nb.converter import attention
-from exl2nb.converter.adam import Adam, shares
+from exl2nb.converter.adam import TINY, Adam, shares
 from exl2nb.converter.calibration import Rows
 from exl2nb.converter.grid import Grid, loaded, stacks
-from exl2nb.converter.hessian import ROWS_PER_BATCH, batches, gpu_rows
+from exl2nb.converter.hessian import batches, gpu_rows
 from exl2nb.converter.quantization import Made
 from exl2nb.converter.result import Quality, judge
 from exl2nb.converter.weights import DenseWeights
@@ -44,14 +44,17 @@ from exl2nb.ops.gpu import capturing, fast_products, fast_products_on_cpu, half_
 from exl2nb.ops.memory import kept_memory
 
 Weights = dict[str, Tensor]
-# rows of the whole way, if not told, but for further passes of the text: a quarter of an hour of two cores and a minute of an H100
-SEEN = {"cpu": 2560, "cuda": 20480}
+# rows of the whole way, if not told: a quarter of an hour of two cores and a minute of an H100; PASSES of the text at most, and up to LEAST
+# written by the model where the text lacks them: to learn from a token again takes the CPU less time than to write one
+SEEN, PASSES, LEAST = {"cpu": 5760, "cuda": 18432}, {"cpu": 4, "cuda": 1}, {"cpu": 2560, "cuda": 18432}
 WORK = 1e16  # weights times tokens of the way on a GPU: 8e16 FLOP, so that models of more than 0.95 billion weights see fewer rows
-PASSES = {"cpu": 2, "cuda": 1}  # of the text: to learn from a token again takes the CPU less time than to write one
-HIDDEN = {"cpu": 0.75, "cuda": 0.0}  # share of the loss: what many rows say by themselves, few do not
-PRICED = 32  # rows that say what an error of a hidden state costs
-STEP_TOKENS = 8192  # of one step
-LEARNING = 6  # of what is filed after each part: one more where that, or the rule of a step, changes
+HIDDEN = {"cpu": 0.6, "cuda": 0.25}  # share of the loss: what many rows say by themselves, few do not
+PRICED = 16384  # tokens that say what an error of a hidden state costs
+LENGTH = {"cpu": 256, "cuda": 512}  # tokens of a row that is learned from, at most: attention takes a CPU less time
+STEP_TOKENS = {"cpu": 4096, "cuda": 8192}  # of one step
+INNER = 1 << 22  # numbers of an MLP's widest activation at once on a CPU
+DECAY, POWER = 0.8, {"cpu": 3, "cuda": 2}  # of Adam's first moment; of the cosine by which steps become shorter
+LEARNING = 7  # of what is filed after each part: one more where that, or the rule of a step, changes
 PARTS = 8  # of the way: after each one the model is judged and filed
 CHOOSING = 32  # rows
 # how far a number may go if every gradient points the same way, over the square root of the steps: codes in steps
@@ -76,9 +79,10 @@ class Tuning:
     of it (`_Trainer`); the KL is the rest. None: HIDDEN, more of it where fewer rows are seen.
     seen: rows of the whole way; None: SEEN, on a GPU fewer for a large model (`seeing`).
     rows: at most, from the calibration text; None: all there are, up to those seen. passes: how often every row of the text is seen,
-    each time cut at other places, even if they are more than those seen; None: PASSES. written: rows that the dense model writes itself
-    (converter.writing), each seen once; None: as many as are missing to those seen. travel: how far a code may go, in steps of its grid
-    over the square root of the steps of the way, if every gradient points the same way: above 0.1 less evidence changes a code.
+    each time cut at other places, even if they are more than those seen; None: as often as it takes to those seen, up to PASSES. written:
+    rows that the dense model writes itself (converter.writing), each seen once; None: as many as are missing to LEAST, or to those seen.
+    travel: how far a code may go, in steps of its grid over the square root of the steps of the way, if every gradient points the same
+    way: above 0.1 less evidence changes a code.
     """
 
     descent: int = 0
@@ -113,8 +117,7 @@ class Tuning:
 
     def on(self, device: torch.device) -> Tuning:
         """The same with what depends on the kind of device filled in."""
-        passes = self.passes if self.passes is not None else PASSES[device.type]
-        return replace(self, passes=passes, hidden=self.hidden if self.hidden is not None else HIDDEN[device.type])
+        return replace(self, hidden=self.hidden if self.hidden is not None else HIDDEN[device.type])
 
     @property
     def learns(self) -> bool:
@@ -130,20 +133,28 @@ class Tuning:
 
     def to_write(self, rows: int, device: torch.device) -> int:
         """Rows that the dense model writes, where the text has given `rows`."""
-        return self.written if self.written is not None else max(0, self._seen(device) - self._passes(device) * rows)
+        least = min(self._seen(device), LEAST[device.type])
+        return self.written if self.written is not None else max(0, least - self.repeated(rows, device))
 
     def steps(self, rows: int, length: int, device: torch.device) -> int:
         """Steps of the whole way."""
-        written = self.to_write(rows, device)
-        return -(-(self._passes(device) * rows + written) // rows_per_step(rows + written, length))
+        written, (pieces, each) = self.to_write(rows, device), cut(length, device)
+        return -(-(self.repeated(rows, device) + written) * pieces // rows_per_step((rows + written) * pieces, each, device))
 
-    def _passes(self, device: torch.device) -> int:
-        return self.passes if self.passes is not None else PASSES[device.type]
+    def repeated(self, rows: int, device: torch.device) -> int:
+        """Rows of the whole way that are the text's, where it has given `rows`: each `passes` times, or up to PASSES."""
+        return self.passes * rows if self.passes is not None else min(PASSES[device.type] * rows, self._seen(device))
 
 
-def rows_per_step(rows: int, length: int) -> int:
+def cut(length: int, device: torch.device) -> tuple[int, int]:
+    """Pieces of a row of `length` tokens, and tokens of each, no more than LENGTH: what is learned from; a few at the end may be left."""
+    pieces = -(-length // LENGTH[device.type])
+    return pieces, length // pieces
+
+
+def rows_per_step(rows: int, length: int, device: torch.device) -> int:
     """Rows of one step of `rows` different ones: STEP_TOKENS, fewer where there are few, so that a pass has PARTS steps at least."""
-    return max(1, min(STEP_TOKENS // length, rows // PARTS))
+    return max(1, min(STEP_TOKENS[device.type] // length, rows // PARTS))
 
 
 @dataclass(frozen=True)
@@ -188,11 +199,17 @@ def needed_bytes(config: ModelConfig, device: torch.device, length: int) -> int:
     """Memory that tuning takes: every matrix several times over, and the activations of one batch through all layers, or writing."""
     weights = sum(linear.in_features * linear.out_features for linear in linears(config))
     vectors = sum(math.prod(shape) for shape in end_vectors(config).values())
-    rows = min(max(1, STEP_TOKENS // length), gpu_rows(config, length) if device.type == "cuda" else ROWS_PER_BATCH)
+    each = cut(length, device)[1]
+    rows = min(max(1, STEP_TOKENS[device.type] // each), _rows_at_once(config, each, device))
     inner = 20 * config.hidden_size + 14 * config.q_size + 12 * config.intermediate_size
-    scores = 2 * config.num_heads * length
-    activations = 4 * rows * length * (config.num_layers * (inner + scores) + 8 * config.vocab_size)
+    scores = 2 * config.num_heads * each
+    activations = 4 * rows * each * (config.num_layers * (inner + scores) + 8 * config.vocab_size)
     return PER_WEIGHT * weights + 20 * vectors + max(activations, writing_bytes(config, length, device))
+
+
+def _rows_at_once(config: ModelConfig, length: int, device: torch.device) -> int:
+    """Rows of `length` tokens of which gradients are computed at once."""
+    return gpu_rows(config, length) if device.type == "cuda" else max(1, INNER // (config.intermediate_size * length))
 
 
 def lacking_memory(config: ModelConfig, device: torch.device, length: int) -> str:
@@ -266,7 +283,7 @@ class _Student:
             part = "embedding" if name in table else "vectors"
             if getattr(tuning, part):
                 learning.append((tensor, travel[part] * float(tensor.abs().mean())))
-        self.adam = Adam(learning, pooled=len(codes))
+        self.adam = Adam(learning, pooled=len(codes), decay=DECAY)
 
     def weights(self) -> Weights:
         """All tensors of the network as it is loaded; differentiable."""
@@ -298,10 +315,12 @@ def _relative_error(grids: Mapping[str, Grid], dense: Weights) -> float:
     return math.sqrt(apart / whole) if whole else 0.0
 
 
-def _learned(text: Tensor, written: Tensor, passes: int) -> Tensor:
-    """Rows of the whole way: those of the text once for each pass, cut at other places, and those written."""
-    places = [-(text.shape[1] * at // passes) for at in range(passes)]
-    return torch.cat([*(text.flatten().roll(place).view_as(text) for place in places), written])
+def _learned(text: Tensor, count: int, written: Tensor, device: torch.device) -> Tensor:
+    """Rows of the whole way: `count` of the text, pass by pass, each pass cut at other places, and those written."""
+    (pieces, each), passes = cut(text.shape[1], device), -(-count // max(1, len(text)))
+    places = [-(each * at // passes) for at in range(passes)]
+    rows = torch.cat([torch.cat([text.flatten().roll(place).view_as(text) for place in places])[:count], written])
+    return rows[:, : pieces * each].reshape(-1, each)
 
 
 class _Trainer:
@@ -320,17 +339,18 @@ class _Trainer:
     ) -> None:
         self._config, self._teacher, self.student, self._rows, self._ids, self._each = config, teacher, student, rows, ids, each
         self._steps = torch.randperm(len(ids), generator=torch.Generator().manual_seed(seed)).split(self._each)
-        self._share = shares(len(self._steps))
         self.parts = [round(len(self._steps) * part / PARTS) for part in range(PARTS + 1)]
         self.history: list[tuple[int, float, float]] = []
         self.best: Weights = {}
         self._replay: Callable[[Tensor], Tensor] | None = None
         self._aside: torch.cuda.Stream | None = None
         device = teacher[f"{config.names.embed}.weight"].device
+        self._share = shares(len(self._steps), POWER[device.type])
         self._attention = attention.DenseAttention(config, ids.shape[1], device)
         self._half, self._hidden = half_products(device), hidden
-        priced = ids[torch.arange(min(PRICED, len(ids))) * (len(ids) // min(PRICED, len(ids)))].to(device)
-        self._prices = prices(config, teacher, priced, seed) if hidden else []
+        count = max(1, min(PRICED // ids.shape[1], len(ids)))
+        self._prices = prices(config, teacher, ids[torch.arange(count) * (len(ids) // count)].to(device), seed) if hidden else []
+        self._aimed = _last_stream(config, teacher, rows.choosing)
 
     def part(self, number: int, step: Callable[[str], None]) -> None:
         """Go one part of the way, and judge; number 0: only judge."""
@@ -338,7 +358,7 @@ class _Trainer:
         for at in range(self.parts[number - 1] if number else 0, self.parts[number]):
             losses.append(self._step(at))
             step(f"KL {losses[-1]:.5f}")
-        choosing = kl_of(self._config, self._teacher, self.student.weights(), self._rows.choosing)
+        choosing = kl_of(self._config, self._teacher, self.student.weights(), self._rows.choosing, self._aimed)
         train = (
             sum(losses) / len(losses)
             if losses
@@ -380,19 +400,20 @@ class _Trainer:
         leaves = {name: tensor.detach().requires_grad_(tensor.requires_grad) for name, tensor in made.items()}
         names = [name for name, leaf in leaves.items() if leaf.requires_grad]
         total, loss = list[Tensor | None]([None] * len(names)), torch.zeros((), device=ids.device)
-        for part in batches(config, teacher[f"{config.names.embed}.weight"].new_empty(*ids.shape, 0), 0, len(ids)):
+        for rows in ids.split(_rows_at_once(config, ids.shape[1], ids.device)):
             with fast_products(ids.device):
                 with self._beside(ids.device):
-                    wanted, aimed = _forward(config, teacher, ids[part], None if ids.is_cuda else self._attention, self._half)
+                    wanted, aimed = _forward(config, teacher, rows, None if ids.is_cuda else self._attention, self._half)
                 with torch.enable_grad():
-                    predicted, streams = _forward(config, leaves, ids[part], self._attention, self._half)
+                    predicted, streams = _forward(config, leaves, rows, self._attention, self._half)
                     self._meet(ids.device)
-                    found = _divergence(wanted, predicted).sum() / ids.numel()
-                    target = found
+                    each = _divergence(wanted, predicted)
+                    found, target = each.sum() / ids.numel(), _levelled(each).sum() / ids.numel()
                     if self._prices:
                         errors = (_relative(stream - aim, aim, config) for stream, aim in zip(streams, aimed))
-                        apart = sum(map(_priced, errors, self._prices))
-                        target = (1 - self._hidden) * found + self._hidden / (len(streams) * ids.numel()) * apart
+                        with _halves(self._half):
+                            apart = sum(map(_priced, errors, self._prices))
+                        target = (1 - self._hidden) * target + self._hidden / (len(streams) * ids.numel()) * apart
                 gradients = torch.autograd.grad(target, [leaves[name] for name in names], allow_unused=True)
             total = [one if sums is None else sums if one is None else sums.add_(one) for sums, one in zip(total, gradients)]
             loss += found.detach()
@@ -437,18 +458,23 @@ class _Trainer:
 def _forward(
     config: ModelConfig, weights: Weights, ids: Tensor, past: reference.Past | None = None, half: bool = False
 ) -> tuple[Tensor, list[Tensor]]:
-    """Logarithms of every token's prediction, and the stream after each layer: ids int `(B, S)` -> f32 `(B, S, V)`, L times `(B, S, H)`.
+    """Logits of every token's prediction, and the stream after each layer: ids int `(B, S)` -> f32 `(B, S, V)`, L times `(B, S, H)`.
 
     past: attends in place of the reference. half: products in bf16, those of the head excepted, where it would double the noise.
     """
     streams = []
-    with torch.autocast("cpu", torch.bfloat16, enabled=half, cache_enabled=False):
+    with _halves(half):
         x = reference.embed(config, weights, ids)
         for layer in range(config.num_layers):
             x = reference.block(config, layer, weights, x, past=past)
             streams.append(x)
         x = reference.final_norm(config, weights, x)
-    return reference.head(config, weights, x).log_softmax(-1), streams
+    return reference.head(config, weights, x), streams
+
+
+def _halves(half: bool) -> torch.autocast:
+    """Products in bf16 on the CPU within it."""
+    return torch.autocast("cpu", torch.bfloat16, enabled=half, cache_enabled=False)
 
 
 def prices(config: ModelConfig, weights: Weights, ids: Tensor, seed: int) -> list[Tensor]:
@@ -485,19 +511,57 @@ def _priced(error: Tensor, price: Tensor) -> Tensor:
     return ((error @ price) * error).sum() / 2
 
 
+class _Divergence(torch.autograd.Function):
+    """The KL, with its gradient to the logits found, q - p, as it is: half the passes over them that the steps in between would take."""
+
+    @staticmethod
+    def forward(ctx: Any, wanted: Tensor, found: Tensor) -> Tensor:
+        wanted, found = wanted.log_softmax(-1), found.log_softmax(-1)
+        likely = wanted.exp()
+        divergence = wanted.sub_(found).mul_(likely).sum(-1)
+        ctx.save_for_backward(found.exp_().sub_(likely))
+        return divergence
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
+        (apart,) = ctx.saved_tensors
+        return None, apart * gradients[0][..., None]
+
+
 def _divergence(wanted: Tensor, found: Tensor) -> Tensor:
-    """KL of predictions `(B, S, V)`, nats: f32 `(B, S)`."""
-    return (wanted.exp() * (wanted - found)).sum(-1)
+    """KL of the predictions of logits `(B, S, V)`, nats: f32 `(B, S)`; differentiable in those found."""
+    return _Divergence.apply(wanted, found)  # type: ignore[no-any-return]
 
 
-def kl_of(config: ModelConfig, teacher: Weights, student: Weights, ids: Tensor) -> float:
-    """Mean KL(teacher || student) on rows int `(R, S)`, nats per token."""
-    embedding, total = teacher[f"{config.names.embed}.weight"], 0.0
-    with torch.no_grad(), fast_products_on_cpu(embedding.device):
-        for part in batches(config, embedding.new_empty(*ids.shape, 0), 0, len(ids)):
-            wanted, found = (_forward(config, weights, ids[part].to(embedding.device))[0] for weights in (teacher, student))
+def _levelled(divergence: Tensor) -> Tensor:
+    """KL of tokens of which none counts for more than the mean: gradients of those above it are divided by how often they have it.
+
+    Few tokens have most of the KL, and what they say of a code is mostly about themselves.
+    """
+    return divergence * (divergence.detach().mean() / divergence.detach().clamp_min(TINY)).clamp_max(1)
+
+
+def kl_of(config: ModelConfig, teacher: Weights, student: Weights, ids: Tensor, aimed: Tensor | None = None) -> float:
+    """Mean KL(teacher || student) on rows int `(R, S)`, nats per token. aimed: the teacher's last stream there, if it is known."""
+    aimed, total = _last_stream(config, teacher, ids) if aimed is None else aimed, 0.0
+    with torch.no_grad(), fast_products_on_cpu(aimed.device):
+        for part in batches(config, aimed, 0, len(ids)):
+            wanted = reference.head(config, teacher, reference.final_norm(config, teacher, aimed[part]))
+            found, _ = _forward(config, student, ids[part].to(aimed.device))
             total += float(_divergence(wanted, found).sum(dtype=torch.float64))
     return total / max(1, ids.numel())
+
+
+def _last_stream(config: ModelConfig, weights: Weights, ids: Tensor) -> Tensor:
+    """The stream after the last layer, f32 `(R, S, H)`, of rows int `(R, S)`."""
+    made = weights[f"{config.names.embed}.weight"].new_empty(*ids.shape, config.hidden_size)
+    with torch.no_grad(), fast_products_on_cpu(made.device):
+        for part in batches(config, made, 0, len(ids)):
+            x = reference.embed(config, weights, ids[part].to(made.device))
+            for layer in range(config.num_layers):
+                x = reference.block(config, layer, weights, x)
+            made[part] = x
+    return made
 
 
 def _judged(config: ModelConfig, teacher: Weights, student: Weights, ids: Tensor) -> Quality | None:
@@ -532,9 +596,10 @@ def _tune(context: Context, rows: Rows, made: Made, tuning: Tuning, seed: int) -
     packed = _packed(context, made.key)
     teacher = _dense(weights)
     written = _written(context, teacher, rows.tuning, tuning.to_write(len(rows.tuning), weights.device), seed)
-    ids = _learned(rows.tuning, written, tuning.passes or 1)
-    different = len(rows.tuning) + len(written)
-    each = rows_per_step(different, ids.shape[1])
+    device = weights.device
+    ids = _learned(rows.tuning, tuning.repeated(len(rows.tuning), device), written, device)
+    different = (len(rows.tuning) + len(written)) * cut(rows.tuning.shape[1], device)[0]
+    each = rows_per_step(different, ids.shape[1], device)
     student = _Student(config, made, packed, teacher, tuning, len(ids) / each)
     before = student.weights()
     second = [kl_of(config, teacher, before, rows.second)] if len(rows.second) else []

@@ -1,5 +1,6 @@
 """Adam of what learns: how far numbers go, alone and pooled."""
 
+import pytest
 import torch
 
 from exl2nb.converter.adam import Adam, shares
@@ -29,6 +30,25 @@ def test_what_hardly_matters_goes_less_far_where_numbers_are_pooled():
     small, middle = size < 0.05, (size.square() / size.square().mean() - 1).abs() < 0.1
     assert pooled[small].mean() < 0.3 * alone[small].mean()
     assert pooled[middle].mean() > 0.95 * alone[middle].mean()
+
+
+def test_a_higher_power_makes_steps_short_sooner():
+    plain, sharp = shares(100), shares(100, 2)
+    assert sum(plain) == pytest.approx(1) == sum(sharp)
+    assert sum(sharp[50:]) < 0.5 * sum(plain[50:])
+
+
+def test_how_much_of_the_last_gradients_a_step_remembers():
+    moved = []
+    for decay in (0.0, 0.9):
+        learning = torch.zeros(1)
+        adam = Adam([(learning, 1.0)], decay=decay)
+        with torch.no_grad():
+            for step, gradient in enumerate((1.0, -1.0)):
+                adam.pace(step, 1.0)
+                adam.move([torch.tensor([gradient])])
+        moved.append(float(learning.detach()))
+    assert moved == pytest.approx([0.0, -1 + 0.1 / 1.9], abs=1e-5)  # 0.9: (0.1 * 0.9 - 0.1) / (1 - 0.81)
 
 
 def test_only_the_first_are_pooled():

@@ -188,8 +188,8 @@ def test_rows_of_a_short_text(source):
         tuning_rows(tokenizer, text, tuning=100, extra=2, **many)
     with pytest.raises(OptionError, match="rows of 32 tokens need"):
         tuning_rows(tokenizer, "w1 w2 w3", tuning=100, extra=2, **options)
-    assert rows_per_step(1600, 512) == 16
-    assert rows_per_step(4, 512) == 1
+    assert [rows_per_step(1600, 512, torch.device(kind)) for kind in ("cpu", "cuda")] == [8, 16]
+    assert rows_per_step(4, 512, torch.device("cpu")) == 1
     assert len(calibration_rows(tokenizer, " ".join(f"w{i % 90}" for i in range(400)), rows=3, length=32)) == 3
 
 
@@ -210,9 +210,9 @@ def test_a_gpu_rounds_on_more_rows(source, tmp_path, monkeypatch):
 def test_a_large_model_sees_fewer_rows_on_a_gpu(source, monkeypatch):
     config, cpu, gpu = read_model_config(source), torch.device("cpu"), torch.device("cuda")
     weights = sum(linear.in_features * linear.out_features for linear in linears(config))
-    assert [seeing(Tuning(), config, device, 32).seen for device in (cpu, gpu)] == [2560, 20480]
+    assert [seeing(Tuning(), config, device, 32).seen for device in (cpu, gpu)] == [5760, 18432]
     monkeypatch.setattr(stage, "WORK", 100.5 * 32 * weights)
-    assert [seeing(Tuning(), config, device, 32).seen for device in (cpu, gpu)] == [2560, 100]
+    assert [seeing(Tuning(), config, device, 32).seen for device in (cpu, gpu)] == [5760, 100]
     assert seeing(Tuning(seen=7), config, gpu, 32).to_write(3, gpu) == 4
     with pytest.raises(OptionError, match="seen is 0"):
         Tuning(seen=0)
@@ -390,11 +390,52 @@ def test_the_price_of_an_error_is_the_kl_that_it_causes(weights, larger):
 
 def test_what_a_cpu_does_otherwise():
     cpu, gpu = Tuning().on(torch.device("cpu")), Tuning().on(torch.device("cuda"))
-    assert (cpu.passes, gpu.passes) == (2, 1)
-    assert (cpu.hidden, gpu.hidden) == (0.75, 0.0)
+    assert (cpu.hidden, gpu.hidden) == (0.6, 0.25)
     assert [Tuning(hidden=0.0, passes=5).on(torch.device(kind)).hidden for kind in ("cpu", "cuda")] == [0.0, 0.0]
-    assert cpu.to_write(2491, torch.device("cpu")) == 0 and gpu.to_write(2491, torch.device("cuda")) == 20480 - 2491
-    assert Tuning(passes=3).on(torch.device("cpu")).steps(80, 512, torch.device("cpu")) == -(-2560 // 16)
+    seen = [
+        (one.repeated(rows, torch.device(kind)), one.to_write(rows, torch.device(kind)))
+        for one, kind in ((cpu, "cpu"), (gpu, "cuda"))
+        for rows in (2491, 500)
+    ]
+    assert seen == [(5760, 0), (2000, 560), (2491, 18432 - 2491), (500, 18432 - 500)]
+    assert Tuning(passes=3).on(torch.device("cpu")).steps(80, 512, torch.device("cpu")) == 2 * 2560 // 16
+
+
+@pytest.mark.parametrize(
+    ("length", "kind", "pieces", "each"), [(512, "cpu", 2, 256), (512, "cuda", 1, 512), (32, "cpu", 1, 32), (515, "cpu", 3, 171)]
+)
+def test_rows_are_cut_into_equal_pieces(length, kind, pieces, each):
+    assert stage.cut(length, torch.device(kind)) == (pieces, each)
+    text = torch.arange(3 * length).view(3, length)
+    found = stage._learned(text, 5, text[:1] + 10000, torch.device(kind))
+    assert found.shape == (6 * pieces, each)
+    assert torch.equal(found[:pieces].flatten(), text[0, : pieces * each])
+    assert torch.equal(found[-1], text[0, (pieces - 1) * each : pieces * each] + 10000)
+    second = found[3 * pieces + pieces : 5 * pieces]  # but for the row that the end of the text begins
+    assert (second[:, 1:] - second[:, :-1] == 1).all() and not {int(row[0]) for row in second} & {
+        int(row[0]) for row in found[: 3 * pieces]
+    }
+
+
+def test_the_divergence_is_the_kl_and_its_gradient():
+    wanted, found = torch.randn(2, 2, 3, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64).unbind()
+    with torch.enable_grad():
+        found.requires_grad_(True)
+        kl = stage._divergence(wanted, found)
+        plain = (wanted.softmax(-1) * (wanted.log_softmax(-1) - found.log_softmax(-1))).sum(-1)
+        weights = torch.arange(6.0, dtype=torch.float64).view(2, 3)
+        gradients = [torch.autograd.grad((one * weights).sum(), found)[0] for one in (kl, plain)]
+    torch.testing.assert_close(kl, plain)
+    torch.testing.assert_close(*gradients)
+
+
+def test_no_token_counts_for_more_than_the_mean():
+    with torch.enable_grad():
+        kl = torch.tensor([-1e-9, 0.0, 1.0, 2.0, 12.0], requires_grad=True)
+        loss = stage._levelled(kl)
+        (gradient,) = torch.autograd.grad(loss.sum(), kl)
+    torch.testing.assert_close(loss.detach(), torch.tensor([-1e-9, 0.0, 1.0, 2.0, 3.0]))
+    torch.testing.assert_close(gradient, torch.tensor([1.0, 1.0, 1.0, 1.0, 0.25]))
 
 
 def test_memory_grows_with_the_model(source):
