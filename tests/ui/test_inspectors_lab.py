@@ -65,7 +65,7 @@ def test_pages_live_and_replayed(book, screenshots):
     widget.locator("button[aria-pressed='true']", has_text="Live").wait_for()
     book.start(book.place["pagetable work"])
     widget.locator(".exl2nb-request").first.wait_for()
-    assert widget.locator(".exl2nb-page[data-state='used']").count() > 0
+    widget.locator(".exl2nb-page[data-state='used']").first.wait_for()
     book.wait_idle(timeout_s=60)
     widget.get_by_role("slider", name="Frame").fill("1")
     widget.locator(".exl2nb-place", has_text="2 of").wait_for()
