@@ -47,7 +47,7 @@ Weights = dict[str, Tensor]
 # rows of the whole way, if not told: a quarter of an hour of two cores and a minute of an H100; PASSES of the text at most, and up to LEAST
 # written by the model where the text lacks them: to learn from a token again takes the CPU less time than to write one
 SEEN, PASSES, LEAST = {"cpu": 5760, "cuda": 18432}, {"cpu": 4, "cuda": 1}, {"cpu": 2560, "cuda": 18432}
-WORK = 1e16  # weights times tokens of the way on a GPU: 8e16 FLOP, so that models of more than 0.95 billion weights see fewer rows
+WORK = 1e16  # weights times tokens of the way on a GPU: 8e16 FLOP, so that models of more than 1.06 billion weights see fewer rows
 HIDDEN = {"cpu": 0.6, "cuda": 0.25}  # share of the loss: what many rows say by themselves, few do not
 PRICED = 16384  # tokens that say what an error of a hidden state costs
 LENGTH = {"cpu": 256, "cuda": 512}  # tokens of a row that is learned from, at most: attention takes a CPU less time
