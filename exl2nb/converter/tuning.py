@@ -12,7 +12,6 @@ evidence before it changes (`converter.grid`), and what few numbers decide (step
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import sys
@@ -411,7 +410,7 @@ class _Trainer:
                     found, target = each.sum() / ids.numel(), _levelled(each).sum() / ids.numel()
                     if self._prices:
                         errors = (_relative(stream - aim, aim, config) for stream, aim in zip(streams, aimed))
-                        with _halves(self._half):
+                        with _bf16_products(self._half):
                             apart = sum(map(_priced, errors, self._prices))
                         target = (1 - self._hidden) * target + self._hidden / (len(streams) * ids.numel()) * apart
                 gradients = torch.autograd.grad(target, [leaves[name] for name in names], allow_unused=True)
@@ -463,7 +462,7 @@ def _forward(
     past: attends in place of the reference. half: products in bf16, those of the head excepted, where it would double the noise.
     """
     streams = []
-    with _halves(half):
+    with _bf16_products(half):
         x = reference.embed(config, weights, ids)
         for layer in range(config.num_layers):
             x = reference.block(config, layer, weights, x, past=past)
@@ -472,7 +471,7 @@ def _forward(
     return reference.head(config, weights, x), streams
 
 
-def _halves(half: bool) -> torch.autocast:
+def _bf16_products(half: bool) -> torch.autocast:
     """Products in bf16 on the CPU within it."""
     return torch.autocast("cpu", torch.bfloat16, enabled=half, cache_enabled=False)
 
@@ -567,13 +566,7 @@ def _last_stream(config: ModelConfig, weights: Weights, ids: Tensor) -> Tensor:
 def _judged(config: ModelConfig, teacher: Weights, student: Weights, ids: Tensor) -> Quality | None:
     if not len(ids):
         return None
-    streams = []
-    for weights in (teacher, student):
-        x = reference.embed(config, weights, ids.to(weights[f"{config.names.embed}.weight"].device))
-        for layer, part in itertools.product(range(config.num_layers), batches(config, x, 0, len(x))):
-            x[part] = reference.block(config, layer, weights, x[part])
-        streams.append(x)
-    return judge(config, ids, (teacher, streams[0]), (student, streams[1]))
+    return judge(config, ids, *((weights, _last_stream(config, weights, ids)) for weights in (teacher, student)))
 
 
 def tune(context: Context, rows: Rows, made: Made, tuning: Tuning, seed: int) -> Tuned:
