@@ -51,8 +51,8 @@ STAGES: dict[str, dict[str, Any]] = {
     "descent of 6 sweeps": {**NOTHING, "descent": 6},
     "only the text": {"written": 0},
     "the text four times": {"written": 0, "passes": 4},
-    "as on a CPU": {"seen": 2560, "passes": 2, "hidden": 0.75},
-    "as on a CPU, the KL alone": {"seen": 2560, "passes": 2, "hidden": 0.0},
+    "as on a CPU": {"seen": 5760, "passes": 2, "written": 0, "hidden": 0.6},
+    "as on a CPU, the KL alone": {"seen": 5760, "passes": 2, "written": 0, "hidden": 0.0},
     "half the travel": {"travel": 0.05},
     "twice the travel": {"travel": 0.2},
 }

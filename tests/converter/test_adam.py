@@ -6,10 +6,10 @@ import torch
 from exl2nb.converter.adam import Adam, shares
 
 
-def walk(gradients, pooled, far=0.5):
+def walk(gradients, pooled, far=0.5, floor=1.0):
     """Where numbers stand that begin at 0, after one step for each of the gradients f32 `(steps, n)`."""
     learning = torch.zeros(gradients.shape[1])
-    adam, way = Adam([(learning, far)], pooled=1 if pooled else 0), shares(len(gradients))
+    adam, way = Adam([(learning, far)], pooled=1 if pooled else 0, floor=floor), shares(len(gradients))
     with torch.no_grad():
         for step, (share, gradient) in enumerate(zip(way, gradients)):
             adam.pace(step, share)
@@ -23,13 +23,15 @@ def test_gradients_that_all_point_one_way_go_the_whole_distance():
         torch.testing.assert_close(walk(gradients, pooled), torch.full((3,), -0.5), rtol=1e-3, atol=0)
 
 
-def test_what_hardly_matters_goes_less_far_where_numbers_are_pooled():
+def test_what_hardly_matters_and_what_is_unsure_go_less_far_where_numbers_are_pooled():
     noise = torch.randn(400, 2000, generator=torch.Generator().manual_seed(0))
     size = torch.logspace(-2, 0, 2000)
-    alone, pooled = (walk(noise * size, together, far=2.0).abs() for together in (False, True))
-    small, middle = size < 0.05, (size.square() / size.square().mean() - 1).abs() < 0.1
-    assert pooled[small].mean() < 0.3 * alone[small].mean()
-    assert pooled[middle].mean() > 0.95 * alone[middle].mean()
+    alone, high, low = (walk(noise * size, *how).abs() for how in ((False, 2.0), (True, 2.0, 1.0), (True, 2.0, 0.15)))
+    small, middle, large = size < 0.02, (size.square() / size.square().mean() - 1).abs() < 0.1, size > 0.9
+    assert high[small].mean() < 0.5 * low[small].mean() < 0.25 * alone[small].mean()
+    for pooled in (high, low):
+        assert pooled[middle].mean() > 0.95 * alone[middle].mean()
+        assert pooled[large].mean() < 0.7 * alone[large].mean()
 
 
 def test_a_higher_power_makes_steps_short_sooner():
