@@ -51,6 +51,7 @@ STAGES: dict[str, dict[str, Any]] = {
     "descent of 6 sweeps": {**NOTHING, "descent": 6},
     "only the text": {"written": 0},
     "the text four times": {"written": 0, "passes": 4},
+    # as many rows as a CPU sees and the same loss; on a GPU the length of rows and steps stay a GPU's
     "as on a CPU": {"seen": 5760, "passes": 2, "written": 0, "hidden": 0.6},
     "as on a CPU, the KL alone": {"seen": 5760, "passes": 2, "written": 0, "hidden": 0.0},
     "half the travel": {"travel": 0.05},

@@ -1,10 +1,10 @@
 """Adam for what learns in a quantised model: each tensor goes a given distance at most. Knows nothing of models or losses.
 
 Adam divides a gradient by its own size, so a number that hardly matters goes as far on noise as one that matters. For millions of codes,
-each with little evidence, that is too much: numbers that are pooled share a floor. With second moment v, its mean m over all pooled
-numbers and floor f, their gradient is divided by (v + f m) / ((1 + f) sqrt(m)) instead of sqrt(v): the same where v = m, less far where v
-is more or hardly anything. If v says both what a change costs and how noisy its gradient is, and numbers are expected to be off by the
-same, this is the step of least expected error, with a floor that is the lower the more evidence there will be.
+each with little evidence, that is too much, so the numbers that are pooled are damped together. With second moment v, its mean m over all
+pooled numbers and damping d, their gradient is divided by (v + d m) / ((1 + d) sqrt(m)) instead of sqrt(v): the same at v = m and at
+v = d^2 m, a shorter step where v is above the larger or below the smaller of them, a longer one in between. With v as the curvature, and
+noise in proportion to it, this is the step of a Wiener filter: the more gradients there will be, the lower the best damping.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class Adam:
             or a tensor that broadcasts to them. They require gradients from now on.
         pooled: how many of them, from the first on, are pooled.
         decay: of the first moment.
-        floor: of those pooled, in shares of their mean second moment.
+        damping: of those pooled, as a share of their mean second moment.
     """
 
     def __init__(
-        self, learning: Sequence[tuple[Tensor, Tensor | float]], pooled: int = 0, decay: float = FIRST, floor: float = 1.0
+        self, learning: Sequence[tuple[Tensor, Tensor | float]], pooled: int = 0, decay: float = FIRST, damping: float = 1.0
     ) -> None:
-        self._pooled, self._decay, self._floor = pooled, decay, floor
+        self._pooled, self._decay, self._damping = pooled, decay, damping
         self.learning = [tensor.requires_grad_(True) for tensor, _ in learning]
         self._travel = [far for _, far in learning]
         self.first, self.second = ([torch.zeros_like(one) for one in self.learning] for _ in range(2))
@@ -57,10 +57,10 @@ class Adam:
         _many._foreach_lerp_(self.first, list(gradients), 1 - self._decay)
         _many._foreach_mul_(self.second, SECOND)
         _many._foreach_addcmul_(self.second, list(gradients), list(gradients), value=1 - SECOND)
-        mean, floor = self._mean(), self._floor
+        mean, damping = self._mean(), self._damping
         for at in self._alone:
             size = self.second[at] * self._second_rate
-            size = size.add_(floor * mean).div_((1 + floor) * mean.sqrt() + TINY) if at < self._pooled else size.sqrt_()
+            size = size.add_(damping * mean).div_((1 + damping) * mean.sqrt() + TINY) if at < self._pooled else size.sqrt_()
             self.learning[at].sub_((self.first[at] / size.add_(TINY)).mul_(self._first_rate * self._travel[at]))
         for group in filter(None, self._together):
             sizes = _many._foreach_mul([self.second[at] for at in group], self._second_rate)

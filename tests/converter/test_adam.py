@@ -6,10 +6,10 @@ import torch
 from exl2nb.converter.adam import Adam, shares
 
 
-def walk(gradients, pooled, far=0.5, floor=1.0):
+def walk(gradients, pooled, far=0.5, damping=1.0):
     """Where numbers stand that begin at 0, after one step for each of the gradients f32 `(steps, n)`."""
     learning = torch.zeros(gradients.shape[1])
-    adam, way = Adam([(learning, far)], pooled=1 if pooled else 0, floor=floor), shares(len(gradients))
+    adam, way = Adam([(learning, far)], pooled=1 if pooled else 0, damping=damping), shares(len(gradients))
     with torch.no_grad():
         for step, (share, gradient) in enumerate(zip(way, gradients)):
             adam.pace(step, share)
