@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from exl2nb.core.errors import ContextOverflow, OptionError
 from exl2nb.core.options import check_flag, shown, spelled_out
 from exl2nb.generator.engine import Engine
-from exl2nb.llm.options import DEFAULTS, ConversationOptions
+from exl2nb.llm.options import CHAT_DEFAULT_OPTIONS, ConversationOptions
 from exl2nb.llm.pictures import take_pictures, with_parts
 from exl2nb.llm.requests import STRUCTURES, check_length
+from exl2nb.llm.sampling_defaults import with_defaults
 from exl2nb.model.model import Model
+from exl2nb.sampling.defaults import SamplingDefaults
 from exl2nb.sampling.params import check_integer
 from exl2nb.tokenizer import chat as chat_format
 from exl2nb.tokenizer.detokenize import token_texts
@@ -34,13 +36,14 @@ if TYPE_CHECKING:
 
 _OURS = ("messages", "source", "special_tokens", "add_generation_prompt", "tools")  # given to every template
 FORMAT_OPTIONS = ("template", "tools", "template_options", "continue_final_message")
-CHAT_OPTIONS = (*FORMAT_OPTIONS, "tool_choice", "parallel_tool_calls", "reasoning_budget")
+CHAT_OPTIONS = (*FORMAT_OPTIONS, "tool_choice", "parallel_tool_calls", "reasoning_budget", "generation_config")
 _END = "\ue000end of the message\ue000"  # put behind a message that is continued, to find its end in the rendered prompt
 
 
 class ChatMixin:
     """The part of `LLM` that renders prompts and starts conversations."""
 
+    sampling_defaults: SamplingDefaults
     tokenizer: Tokenizer
     model: Model
     engine: Engine
@@ -128,7 +131,7 @@ class ChatMixin:
         Raises:
             As `chat`.
         """
-        options = dict(options)
+        options = with_defaults(options, self.sampling_defaults, where=where)
         chat = {name: options.pop(name) for name in CHAT_OPTIONS if name in options}
         choice, parallel = chat.get("tool_choice", "auto"), chat.get("parallel_tool_calls", True)
         if not isinstance(choice, str):
@@ -232,7 +235,7 @@ class ChatMixin:
         )  # fmt: skip
         return rendered(text, self.tokenizer, talk)
 
-    @spelled_out(ConversationOptions, DEFAULTS)
+    @spelled_out(ConversationOptions, CHAT_DEFAULT_OPTIONS)
     def conversation(self, *, system: str | None = None, **options: Unpack[ConversationOptions]) -> Conversation:
         """A conversation with this model: a tree of turns with `say`, `edit`, `regenerate`, `goto`, `save`.
 
