@@ -153,9 +153,11 @@ class Sampling(_Off, _WithoutEffect):
                 refuse(value, name, "is not offered; leave it out")
         for name in (*_WithoutEffect.model_fields, "preset", "add_bos_token"):  # the last two count elsewhere
             given.pop(name, None)
-        for name in ("penalty_range", "dry_range", "top_k", "seed"):
-            if given.get(name) == -1:  # other servers: all of the text, all of the vocabulary, any seed
+        for name in ("penalty_range", "dry_range", "seed"):
+            if given.get(name) == -1:  # other servers: all of the text, any seed
                 del given[name]
+        if given.get("top_k") == -1:  # other servers: all of the vocabulary, whatever the model's default is
+            given["top_k"] = 0
         if (mode := given.pop("mirostat_mode", 0)) not in (0, 2):
             refuse(mode, "mirostat_mode", "is not known; expected 0 (off) or 2")
         if mode == 2:
