@@ -10,7 +10,6 @@ from typing import Any
 from exl2nb.core.errors import OptionError
 from exl2nb.core.options import check_flag, shown
 from exl2nb.sampling.defaults import CHAT_DEFAULTS, LIBRARY, NAMES, NEEDS_DRAW, SamplingDefaults
-from exl2nb.sampling.params import SamplingParams
 from exl2nb.tokenizer.files import read_object
 
 FILE = "generation_config.json"
@@ -37,12 +36,13 @@ def read_defaults(folder: Path) -> SamplingDefaults:
             value = 0  # vLLM writes -1 for all tokens
         if value is None:
             continue
+        one: dict[str, Any] = {name: value}
         try:
-            SamplingParams(**{name: value})
+            SamplingDefaults(**one)
         except OptionError as error:
             _warn(f"{path}: {error}; this key is ignored")
-            continue
-        values[name] = value
+        else:
+            values |= one
     sampled = config.get("do_sample")
     if not isinstance(sampled, (bool, type(None))):
         _warn(f"{path}: do_sample is {shown(sampled)}; expected true or false; this key is ignored")

@@ -82,7 +82,10 @@ class _Off(Body):
 
 
 class Sampling(_Off, _WithoutEffect):
-    """Every sampler; a field that is not given is neutral. Field for field as `SamplingParams` and `Request`."""
+    """Every sampler, field for field as `SamplingParams` and `Request`.
+
+    A field that is not given has the default that the model recommends, else it is neutral.
+    """
 
     max_tokens: int | None = named("max_tokens", "max_completion_tokens", "max_new_tokens", "max_length", "n_predict", "num_predict")
     min_tokens: int | None = named("min_tokens", "min_length")
