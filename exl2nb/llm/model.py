@@ -91,7 +91,7 @@ class LLM(ScoringMixin, InsideMixin, ChatMixin):
         name: str = "",
         vision: VisionEncoder | None = None,
     ) -> None:
-        self.vision = vision
+        self.vision, self._warned = vision, set[str]()
         self.path, self.model, self.tokenizer = path, model, tokenizer
         self._name = name or display_name(path)
         spec = model.cache_spec(cache_tokens, mode=cache)

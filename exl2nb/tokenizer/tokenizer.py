@@ -192,6 +192,11 @@ class Tokenizer:
         added = self.backend.get_added_tokens_decoder()
         return {i: added[i].content for i in self.skipped_ids}
 
+    def special_in(self, texts: Iterable[str]) -> dict[int, str]:
+        """The special tokens, by id, whose texts occur in one of `texts`."""
+        whole = "\0".join(texts)
+        return {i: text for i, text in self.special_texts.items() if text and text in whole}
+
     @cached_property
     def added_texts(self) -> frozenset[str]:
         """The texts of all added tokens, special or not."""

@@ -5,10 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exl2nb.core.errors import OptionError
-from exl2nb.tokenizer.chat import render, text_messages, without_tool_turns
+from exl2nb.tokenizer.chat import render
 from exl2nb.tokenizer.instruct import INSTRUCT
-from exl2nb.tokenizer.reply import ReplyFormat, ReplyParser, collect
-from exl2nb.tokenizer.tools import FORMATS, described, tool_format, tools_of
+from exl2nb.tokenizer.reply import ReplyFormat, collect
+from exl2nb.tokenizer.tools import FORMATS, tool_format, tools_of
 
 TOOLS = tools_of(
     [
@@ -20,27 +20,23 @@ CALLS = [("weather", {"city": 'a "b" } <c>\n é', "days": 3, "at": {"x": [1, {}]
 THINK = ("<think>", "</think>")
 
 
+PLAIN_FORMATS = [name for name, form in FORMATS.items() if form.layout != "harmony"]
+
+
 def written(form, calls):
     """Calls as the family writes them."""
-
-    def arguments(values):
-        if form.argument is None:
-            return json.dumps(values, ensure_ascii=False)
-        before, between, after = form.argument
-        return "".join(before + key + between + (v if isinstance(v, str) else json.dumps(v)) + after for key, v in values.items())
-
-    return form.opens + form.between.join(form.before + name + form.middle + arguments(v) + form.after for name, v in calls) + form.closes
+    return form.written([(name, json.dumps(values, ensure_ascii=False)) for name, values in calls])
 
 
 def parsed(text, cuts=(), **form):
-    parser, found, at = ReplyParser(ReplyFormat(tools=TOOLS, **form)), [], 0
+    parser, found, at = ReplyFormat(tools=TOOLS, **form).parser(), [], 0
     for cut in [*sorted(c for c in cuts if c < len(text)), len(text)]:
         found += parser.feed(text[at:cut])
         at = cut
     return collect([*found, *parser.finish()])
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", PLAIN_FORMATS)
 @pytest.mark.parametrize("thinking", [False, True])
 @settings(max_examples=20)
 @given(cuts=st.lists(st.integers(0, 400), max_size=30))
@@ -55,7 +51,7 @@ def test_calls_of_every_family_however_the_text_is_cut(name, thinking, cuts):
     assert len({call.id for call in reply.tool_calls}) == 2
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", PLAIN_FORMATS)
 @pytest.mark.parametrize("text", ["plain words", "a < b, [x], {y}", "<tool", "", " \n two lines\n", '{"answer": 1}', "```\ncode\n```"])
 def test_an_answer_without_calls_stays_as_it_is(name, text):
     assert parsed(text, range(len(text)), calls=FORMATS[name]).content.strip() == text.strip()
@@ -129,40 +125,6 @@ def test_the_family_follows_from_the_template(template, name):
 def test_tools_that_are_none(tools, message):
     with pytest.raises(OptionError, match=message):
         tools_of(tools)
-
-
-def test_messages_become_texts():
-    call = {"id": "1", "function": {"name": "now", "arguments": '{"a": 1}'}}
-    talk = [
-        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
-        {"role": "assistant", "tool_calls": [call]},
-    ]
-    made = text_messages(talk)
-    assert made[0]["content"] == "a\nb"
-    assert made[1]["content"] == ""
-    assert made[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
-    assert text_messages(talk, parse_arguments=False)[1]["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
-    for part, kind in [({"type": "image_url"}, "image_url"), (5, "None")]:
-        with pytest.raises(OptionError, match=rf"message 0 \(user\) holds a part of type '{kind}'"):
-            text_messages([{"role": "user", "content": [part]}])
-    with pytest.raises(OptionError, match="arguments of 'now' are no JSON"):
-        text_messages([{"role": "assistant", "tool_calls": [{"function": {"name": "now", "arguments": "{"}}]}])
-    with pytest.raises(OptionError, match="tool_calls holds"):
-        text_messages([{"role": "assistant", "tool_calls": [5]}])
-
-
-def test_tools_for_a_template_that_knows_none():
-    talk = [
-        {"role": "user", "content": "time?"},
-        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "now", "arguments": {}}}]},
-        {"role": "tool", "content": "12:00"},
-    ]
-    made = without_tool_turns(talk, FORMATS["json"], TOOLS, system=True)
-    assert [one["role"] for one in made] == ["system", "user", "assistant", "user"]
-    assert described(TOOLS, FORMATS["json"]) == made[0]["content"]
-    assert made[2]["content"] == '{"name": "now", "arguments": {}}'
-    assert "12:00" in made[3]["content"]
-    assert "weather" in without_tool_turns(talk, FORMATS["json"], TOOLS, system=False)[0]["content"]
 
 
 @pytest.mark.parametrize(
