@@ -14,7 +14,7 @@ from exl2nb.core.errors import OptionError, StructureError
 from exl2nb.tokenizer import harmony
 from exl2nb.tokenizer.reply import ReplyFormat, is_text
 from exl2nb.tokenizer.tokenizer import Tokenizer
-from exl2nb.tokenizer.tools import INDEX, Tool, ToolFormat
+from exl2nb.tokenizer.tools import ID, INDEX, Tool, ToolFormat
 
 _ANY = r"(.|\n)*"
 _LOOSE = {"whitespace_pattern": WHITESPACE}
@@ -200,7 +200,7 @@ class _Marks:
         return tag in self._ids
 
     def literal(self, text: str) -> str:
-        """Exactly this text, in which `INDEX` stands for any number."""
+        """Exactly this text, in which `INDEX` and `ID` stand for any number and any id."""
         parts = [part for part in (self._split.split(text) if self._split else [text]) if part]
         return " ".join(f"<[{self._ids[part]}]>" if part in self._ids else self._text(part) for part in parts)
 
@@ -240,11 +240,9 @@ class _Marks:
 
     @staticmethod
     def _text(text: str) -> str:
-        parts: list[str] = []
-        for at, part in enumerate(text.split(INDEX)):
-            parts += ["/[0-9]{1,3}/"] if at else []
-            parts += [json.dumps(part, ensure_ascii=False)] if part else []
-        return " ".join(parts)
+        patterns = {INDEX: "/[0-9]{1,3}/", ID: "/[A-Za-z0-9]{9}/"}
+        parts = re.split(f"({re.escape(INDEX)}|{re.escape(ID)})", text)
+        return " ".join(patterns.get(part) or json.dumps(part, ensure_ascii=False) for part in parts if part)
 
 
 def _arguments(number: int, tool: Tool, form: ToolFormat, literal: Callable[[str], str]) -> list[str]:

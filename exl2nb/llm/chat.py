@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 _OURS = ("messages", "source", "template", "special_tokens", "add_generation_prompt", "tools")  # given to every template
 FORMAT_OPTIONS = ("template", "tools", "template_options", "continue_final_message")
 CHAT_OPTIONS = (*FORMAT_OPTIONS, "tool_choice", "parallel_tool_calls", "reasoning_budget")
+_TAG = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")  # an added token of this form is no word and no white space
 _END = "\ue000end of the message\ue000"  # put behind a message that is continued, to find its end in the rendered prompt
 
 
@@ -96,7 +97,7 @@ class ChatMixin:
         check_flag("continue_final_message", continue_final_message)
         checked = tools_of(tools) if tools is not None else ()
         chosen = self._template(template, checked)
-        form = tool_format(chosen.source)
+        form = chosen.form if checked else tool_format(chosen.source)
         talk, pictures = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages, []
         if self.vision is not None and isinstance(talk, (list, tuple)):
             talk, pictures = take_pictures(talk)
@@ -153,7 +154,7 @@ class ChatMixin:
         tools = tools_of(chat.get("tools") or ())
         prompt = self._render(messages, **{name: chat[name] for name in FORMAT_OPTIONS if name in chat})
         check_length(prompt.text, self.tokenizer, self.engine.context, where=where)
-        reply = reply_format(prompt.template.source, prompt.opening, tools, self.tokenizer)
+        reply = reply_format(prompt.template, prompt.opening, tools, self.tokenizer)
         self._add_stops(options, prompt.template, chat.get("template"))
         self._add_structure(options, reply, choice, parallel, where)
         if (budget := chat.get("reasoning_budget")) is not None:
@@ -389,7 +390,8 @@ def turn_ends(template: ChatTemplate, tokenizer: Tokenizer, vocab_size: int) -> 
     ends, note = [i for i in ids if i is not None and i < vocab_size], ""
     end = template.turn_end
     if not any(text and text in end for text in known):
-        places = [(end.find(text), -len(text), text) for text in tokenizer.added_texts if text in end]
+        marks = {*tokenizer.special_texts.values(), *(text for text in tokenizer.added_texts if _TAG.fullmatch(text))}
+        places = [(end.find(text), -len(text), text) for text in marks if text in end]
         text = min(places)[2] if places else ""
         found = tokenizer.token_id(text) if text else None
         if found is not None and found < vocab_size and found != tokenizer.bos_id:
@@ -402,19 +404,19 @@ def turn_ends(template: ChatTemplate, tokenizer: Tokenizer, vocab_size: int) -> 
     return ends, note
 
 
-def reply_format(source: str, opening: str, tools: Sequence[Tool], tokenizer: Tokenizer) -> ReplyFormat:
+def reply_format(template: ChatTemplate, opening: str, tools: Sequence[Tool], tokenizer: Tokenizer) -> ReplyFormat:
     """How the answer to a prompt is read, by the family that its chat template is for.
 
     Args:
-        source: The template.
+        template: The chat template.
         opening: What of the prompt belongs to the answer already.
         tools: Functions that the model may call.
         tokenizer: Of the model.
     """
-    form, think = tool_format(source), think_tags(source)
-    channels = form.layout == "harmony"
+    think = think_tags(template.source)
+    channels = tool_format(template.source).layout == "harmony"
     thinking = think is not None and opening.rfind(think[0]) > opening.rfind(think[1])
-    made = ReplyFormat(calls=form if tools else None, tools=tuple(tools), think=think, thinking=thinking, channels=channels)
+    made = ReplyFormat(calls=template.form if tools else None, tools=tuple(tools), think=think, thinking=thinking, channels=channels)
     return replace(made, special=tokenizer.special_in(made.tags))
 
 

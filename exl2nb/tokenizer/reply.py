@@ -10,10 +10,9 @@ from typing import Any, Literal, Protocol
 
 from exl2nb.tokenizer import gemma_arguments, harmony
 from exl2nb.tokenizer.delta import Delta, held_length
-from exl2nb.tokenizer.tools import FORMATS, Tool, ToolFormat
+from exl2nb.tokenizer.tools import FORMATS, Tool, ToolFormat, tool_format
 
 THINK_TAGS = (
-    ("<|channel|>analysis<|message|>", "<|end|>"),
     ("<|channel>thought", "<channel|>"),
     ("<seed:think>", "</seed:think>"),
     ("<think>", "</think>"),
@@ -38,6 +37,14 @@ class ToolCall:
     def parsed(self) -> Any:
         """The arguments as plain data."""
         return json.loads(self.arguments)
+
+    @property
+    def arguments_or_none(self) -> Any:
+        """The arguments as plain data; None where they are not complete JSON."""
+        try:
+            return self.parsed
+        except ValueError:
+            return None
 
     @property
     def json(self) -> dict[str, Any]:
@@ -134,7 +141,9 @@ class ReplyFormat:
 
 def think_tags(template: str) -> tuple[str, str] | None:
     """The tags around reasoning that a chat template knows; None where it knows none."""
-    return next((tags for tags in THINK_TAGS if tags[0] in template or (tags[1] != "<|end|>" and tags[1] in template)), None)
+    if tool_format(template).layout == "harmony":
+        return (harmony.ANALYSIS, "<|end|>")
+    return next((tags for tags in THINK_TAGS if tags[0] in template or tags[1] in template), None)
 
 
 def collect(deltas: Iterable[Delta]) -> Reply:
@@ -279,7 +288,7 @@ class ReplyParser:
                 self._state, self._json_calls = "content", False
                 return True
             return False
-        self._begin(match[1], found)
+        self._begin(match[1], found, match.groupdict().get("id") or "")
         self._text, self._state = self._text[match.end() :], "arguments"
         self._depth, self._quoted, self._escaped = 0, False, False
         return True
@@ -373,9 +382,9 @@ class ReplyParser:
 
     # ---- calls
 
-    def _begin(self, name: str, found: list[Delta]) -> None:
+    def _begin(self, name: str, found: list[Delta], written_id: str = "") -> None:
         assert self._calls is not None
-        found.append(Delta("call", name, self._count, self._calls.new_id(name, self._count)))
+        found.append(Delta("call", name, self._count, written_id.strip() or self._calls.new_id(name, self._count)))
         self._count += 1
 
     def _whole_call(self, found: list[Delta]) -> bool:

@@ -14,9 +14,11 @@ from typing import Any, Literal
 from exl2nb.core.errors import TokenizerError
 from exl2nb.core.helper import HelperError
 from exl2nb.tokenizer.chat import render
+from exl2nb.tokenizer.reply import ReplyFormat
+from exl2nb.tokenizer.tools import FORMATS, ToolFormat, tool_format
 
 _WORDS, _FUNCTION, _CALLED, _RESULT = "probe_words", "probe_function", "probe_called", "probe_result"
-_ARGUMENT = "probe_argument"
+_ARGUMENT, _SAID = "probe_argument", "probe_said"
 _IDS = ("abcdefghi", "functions.probe_id:3")  # nine letters, which Mistral's templates insist on; the form of Kimi's
 _TOOL = {
     "type": "function",
@@ -80,6 +82,20 @@ class ChatTemplate:
         return any(_RESULT in self._with_call(self.calls or "data", content, one, result=True) for one in _IDS)
 
     @cached_property
+    def form(self) -> ToolFormat:
+        """How the model writes calls. "json", described to the model, where the calls of the template are in a form that we cannot read."""
+        form = tool_format(self.source)
+        if self.calls is None:
+            return form
+        for one in _IDS:
+            for result in (True, False):
+                text = self._with_call(self.calls, self.call_content, one, result=result)
+                text = text[text.rfind(_SAID) + len(_SAID) :]
+                if _reads(form, text) or _reads(form, " ".join(text.split())):  # Command R's template breaks lines where the model does not
+                    return form
+        return FORMATS["json"]
+
+    @cached_property
     def _call_form(self) -> tuple[Literal["data", "text"] | None, str | None]:
         if "tool" not in self.source:
             return None, ""
@@ -138,7 +154,7 @@ class ChatTemplate:
         """The prompt of a conversation with one call, and its result."""
         arguments: Any = {_ARGUMENT: "v"} if kind == "data" else f'{{"{_ARGUMENT}": "v"}}'
         call = {"id": call_id, "type": "function", "function": {"name": _CALLED, "arguments": arguments}}
-        talk = [{**_USER, "content": self._content("a")}, {"role": "assistant", "content": content, "tool_calls": [call]}]
+        talk = [{**_USER, "content": self._content(_SAID)}, {"role": "assistant", "content": content, "tool_calls": [call]}]
         if result:
             talk.append({"role": "tool", "name": _CALLED, "tool_call_id": call_id, "content": self._content(_RESULT)})
         variables = {self.tools: [_TOOL]} if self.tools in TOOL_VARIABLES else {}
@@ -159,6 +175,18 @@ class ChatTemplate:
             if "tools" not in self.source or "tools" in variables:
                 break
         return ""
+
+
+def _reads(form: ToolFormat, text: str) -> bool:
+    """Whether a format finds the call of the probe in what the template wrote for it."""
+    begin = 0
+    if form.layout != "harmony":
+        found = next((match for match in form.head_pattern.finditer(text) if match[1] == _CALLED), None)
+        if found is None:
+            return False
+        begin = found.start()
+    reply = ReplyFormat(calls=form, channels=form.layout == "harmony").read_text(text[begin:])
+    return any((call.name, call.arguments_or_none) == (_CALLED, {_ARGUMENT: "v"}) for call in reply.tool_calls)
 
 
 @lru_cache(maxsize=64)

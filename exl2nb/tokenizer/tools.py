@@ -17,7 +17,7 @@ from exl2nb.tokenizer import gemma_arguments
 
 MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-INDEX = "{index}"  # in a `ToolFormat`: the number of the call in the answer
+INDEX, ID = "{index}", "{id}"  # in a `ToolFormat`: the number of the call in the answer, and nine letters and digits of its id
 
 
 def _json_head(name: str = "name", arguments: tuple[str, ...] = ("arguments", "parameters")) -> str:
@@ -62,7 +62,7 @@ class ToolFormat:
         name: Of the format, as the guide and errors call it.
         seen: Texts that all occur in the chat templates of the family.
         before: Text before the name of a function.
-        middle: Text between the name and the arguments. It may contain `INDEX`.
+        middle: Text between the name and the arguments. It may contain `INDEX` and `ID`.
         after: Text after the arguments.
         opens: Text before the first call.
         between: Text between two calls.
@@ -106,7 +106,7 @@ class ToolFormat:
     @cached_property
     def bare(self) -> bool:
         """Whether a call may come without its trigger: then it is JSON that the answer begins with."""
-        call = f"{self.before.removeprefix(self.trigger)}f{self.middle}{{}}".replace(INDEX, "0")
+        call = f"{self.before.removeprefix(self.trigger)}f{self.middle}{{}}".replace(INDEX, "0").replace(ID, "a")
         return not self.trigger or (self.is_object and self.head_pattern.match(call) is not None)
 
     @cached_property
@@ -139,7 +139,7 @@ class ToolFormat:
         """
         made: list[str] = []
         for number, (name, text) in enumerate(calls):
-            before, middle = (part.replace(INDEX, str(number)) for part in (self.before, self.middle))
+            before, middle = (part.replace(INDEX, str(number)).replace(ID, f"call{number:05}") for part in (self.before, self.middle))
             made.append(f"{before}{name}{middle}{self._arguments(text)}{self.after}")
         return f"{self.opens}{self.between.join(made)}{self.closes}"
 
@@ -190,6 +190,31 @@ FORMATS: dict[str, ToolFormat] = {
             head=r"\s*<\|tool_call>\s*call:\s*([^\s{]+)\s*\{",
             marks=("<tool_call|>", '<|"|>'),
             ends=("<|tool_response>",),
+        ),
+        ToolFormat(
+            name="apriel",
+            seen=("<tool_calls>",),
+            trigger="<tool_calls>",
+            opens="<tool_calls>[",
+            before='{"name": "',
+            middle='", "arguments": ',
+            after="}",
+            between=", ",
+            closes="]</tool_calls>",
+            head=r"\s*(?:<tool_calls>)?" + _json_head(),
+            marks=("</tool_calls>",),
+        ),
+        ToolFormat(
+            name="glm-4.7",
+            seen=("<tool_call>{function-name}<arg_key>",),
+            layout="tagged",
+            trigger="<tool_call>",
+            before="<tool_call>",
+            middle="",
+            after="</tool_call>",
+            head=r"\s*<tool_call>\s*([^\s<]+)(?=[\s<])\s*",
+            marks=_HERMES_AFTER,
+            tagged=TaggedArguments(before="<arg_key>", between="</arg_key><arg_value>", after="</arg_value>"),
         ),
         ToolFormat(
             name="glm",
@@ -244,6 +269,22 @@ FORMATS: dict[str, ToolFormat] = {
             tagged=TaggedArguments(before='<parameter name="', between='">', after="</parameter>\n"),
         ),
         ToolFormat(
+            name="dsml-4",
+            seen=("｜DSML｜", "tool_calls>"),
+            layout="tagged",
+            trigger="<｜DSML｜tool_calls>",
+            opens="<｜DSML｜tool_calls>\n",
+            before='<｜DSML｜invoke name="',
+            middle='">\n',
+            after="</｜DSML｜invoke>\n",
+            between="",
+            closes="</｜DSML｜tool_calls>",
+            head=r'\s*(?:<｜DSML｜tool_calls>)?\s*<｜DSML｜invoke\s+name="([^"]+)">\s*',
+            marks=("</｜DSML｜invoke>", "</｜DSML｜tool_calls>"),
+            next_call="<｜DSML｜invoke",
+            tagged=TaggedArguments(before='<｜DSML｜parameter name="', between='" string="{kind}">', after="</｜DSML｜parameter>\n"),
+        ),
+        ToolFormat(
             name="dsml",
             seen=("｜DSML｜",),
             layout="tagged",
@@ -281,6 +322,18 @@ FORMATS: dict[str, ToolFormat] = {
             marks=_HERMES_AFTER,
         ),
         ToolFormat(
+            name="mistral-id",
+            seen=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
+            trigger="[TOOL_CALLS]",
+            before="[TOOL_CALLS]",
+            middle=f"[CALL_ID]{ID}[ARGS]",
+            after="",
+            between="",
+            head=r"\s*\[TOOL_CALLS\]\s*([^\s\[{]+)\s*(?:\[CALL_ID\](?P<id>[^\[]*))?\[ARGS\]\s*(?=\{)",
+            marks=("[ARGS]", "[CALL_ID]"),
+            id_length=9,
+        ),
+        ToolFormat(
             name="mistral-args",
             seen=("[TOOL_CALLS]", "[ARGS]"),
             trigger="[TOOL_CALLS]",
@@ -288,7 +341,7 @@ FORMATS: dict[str, ToolFormat] = {
             middle="[ARGS]",
             after="",
             between="",
-            head=r"\s*\[TOOL_CALLS\]\s*([^\s\[{]+)\s*(?:\[CALL_ID\][^\[]*)?\[ARGS\]\s*(?=\{)",
+            head=r"\s*\[TOOL_CALLS\]\s*([^\s\[{]+)\s*(?:\[CALL_ID\](?P<id>[^\[]*))?\[ARGS\]\s*(?=\{)",
             marks=("[ARGS]", "[CALL_ID]"),
             id_length=9,
         ),
@@ -414,19 +467,6 @@ FORMATS: dict[str, ToolFormat] = {
             closes="]</TOOLCALL>",
             head=r"\s*(?:<TOOLCALL>)?" + _json_head(),
             marks=("</TOOLCALL>",),
-        ),
-        ToolFormat(
-            name="apriel",
-            seen=("<tool_calls>",),
-            trigger="<tool_calls>",
-            opens="<tool_calls>[",
-            before='{"name": "',
-            middle='", "arguments": ',
-            after="}",
-            between=", ",
-            closes="]</tool_calls>",
-            head=r"\s*(?:<tool_calls>)?" + _json_head(),
-            marks=("</tool_calls>",),
         ),
         ToolFormat(
             name="apertus",
