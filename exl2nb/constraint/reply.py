@@ -190,7 +190,7 @@ class _Marks:
 
     def __init__(self, reply: ReplyFormat, tokenizer: Tokenizer) -> None:
         self.rules: list[str] = []
-        self._think, self._thinking, self._harmony = reply.think, reply.thinking, reply.channels
+        self._think, self._thinking, self._thought, self._harmony = reply.think, reply.thinking, reply.thought, reply.channels
         self._ids = {text: i for i, text in tokenizer.special_in(reply.tags).items()}
         self._eos = tokenizer.eos_ids
         self._split = re.compile("(" + "|".join(map(re.escape, sorted(self._ids, key=len, reverse=True))) + ")") if self._ids else None
@@ -220,7 +220,7 @@ class _Marks:
 
     def reasoning(self, *, optional: bool = True) -> list[str]:
         """What the answer begins with where it may or must hold reasoning first."""
-        if self._think is None or not (self._thinking or optional):
+        if self._think is None or self._thought or not (self._thinking or optional):
             return []
         opens, closes = self._think
         gap = self.literal(harmony.NEXT) if self._harmony else self._rule("gap", r": /\s{0,4}/")

@@ -415,8 +415,11 @@ def reply_format(template: ChatTemplate, opening: str, tools: Sequence[Tool], to
     """
     think = think_tags(template.source)
     channels = tool_format(template.source).layout == "harmony"
-    thinking = think is not None and opening.rfind(think[0]) > opening.rfind(think[1])
-    made = ReplyFormat(calls=template.form if tools else None, tools=tuple(tools), think=think, thinking=thinking, channels=channels)
+    opens, closes = (-1, -1) if think is None else map(opening.rfind, think)
+    made = ReplyFormat(
+        calls=template.form if tools else None, tools=tuple(tools), think=think, thinking=opens > closes, thought=closes > opens >= 0,
+        channels=channels,
+    )  # fmt: skip
     return replace(made, special=tokenizer.special_in(made.tags))
 
 

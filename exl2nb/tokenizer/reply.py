@@ -89,6 +89,7 @@ class ReplyFormat:
         tools: The functions that may be called.
         think: The tags around reasoning; None = the model has none.
         thinking: Whether the prompt has opened the reasoning.
+        thought: Whether the prompt has opened and closed the reasoning, so that the answer has none.
         channels: Whether answers are messages on channels (see `harmony`).
         special: Texts of special tokens that are tags, by id. The text of the answer lacks them.
     """
@@ -97,6 +98,7 @@ class ReplyFormat:
     tools: tuple[Tool, ...] = ()
     think: tuple[str, str] | None = None
     thinking: bool = False
+    thought: bool = False
     channels: bool = False
     special: Mapping[int, str] = field(default_factory=dict)
 

@@ -126,12 +126,15 @@ class ChatTemplate:
     def turn_end(self) -> str:
         """The text between the words of the assistant and the next turn, or the end of the prompt if there is none."""
         answer = {"role": "assistant", "content": self._content(_WORDS)}
-        user = {**_USER, "content": self._content("a")}
-        for messages in ([user, answer], [user, answer, {**user, "content": self._content("probe_next")}]):
-            end = self._try(messages, add_generation_prompt=False).partition(_WORDS)[2].partition("probe_next")[0]
-            if end.strip():
-                return end
-        return ""
+        user = {**_USER, "content": self._content(_SAID)}
+        end = self._try([user, answer], add_generation_prompt=False).partition(_WORDS)[2]
+        if end.strip():
+            return end
+        opener, _, rest = self._try([user, answer, {**user, "content": self._content("probe_next")}]).partition(_SAID)
+        between = rest.partition(_WORDS)[2].partition("probe_next")[0]
+        while opener and between and opener[-1] == between[-1]:  # what begins the user's next turn does not end this one
+            opener, between = opener[:-1], between[:-1]
+        return between
 
     def takes_role(self, role: str) -> bool:
         """Whether the content of messages with this role reaches the prompt."""

@@ -183,6 +183,8 @@ def test_results_go_back(family):
 def test_padding_and_ids_beyond_the_tokenizer(family):
     llm, size = family.llm, family.llm.config.vocab_size
     assert llm.tokenizer.highest_id < size - 1
-    drawn = {token.id for seed in range(6) for token in llm.generate("x", max_tokens=60, temperature=5.0, seed=seed, ignore_eos=True).tokens}
+    drawn = {
+        token.id for seed in range(6) for token in llm.generate("x", max_tokens=60, temperature=5.0, seed=seed, ignore_eos=True).tokens
+    }
     assert drawn
     assert llm.tokenizer.decode([size - 1]) == ""
