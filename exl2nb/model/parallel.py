@@ -685,7 +685,9 @@ def read_part(
             torch.cuda.empty_cache()
     assert embedding is not None
     assert head is not None
-    return config, Network(embedding, tuple(layers), head), config.max_position_embeddings if context is None else context
+    context = config.max_position_embeddings if context is None else context
+    config.check_context(context)
+    return config, Network(embedding, tuple(layers), head), context
 
 
 def meet(
