@@ -77,8 +77,8 @@ class Vision:
 
 VISIONS: Registry[Callable[[Fields, Path], Vision]] = Registry("class of vision model", ConfigError)
 
-# What is known about the keys of `vision_config`, by the class that the model_type names. Sizes that the tensors show are listed as ignored:
-# a wrong one is found when the tensors are loaded.
+# What is known about the keys of `vision_config`, by the class that the model_type names. Sizes that the tensors show are listed as
+# ignored: a wrong one is found when the tensors are loaded.
 _ROPE = Keys(used=known_words("rope_theta"), neutral={"rope_type": ("default", "axial"), "type": ("default", "axial")})
 _SIGLIP = Keys(
     used=known_words("hidden_size num_hidden_layers num_attention_heads image_size patch_size hidden_act layer_norm_eps"),
