@@ -321,7 +321,9 @@ class RopeOverride:
         own = config.get("rope_scaling") or config.get("rope_parameters") or {}
         if any(isinstance(value, Mapping) for value in own.values()):
             raise OptionError("rope_scaling: the model has RoPE parameters for several kinds of layers; use rope_scale or rope_alpha")
-        kept = {key: own[key] for key in KEPT_KEYS if key in own}
+        # the factor of the queries counts positions from the model's own original context
+        more = ("original_max_position_embeddings",) if own.get("llama_4_scaling_beta") else ()
+        kept = {key: own[key] for key in (*KEPT_KEYS, *more) if key in own}
         return {**config, "rope_scaling": {**kept, **self.scaling}}
 
     def apply(self, config: ModelConfig) -> ModelConfig:

@@ -112,6 +112,10 @@ class Architecture:
             nested=self.nested,
         )
 
+    def outer_keys(self) -> Keys:
+        """What is known about the keys beside the decoder's object, for a class that nests its decoder."""
+        return Keys(used=known_words(self.outer) | {self.text_key, "vision_config", *SHARED}, neutral=NEUTRAL)
+
     def check(self, name: str, raw: Mapping[str, Any], where: str) -> None:
         """Refuse a config.json with a key that changes the result and is not implemented.
 
@@ -127,7 +131,7 @@ class Architecture:
         outer, decoder = Fields(raw, where), self.known_keys()
         inner = outer.child(self.text_key) if self.text_key else outer
         if self.text_key:
-            used = known_words(self.outer) | {self.text_key, "vision_config", *SHARED}
+            used = self.outer_keys().used
             if inner is None:
                 decoder = replace(decoder, used=decoder.used | used)
                 inner = outer
