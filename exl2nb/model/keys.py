@@ -43,15 +43,17 @@ IRRELEVANT = known_words(
     exponential_decay_length_penalty suppress_tokens begin_suppress_tokens max_window_layers model_max_length max_sequence_length
     attn_implementation _attn_implementation _attn_implementation_autoset _attn_implementation_internal attention_softmax_in_fp32
     scale_attention_softmax_in_fp32 softmax_in_fp32 reorder_and_upcast_attn fused_bias_fc layer_norm_in_fp32 residual_in_fp32
-    output_router_logits router_aux_loss_coef router_jitter_noise aux_loss_alpha unsloth_fixed unsloth_version use_flash_attn
+    output_router_logits router_aux_loss_coef router_jitter_noise aux_loss_alpha unsloth_fixed unsloth_version
+    num_logits_to_keep logits_to_keep
     """
 )
 # A name with one of these words is about training, the tokenizer or the choice of a kernel.
-IRRELEVANT_WORDS = known_words("dropout pdrop loss token tokens tokenizer implementation flash kernel init initializer version")
+IRRELEVANT_WORDS = known_words("dropout pdrop loss token tokens tokenizer implementation flash fused kernel init initializer version")
 # A name with a word that begins like one of these suggests that the key changes the arithmetic.
 SUSPICIOUS_WORDS = re.compile(
-    r"scal|multipl|softcap|rope|rotary|yarn|ntk|logn|alibi|norm|rms|bias(?![a-z])|window|sliding|act(?![a-z])|activ|clip|temperature|logit|"
-    r"residual|qk|mup(?![a-z])|attn|attention|bidirectional|causal|sparse|sink|gated|theta(?![a-z])|mrope|position_embedding_type|layer_types"
+    r"scal|multipl|soft|clip|clamp|temperature|logit|theta(?![a-z])|norm|rms|bias(?![a-z])|act(?![a-z])|activ|swiglu|gated|gating|residual|"
+    r"rope|mrope|rotary|yarn|ntk|logn|alibi|position_embedding_type|window|sliding|swa(?![a-z])|sink|qk|attn|attention|bidirectional|causal|"
+    r"sparse|layer_types|mup(?![a-z])|route|scoring|topk|loop|zero_centered"
 )
 _MULTIPLIES = re.compile(r"scal|multipl|factor|ratio|pct|temperature|rope|rotary")
 # Groups of keys that name the same setting. If the one that the reader uses is present, the others are leftovers of other tools.
@@ -148,6 +150,14 @@ def check_rope_keys(fields: Fields, keys: Keys, owner: str) -> None:
                 raise Fields(own, place).refuse(
                     "rope_type", None, f"a RoPE type beside factor {shortened(own['factor'])}, such as linear or yarn"
                 )
+
+
+def rope_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The scaling that an object asks for, in one spelling, to compare two objects. The base period is a key of its own."""
+    found = next((raw[name] for name in ROPE_OBJECTS if isinstance(raw.get(name), Mapping)), {})
+    kind = found.get("rope_type") or found.get("type") or "default"
+    rest = {key: value for key, value in found.items() if key not in ("rope_type", "type", "rope_theta") and value is not None}
+    return {**rest, "rope_type": "default" if kind == "mrope" else kind}
 
 
 def _irrelevant(key: str) -> bool:

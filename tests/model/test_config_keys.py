@@ -135,6 +135,11 @@ def plain(arch, **changes):
         (plain("LlamaForCausalLM", norm_type="layer"), "norm_type is 'layer'"),
         (plain("LlamaForCausalLM", layer_norm_eps=1e-3), "layer_norm_eps is 0.001"),
         (plain("LlamaForCausalLM", activation_function="gelu"), "activation_function is 'gelu'"),
+        (plain("LlamaForCausalLM", swiglu_limit=7.0), "swiglu_limit is 7.0"),
+        (plain("LlamaForCausalLM", gate_soft_cap=15), "gate_soft_cap is 15"),
+        (plain("Qwen3MoeForCausalLM", num_experts=4, num_experts_per_tok=2, scoring_func="sigmoid"), "scoring_func is 'sigmoid'"),
+        (plain("Qwen3MoeForCausalLM", num_experts=4, num_experts_per_tok=2, routed_scaling_factor=2.5), "routed_scaling_factor is 2.5"),
+        (plain("MiniCPMForCausalLM", use_mup=False), "use_mup is False; expected true"),
         (plain("LlamaForCausalLM", mup_scale_factor=2.0), "mup_scale_factor is 2.0"),
         (plain("Cohere2ForCausalLM", use_qk_norm=True), "use_qk_norm is True"),
         # inside of rope_scaling and rope_parameters every unknown key is refused
@@ -205,6 +210,7 @@ PUBLISHED = {
         "is_llama_config": True, "unsloth_fixed": True, "unsloth_version": "2025.1", "use_cache": True, "temperature": 0.6, "top_p": 0.9,
         "_attn_implementation_autoset": True, "max_window_layers": 28, "use_sliding_window": False, "sliding_window": 4096,
         "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "finetuned": True},
+        "use_fused_rms_norm": True, "num_logits_to_keep": 1, "neftune_noise_alpha": 5,
         "layer_types": ["full_attention"] * 2, "logit_scale": 1.0, "transformers.js_config": {"dtype": "q4"}, "embedding_multiplier": 1,
     },
     "Qwen2ForCausalLM": {"use_mrope": False, "sliding_window": 131072, "max_window_layers": 28, "use_sliding_window": False},
@@ -229,6 +235,20 @@ def test_harmless_keys_of_published_files_are_accepted(arch):
     """These models load without a word, and the keys do not change them."""
     config = parse_config(plain(arch, **PUBLISHED[arch]))
     assert config.architecture == arch
+
+
+def test_keys_of_the_decoder_may_be_repeated_outside():
+    """Files of Qwen2.5-VL that were saved again have the decoder's keys twice, and leave defaults out of `text_config`."""
+    sections = {"mrope_section": [4, 2, 2]}
+    raw = text("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl_text", rope_parameters={"rope_type": "default", **sections})
+    outside = {
+        "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "rope_scaling": {"type": "mrope", **sections},
+        "use_sliding_window": False, "sliding_window": 32768, "max_window_layers": 28, "vision_token_id": 5, "hidden_size": 64,
+    }  # fmt: skip
+    assert parse_config({**raw, **outside}) == parse_config(raw)
+    for key, value in {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "rope_scaling": {"type": "yarn", "factor": 2.0, **sections}}.items():
+        with pytest.raises(ConfigError, match=f"{key} is"):
+            parse_config({**raw, **outside, key: value})
 
 
 def test_dbrx_keeps_its_rope_scaling_beside_a_nested_theta():

@@ -10,7 +10,7 @@ from exl2nb.core.errors import ConfigError, UnknownArchitecture
 from exl2nb.core.registry import Registry
 from exl2nb.model.config import ACTIVATIONS, LIMITS, Files, ModelConfig, Names
 from exl2nb.model.fields import REQUIRED, Fields
-from exl2nb.model.keys import ROPE_KEYS, Keys, check_keys, check_rope_keys, known_words
+from exl2nb.model.keys import ROPE_KEYS, ROPE_OBJECTS, Keys, check_keys, check_rope_keys, known_words, rope_settings
 from exl2nb.model.rope import MAX_CONTEXT, RopeConfig
 from exl2nb.quant.gptq import GptqSpec
 
@@ -137,12 +137,16 @@ class Architecture:
                 inner = outer
             else:
                 self._check_inner_type(name, inner)
-                # a key of the decoder that is repeated outside says nothing new if its value is the same
-                repeated = {key for key in decoder.used if key in inner.raw and inner.raw[key] == raw.get(key)}
-                check_keys(outer, Keys(used=used | repeated, neutral=NEUTRAL), name)
+                check_keys(outer, Keys(used=used | self._repeated(decoder, raw, inner.raw), neutral=NEUTRAL), name)
         check_keys(inner, decoder, name)
         if not self.fixed.get("learned_positions"):
             check_rope_keys(inner, self.rope_keys, name)
+
+    def _repeated(self, decoder: Keys, raw: Mapping[str, Any], inner: Mapping[str, Any]) -> frozenset[str]:
+        """Keys of the decoder that stand outside of its object as well and say the same there, which some files have."""
+        effective = {self.eps_key: self.eps, self.activation_key: "silu", **self.defaults, **inner}
+        same = {key for key in decoder.used if key in raw and key in effective and raw[key] == effective[key]}
+        return frozenset(same | set(ROPE_OBJECTS if rope_settings(raw) == rope_settings(inner) else ()))
 
     def _check_inner_type(self, name: str, inner: Fields) -> None:
         kind = inner.raw.get("model_type")

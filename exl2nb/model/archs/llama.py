@@ -105,6 +105,7 @@ ARCHS.register("MiniCPMForCausalLM")(
         defaults={"max_position_embeddings": 2048, "tie_word_embeddings": True},
         read=minicpm_factors,
         reads="scale_emb scale_depth dim_model_base",
+        neutral={"use_mup": (True,)},
         ignored="mup_denominator",  # of the initialisation
     )
 )
