@@ -76,8 +76,9 @@ These settings of supported architectures are refused:
 Two settings limit the context instead, because they change the result from a length on. A longer context is an error.
 
 - Ministral 3, `llama_4_scaling_beta`: the queries at position p are scaled by
-  1 + beta * log(1 + floor(p / original_max_position_embeddings)). The factor is exactly 1 up to `original_max_position_embeddings` tokens (16384 in the published models), and that is the limit. The
-  kernels rotate queries and keys by one table and have no factor for queries alone.
+  1 + beta * log(1 + floor(p / original_max_position_embeddings)). The factor is exactly 1 up to `original_max_position_embeddings`
+  tokens (16384 in the published models), and that is the limit. The kernels rotate queries and keys by one table and have no factor for
+  queries alone.
 - Qwen 1, `use_dynamic_ntk` and `use_logn_attn` (both on where absent): they begin at `seq_length`.
 
 ## Tests

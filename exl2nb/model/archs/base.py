@@ -129,15 +129,14 @@ class Architecture:
             UnknownArchitecture: The nested decoder is of a type that this class does not support.
         """
         outer, decoder = Fields(raw, where), self.known_keys()
-        inner = outer.child(self.text_key) if self.text_key else outer
-        if self.text_key:
-            used = self.outer_keys().used
-            if inner is None:
-                decoder = replace(decoder, used=decoder.used | used)
-                inner = outer
-            else:
-                self._check_inner_type(name, inner)
-                check_keys(outer, Keys(used=used | self._repeated(decoder, raw, inner.raw), neutral=NEUTRAL), name)
+        nested = outer.child(self.text_key) if self.text_key else None
+        inner = nested or outer
+        if nested is not None:
+            self._check_inner_type(name, nested)
+            repeated = self._repeated(decoder, raw, nested.raw)
+            check_keys(outer, replace(self.outer_keys(), used=self.outer_keys().used | repeated), name)
+        elif self.text_key:
+            decoder = replace(decoder, used=decoder.used | self.outer_keys().used)
         check_keys(inner, decoder, name)
         if not self.fixed.get("learned_positions"):
             check_rope_keys(inner, self.rope_keys, name)
