@@ -36,20 +36,18 @@ def add_declared_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]
     entries = sorted((_entry(key, value, path) for key, value in declared.items()), key=lambda entry: entry[0])
     changed = [(number, token) for number, token in entries if number not in known or repr(known[number]) != repr(token)]
     for number, token in changed:
-        present = backend.token_to_id(token.content)
-        if present is None:
-            expected = backend.get_vocab_size(with_added_tokens=True)
-            if number != expected:
-                raise TokenizerError(
-                    f"{path}: added_tokens_decoder declares {token.content!r} as id {number}, but tokenizer.json has no such token and the "
-                    f"next free id is {expected}; copy the tokenizer.json that belongs to this model"
-                )
-        elif present != number:
-            raise TokenizerError(
-                f"{path}: added_tokens_decoder declares {token.content!r} as id {number}, but in tokenizer.json it is id {present}; "
-                "copy both files from the same model"
-            )
+        known_before = backend.token_to_id(token.content) is not None
         backend.add_tokens([token])
+        found = backend.token_to_id(token.content)
+        if found != number:
+            where = (
+                f"in tokenizer.json it is id {found}"
+                if known_before
+                else f"tokenizer.json has no such token, and the next free id is {found}"
+            )
+            raise TokenizerError(
+                f"{path}: added_tokens_decoder declares {token.content!r} as id {number}, but {where}; copy both files from the same model"
+            )
     texts = {token.content for token in backend.get_added_tokens_decoder().values()}
     backend.add_special_tokens([text for text in _extra(config) if text not in texts and backend.token_to_id(text) is not None])
 

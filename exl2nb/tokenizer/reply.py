@@ -326,7 +326,7 @@ class ReplyParser:
         rest = self._text[match.end() if match is not None else 0 :]
         if rest.startswith(",") or not rest:
             return False
-        self._state = "after"
+        self._text, self._state = rest, "after"
         return True
 
     def _tagged(self, found: list[Delta]) -> bool:

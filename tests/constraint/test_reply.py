@@ -108,3 +108,81 @@ def test_what_cannot_be_called(tokenizer):
     reply = ReplyFormat(calls=FORMATS["hermes"], tools=TOOLS)
     with pytest.raises(OptionError, match="tool_choice is 'late'"):
         call_structure(reply, "late", tokenizer, VOCAB, parallel=True)
+
+
+BAD = {
+    "uniqueItems": {"type": "array", "items": {"type": "string"}, "uniqueItems": True},
+    "propertyNames": {"type": "object", "propertyNames": {"pattern": "^a"}},
+    "look-around": {"type": "string", "pattern": r"^(?!\.)[a-z.]+@[a-z.]+$"},
+    "not": {"not": {"type": "null"}},
+    "if": {"if": {"type": "string"}, "then": {"minLength": 2}},
+}
+
+
+@pytest.mark.parametrize("name", PLAIN_FORMATS)
+@pytest.mark.parametrize("keyword", BAD)
+def test_one_schema_that_cannot_be_masked(name, keyword, tokenizer):
+    """Its function can still be called, with anything; the others are held to theirs."""
+    form = FORMATS[name]
+    bad = {"type": "object", "properties": {"x": BAD[keyword]}, "required": ["x"]}
+    tools = tools_of([{"name": "send", "parameters": bad}, {"name": "weather", "parameters": PARAMETERS}])
+    structure, notes = call_structure(ReplyFormat(calls=form, tools=tools), "required", tokenizer, VOCAB, parallel=True)
+    assert len(notes) == 1
+    assert "the arguments of 'send' are not held to their schema" in notes[0]
+    assert keyword in notes[0] or (keyword == "look-around" and "pattern" in notes[0])
+    assert accepts(structure, tokenizer, written(form, [("send", {"x": "any", "y": "more"})]))
+    assert accepts(structure, tokenizer, written(form, FINE[:1]))
+    assert not accepts(structure, tokenizer, written(form, [("weather", {"city": "Rome", "days": "x"})]))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "format": "binary"},
+        {"type": "string", "format": "url"},
+        {"type": "object", "propertyNames": {"type": "string"}},
+        {"type": "array", "uniqueItems": False},
+    ],
+)
+def test_annotations_change_nothing(schema, tokenizer):
+    tools = tools_of([{"name": "f", "parameters": {"type": "object", "properties": {"format": schema}, "required": ["format"]}}])
+    structure, notes = call_structure(ReplyFormat(calls=FORMATS["hermes"], tools=tools), "required", tokenizer, VOCAB, parallel=True)
+    assert notes == []
+    assert not accepts(structure, tokenizer, written(FORMATS["hermes"], [("f", {})])), "a property named like a keyword is kept"
+
+
+def test_a_choice_that_is_no_function(tokenizer):
+    with pytest.raises(OptionError, match="tool_choice is 'late'"):
+        call_structure(ReplyFormat(calls=FORMATS["hermes"], tools=TOOLS), "late", tokenizer, VOCAB, parallel=True)
+
+
+def test_gemma_arguments_keep_to_their_schema(tokenizer):
+    form = FORMATS["gemma-4"]
+    schema = {
+        "type": "object",
+        "properties": {
+            "at": {"type": "object", "properties": {"x": {"type": "number"}, "y": {"type": "boolean"}}, "required": ["x"]},
+            "list": {"type": "array", "items": {"type": "integer"}},
+            "name": {"type": "string", "maxLength": 5},
+            "unit": {"enum": ["C", 1, None]},
+        },
+        "required": ["name"],
+    }
+    tools = tools_of([{"name": "f", "parameters": schema}])
+    structure, notes = call_structure(ReplyFormat(calls=form, tools=tools), "required", tokenizer, VOCAB, parallel=False)
+    assert notes == []
+    for fine in [
+        {"name": "a, b"},
+        {"at": {"x": -1.5, "y": True}, "list": [1, 2], "name": "", "unit": None},
+        {"list": [], "name": "x", "unit": "C"},
+    ]:
+        assert accepts(structure, tokenizer, written(form, [("f", fine)])), fine
+    for wrong in [
+        {},
+        {"name": "too long"},
+        {"name": 3},
+        {"name": "a", "list": ["b"]},
+        {"name": "a", "at": {"y": True}},
+        {"name": "a", "unit": "D"},
+    ]:
+        assert not accepts(structure, tokenizer, written(form, [("f", wrong)])), wrong

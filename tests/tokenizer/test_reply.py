@@ -73,6 +73,38 @@ def test_what_small_models_write_instead():
     assert cut.tool_calls[0].arguments == '{"a": '
 
 
+def test_arguments_between_tags_are_given_out_one_by_one():
+    for name in ("qwen-coder", "glm", "minimax", "dsml"):
+        form = FORMATS[name]
+        text = written(form, [("weather", {"city": "Oslo", "days": 3})])
+        parser = ReplyFormat(tools=TOOLS, calls=form).parser()
+        cut = text.index("days")
+        first = [delta.text for delta in parser.feed(text[:cut]) if delta.kind == "arguments"]
+        assert first == ['{"city": "Oslo"'], name
+        rest = [delta.text for delta in [*parser.feed(text[cut:]), *parser.finish()] if delta.kind == "arguments"]
+        assert json.loads("".join([*first, *rest])) == {"city": "Oslo", "days": 3}, name
+
+
+def test_what_models_write_beside_the_arguments():
+    with_id = parsed(
+        '[TOOL_CALLS][{"name": "now", "arguments": {"a": "}"}, "id": "abc123456"}, {"name": "now", "arguments": {}}] ',
+        calls=FORMATS["mistral"],
+    )
+    assert [call.parsed for call in with_id.tool_calls] == [{"a": "}"}, {}]
+    assert with_id.content == ""
+    given = parsed('[TOOL_CALLS]now[CALL_ID]abc123456[ARGS]{"a": 1}', calls=FORMATS["mistral-id"])
+    assert (given.tool_calls[0].id, given.tool_calls[0].parsed) == ("abc123456", {"a": 1})
+    kimi = parsed(written(FORMATS["kimi"], CALLS), calls=FORMATS["kimi"])
+    assert [call.id for call in kimi.tool_calls] == ["functions.weather:0", "functions.now:1"]
+    bare = parsed('[{"tool_call_id": "0", "tool_name": "now", "parameters": {}}]', calls=FORMATS["cohere-action"])
+    assert (bare.tool_calls[0].name, bare.content) == ("now", "")
+    typed = parsed(
+        '<｜DSML｜function_calls><｜DSML｜invoke name="f"><｜DSML｜parameter name="a" string="true">1</｜DSML｜parameter></｜DSML｜invoke>',
+        calls=FORMATS["dsml"],
+    )
+    assert typed.tool_calls[0].parsed == {"a": "1"}
+
+
 def test_reasoning_that_the_model_opens_itself_and_one_that_never_ends():
     assert parsed("<think>\nso\n</think>\n\nYes.", range(30), think=THINK).message == {
         "role": "assistant",
@@ -99,6 +131,23 @@ def test_tags_that_are_special_tokens_are_read_by_their_id():
         ("{% if tools %}<tool_call>{% endif %}", "hermes"),
         ("<tool_call><arg_key>", "glm"),
         ("<tool_call><function=", "qwen-coder"),
+        ("<tool_call>{function-name}<arg_key>", "glm-4.7"),
+        ("<seed:tool_call><function=", "seed"),
+        ("<minimax:tool_call>", "minimax"),
+        ("<｜DSML｜function_calls>", "dsml"),
+        ("<｜DSML｜tool_calls>", "dsml-4"),
+        ("<function=a></function>", "functionary"),
+        ("<|tool_calls_section_begin|>", "kimi"),
+        ("<|START_ACTION|>", "cohere-action"),
+        ("Action: ```json tool_name", "cohere"),
+        ("<|tool|>", "phi"),
+        ("<|tool_call|>", "granite"),
+        ("<TOOLCALL>", "nemotron"),
+        ("<tool_calls> <tool_call>", "apriel"),
+        ("<|tools_prefix|>", "apertus"),
+        ("<|tool_call>call:<tool_call|>", "gemma-4"),
+        ("<|start|><|channel|><|message|>", "harmony"),
+        ("[TOOL_CALLS] [CALL_ID] [ARGS]", "mistral-id"),
         ("[TOOL_CALLS]", "mistral"),
         ("[TOOL_CALLS] [ARGS]", "mistral-args"),
         ("<｜tool▁calls▁begin｜> ```json", "deepseek"),
