@@ -65,18 +65,18 @@ def test_tokens_that_only_the_config_declares(tmp_path, make):
     size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
     entry = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
     declared = {
-        str(size): {**entry, "content": "<|im_end|>", "special": True},
-        str(size + 1): {**entry, "content": "<tool>", "special": False},
+        str(size): {**entry, "content": "<|turn|>", "special": True},
+        str(size + 1): {**entry, "content": "<kit>", "special": False},
     }
-    config = {"bos_token": "<s>", "eos_token": "<|im_end|>", "added_tokens_decoder": declared, "tokenizer_class": "PreTrainedTokenizerFast"}
+    config = {"bos_token": "<s>", "eos_token": "<|turn|>", "added_tokens_decoder": declared, "tokenizer_class": "PreTrainedTokenizerFast"}
     folder = write(tmp_path, backend, tokenizer_config=config)
     ours, theirs = Tokenizer.load(folder), AutoTokenizer.from_pretrained(folder)
-    for text in ("It was<|im_end|>", "a<tool>b <|im_end|>"):
+    for text in ("It was<|turn|>", "a<kit>b <|turn|>"):
         assert ours.encode(text, add_special=False) == theirs(text, add_special_tokens=False)["input_ids"]
     assert ours.eos_ids == {size}
     assert ours.skipped_ids >= {size}
     assert size + 1 not in ours.skipped_ids
-    assert ours.decode([size, size + 1]) == "<tool>"
+    assert ours.decode([size, size + 1]) == "<kit>"
 
 
 def test_a_token_that_the_config_makes_special(tmp_path):
