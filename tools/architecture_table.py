@@ -48,6 +48,41 @@ test model is Gemma with Mixtral's experts in place of the MLPs, as its config s
 GPTQModel, which quantise a copy whose experts are separate linears; files with a quantised router, or all experts as one matrix,
 are refused as incomplete.
 
+## Keys of config.json
+
+A key of `config.json` that changes the result and is not implemented is an error that names the key, its value, the supported values and
+what to do. `exl2nb/model/keys.py` has the rules. Each entry of the table says which keys it reads (`reads`, and the fields that name
+keys), which ones are harmless at some values only (`neutral`) and which ones never matter (`ignored`). An unknown key is refused if its
+name suggests arithmetic (`scale`, `norm`, `rope`, `window`, ...) and its value switches something on. Inside of `rope_scaling` and
+`rope_parameters` every unknown key is refused. `tests/model/test_config_keys.py` compares the table with the configuration classes of
+Transformers, so a key that a class gets later fails a test; it compares the defaults of absent keys too.
+
+These settings of supported architectures are refused:
+
+| architecture | setting | why |
+|---|---|---|
+| Gemma, Gemma 2, Gemma 3 | `use_bidirectional_attention: true` | attention is causal |
+| Gemma 3 | `attn_logit_softcapping` | Transformers has the key and does not apply it |
+| Gemma 3 with pictures | `final_logit_softcapping` | this class of Transformers does not apply it |
+| GPT-2, GPT-BigCode | `scale_attn_by_inverse_layer_idx: true`, `add_cross_attention: true`, `multi_query: false` | not implemented |
+| DBRX | `uniform_expert_assignment: true`, two different `rope_theta` | not implemented; ambiguous |
+| MiniCPM | `sparse_config`, `use_mup: false` | not implemented |
+| Qwen 1 | `no_bias: false`, `rotary_pct` below 1, `scale_attn_weights: false` | not implemented |
+| Cohere, Cohere 2 | `use_parallel_block: false` and other blocks of Cohere's trainer | not implemented |
+| Qwen3-VL | `use_sliding_window: true`, `mrope_interleaved: false` | this class has neither |
+| Mistral 3, Llava, Gemma 3, Qwen-VL | an unlisted `model_type` in `text_config` or `vision_config` | another model |
+| all | `layer_types` that disagree with the windows, `factor` without a RoPE type | ambiguous |
+
+Two settings limit the context instead, because they change the result from a length on. A longer context is an error.
+
+- Ministral 3, `llama_4_scaling_beta`: the queries at position p are scaled by
+  1 + beta * log(1 + floor(p / original_max_position_embeddings)). The factor is exactly 1 up to `original_max_position_embeddings`
+  tokens (16384 in the published models), and that is the limit. The kernels rotate queries and keys by one table and have no factor for
+  queries alone.
+- Qwen 1, `use_dynamic_ntk` and `use_logn_attn` (both on where absent): they begin at `seq_length`.
+
+## Tests
+
 """
 
 

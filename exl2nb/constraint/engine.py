@@ -13,6 +13,7 @@ import weakref
 from typing import Any
 
 from exl2nb.core.errors import MissingDependency, StructureError
+from exl2nb.tokenizer.literal import MARK, control_pattern, protect
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
 MAX_SOURCE = 1 << 20  # characters of a schema, regex or grammar
@@ -49,11 +50,52 @@ def vocabulary(tokenizer: Tokenizer, vocab_size: int) -> Any:
                 raise StructureError(
                     "the model names no end-of-text token, which structured output needs; add eos_token_id to its generation_config.json"
                 )
+            ends = sorted(i for i in tokenizer.eos_ids if i < vocab_size)
+            if not ends:
+                raise StructureError(f"the model's end-of-text tokens {sorted(tokenizer.eos_ids)} are beyond its {vocab_size} embeddings")
+            source = _words(engine, tokenizer, vocab_size, ends[0])
             try:
-                made[vocab_size] = engine.LLTokenizer(tokenizer.backend.to_str(), n_vocab=vocab_size, eos_token=sorted(tokenizer.eos_ids))
+                made[vocab_size] = engine.LLTokenizer(source, n_vocab=vocab_size, eos_token=ends)
             except Exception as error:
                 raise StructureError(f"the mask engine cannot read this model's tokenizer: {str(error)[:300]}") from error
         return made[vocab_size]
+
+
+def _words(engine: Any, tokenizer: Tokenizer, vocab_size: int, eos_id: int) -> Any:
+    """The vocabulary as the engine takes it: the bytes that each token adds to a text, with special tokens marked as such.
+
+    Reading tokenizer.json itself, the engine would take every added token in angle brackets for a special one. But tags such as
+    "<tool_call>" are often added tokens that are text like any other, and a grammar has to be able to spell them.
+    """
+    tokens = tokenizer.token_bytes(vocab_size)
+    if tokens is None:  # a decoder that we have no bytes for; the engine refuses most of these itself
+        return tokenizer.backend.to_str()
+    return engine.TokenizerWrapper(_Vocabulary(tokenizer, tokens, eos_id))
+
+
+class _Vocabulary:
+    """What `llguidance.TokenizerWrapper` reads of a tokenizer: the bytes of its tokens, and how the model itself would spell a text.
+
+    The text of a special token is spelled as text, because a grammar names a special token by its id. Where the tokenizer puts a space
+    before a text, a mark goes in front and is removed again, because a grammar's text continues what is there already.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, tokens: list[bytes], eos_id: int) -> None:
+        self._tokenizer = tokenizer
+        self.tokens, self.eos_token_id = tokens, eos_id
+        self.bos_token_id = tokenizer.bos_id if tokenizer.bos_id is not None and tokenizer.bos_id < len(tokens) else None
+        self.special_token_ids = sorted(i for i in tokenizer.skipped_ids if i < len(tokens))
+        self._special = control_pattern(tokenizer.special_texts.values())
+        self._lead = "" if self._spelled(tokenizer.encode("<", add_special=False)) == b"<" else MARK
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        words = text if isinstance(text, str) else text.decode("utf-8", "replace")
+        ids = self._tokenizer.encode_chat(self._lead + protect(words, self._special))
+        # Without canonical tokens the engine falls back to the longest ones that spell the text.
+        return ids if self._spelled(ids) == words.encode("utf-8", "replace") else []
+
+    def _spelled(self, ids: list[int]) -> bytes:
+        return b"".join([self.tokens[i] if i < len(self.tokens) else b"" for i in ids])
 
 
 def compile_grammar(kind: str, source: Any, tokenizer: Tokenizer, vocab_size: int) -> Any:

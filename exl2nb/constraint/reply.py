@@ -8,11 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from exl2nb.constraint.engine import WHITESPACE
+from exl2nb.constraint.gemma import gemma_rules
 from exl2nb.constraint.structure import Structure, json_schema
 from exl2nb.core.errors import OptionError, StructureError
-from exl2nb.tokenizer.reply import ReplyFormat, ReplyParser, collect, is_text
+from exl2nb.tokenizer import harmony
+from exl2nb.tokenizer.reply import ReplyFormat, is_text
 from exl2nb.tokenizer.tokenizer import Tokenizer
-from exl2nb.tokenizer.tools import Tool
+from exl2nb.tokenizer.tools import ID, INDEX, Tool, ToolFormat
 
 _ANY = r"(.|\n)*"
 _LOOSE = {"whitespace_pattern": WHITESPACE}
@@ -20,27 +22,30 @@ _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator
 
 
 class ReplyStructure(Structure):
-    """A structure of the content of an answer, behind its reasoning; `parse` reads the content.
+    """A structure of the content of an answer, behind its reasoning. `parse` reads the content.
 
     Args:
-        source: the grammar of the whole answer. reply: how the answer is read. read: makes the value of the content.
+        source: The grammar of the whole answer.
+        only: The structure of the content alone.
+        tokenizer: Of the model.
+        vocab_size: Tokens that the model can draw.
     """
 
-    def __init__(self, source: str, reply: ReplyFormat, read: Callable[[str], Any], tokenizer: Tokenizer, vocab_size: int) -> None:
+    def __init__(self, source: str, only: Structure, tokenizer: Tokenizer, vocab_size: int) -> None:
         super().__init__("grammar", source, tokenizer, vocab_size)
-        self._reply, self._read_content = reply, read
-        self._read = self._content
+        self._only = only
 
-    def _content(self, text: str) -> Any:
-        parser = ReplyParser(self._reply)
-        return self._read_content(collect([*parser.feed(text), *parser.finish()]).content)
+    def parse(self, text: str, *, complete: bool = True) -> Any:
+        """The value of the content of an answer; see `Structure.parse`."""
+        return self._only.parse(text, complete=complete)
 
 
 def behind_reasoning(kind: str, source: Any, reply: ReplyFormat, tokenizer: Tokenizer, vocab_size: int) -> ReplyStructure:
-    """A schema, regex or choice for an answer whose reasoning the prompt has opened.
+    """A schema, regex or choice for the content of an answer that may reason first, or must because the prompt has opened the reasoning.
 
     Raises:
-        OptionError: a grammar, which cannot be put into another one. StructureError: as `Structure`.
+        OptionError: a grammar, which cannot be put into another one.
+        StructureError: as `Structure`.
     """
     if kind == "grammar":
         raise OptionError(
@@ -55,47 +60,109 @@ def behind_reasoning(kind: str, source: Any, reply: ReplyFormat, tokenizer: Toke
     else:
         body = " | ".join(json.dumps(text, ensure_ascii=False) for text in only.source)
     marks = _Marks(reply, tokenizer)
-    lines = [f"start: {' '.join([*marks.reasoning(), 'answer'])}", f"answer: {body}", *marks.rules]
-    read = (lambda text: only.parse(text)) if kind == "schema" else str
-    return ReplyStructure("\n".join(lines), reply, read, tokenizer, vocab_size)
+    lines = [f"start: {' '.join([*marks.reasoning(), *marks.content()])} answer", f"answer: {body}", *marks.rules]
+    return ReplyStructure("\n".join(lines), only, tokenizer, vocab_size)
 
 
 def call_structure(
     reply: ReplyFormat, choice: Literal["auto", "required"] | str, tokenizer: Tokenizer, vocab_size: int, *, parallel: bool
-) -> Structure:
+) -> tuple[Structure, list[str]]:
     """What an answer must look like so that every call in it names a function and fits its schema.
 
+    A function whose schema the mask engine cannot use does not stop the others from being called, nor itself: its arguments are then any
+    JSON object.
+
     Args:
-        reply: format and functions.
+        reply: Format and functions.
         choice: "auto" (text, calls, or both), "required" (at least one call), or the name of the only function that may be called.
-        parallel: several calls in one answer.
+        tokenizer: Of the model.
+        vocab_size: Tokens that the model can draw.
+        parallel: Allow several calls in one answer.
+
+    Returns:
+        The structure, and a note for each function whose arguments are not held to their schema.
 
     Raises:
-        OptionError: no function of that name. StructureError: a schema cannot be used. MissingDependency: the mask engine is not installed.
+        OptionError: No function of that name.
+        StructureError: The grammar cannot be used at all, for example because all schemas together are too large.
+        MissingDependency: The mask engine is not installed.
     """
     tools = reply.tools if choice in ("auto", "required") else tuple(tool for tool in reply.tools if tool.name == choice)
     if not tools or reply.calls is None:
         raise OptionError(f"tool_choice is {choice!r}; expected 'auto', 'none', 'required' or the name of one of the tools")
+
+    def made(unmasked: frozenset[str]) -> Structure:
+        source = call_grammar(reply, tools, tokenizer, free=choice == "auto", parallel=parallel, unmasked=unmasked)
+        return Structure("grammar", source, tokenizer, vocab_size)
+
     try:
-        return Structure("grammar", call_grammar(reply, tools, tokenizer, free=choice == "auto", parallel=parallel), tokenizer, vocab_size)
+        return made(frozenset()), []
+    except StructureError as error:
+        problems = {tool.name: problem for tool in tools if (problem := _problem(tool, reply.calls, tokenizer, vocab_size)) is not None}
+        if not problems:
+            raise StructureError(f"tools: {error}") from error
+    notes = [
+        f"tools: the arguments of {name!r} are not held to their schema, because the mask engine cannot use it ({problem}); check them in "
+        "each call"
+        for name, problem in problems.items()
+    ]
+    try:
+        return made(frozenset(problems)), notes
     except StructureError as error:
         raise StructureError(f"tools: {error}") from error
 
 
-def call_grammar(reply: ReplyFormat, tools: Sequence[Tool], tokenizer: Tokenizer, *, free: bool, parallel: bool) -> str:
-    """The same as text of the mask engine's grammar language (Lark)."""
+def _problem(tool: Tool, form: ToolFormat, tokenizer: Tokenizer, vocab_size: int) -> str | None:
+    """Why the arguments of one function cannot be masked; None where they can."""
+    try:
+        rules = _arguments(0, tool, form, lambda text: json.dumps(text, ensure_ascii=False))
+        Structure("grammar", "\n".join(["start: args_0", *rules]), tokenizer, vocab_size)
+    except StructureError as error:
+        return _reason(str(error))
+    return None
+
+
+def _reason(message: str) -> str:
+    """The part of the engine's message that names the keyword."""
+    text = re.sub(r"^.*?failed to compile JSON schema: |^grammar cannot be used: ", "", message, flags=re.DOTALL).partition("; leave")[0]
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    detail = next((line for line in lines if line.startswith("error: ")), "")
+    return f"pattern: {detail.removeprefix('error: ')}" if "regex parse error" in text and detail else lines[0] if lines else "its schema"
+
+
+def call_grammar(
+    reply: ReplyFormat,
+    tools: Sequence[Tool],
+    tokenizer: Tokenizer,
+    *,
+    free: bool,
+    parallel: bool,
+    unmasked: frozenset[str] = frozenset(),
+) -> str:
+    """The same as text of the mask engine's grammar language (Lark).
+
+    Args:
+        reply: Format and functions.
+        tools: The functions that may be called.
+        tokenizer: Of the model.
+        free: Allow an answer without calls, and text before them.
+        parallel: Allow several calls.
+        unmasked: Names of functions whose arguments may be anything that the format can express.
+    """
     form = reply.calls
     assert form is not None
     marks = _Marks(reply, tokenizer)
     rules: list[str] = []
     for number, tool in enumerate(tools):
         rules.append(f"call_{number}: {marks.literal(tool.name + form.middle)} args_{number} {marks.literal(form.after)}")
-        rules += _arguments(number, tool, form.argument)
+        rules += _any_arguments(number, form, marks.literal) if tool.name in unmasked else _arguments(number, tool, form, marks.literal)
     any_call = "(" + " | ".join(f"call_{number}" for number in range(len(tools))) + ")"
     more = f"({marks.literal(form.between + form.before)} {any_call})*" if parallel else ""
-    rest = " ".join(part for part in (any_call, more, marks.literal(form.closes)) if part)
-    first, thinking = form.opens + form.before, marks.reasoning(optional=not free)
-    if not free:
+    rest = " ".join(part for part in (any_call, more, marks.closing(form.closes)) if part)
+    first, thinking = form.opens + form.before, marks.reasoning(optional=True)
+    if reply.channels:
+        body = _channels(marks, f"{marks.literal(first)} {rest}", free=free)
+    elif not free:
         body = f"{marks.literal(first)} {rest}"
     elif not form.trigger:
         rules.append(r"free: /\s*[^{\s]" + _ANY + "/")
@@ -110,52 +177,111 @@ def call_grammar(reply: ReplyFormat, tools: Sequence[Tool], tokenizer: Tokenizer
     return "\n".join([f"start: {' '.join([*thinking, body])}", *rules, *marks.rules])
 
 
+def _channels(marks: _Marks, calls: str, *, free: bool) -> str:
+    """The messages of an answer behind the reasoning: a preamble on the channel "commentary", then calls or the final answer."""
+    if not free:
+        return calls
+    preamble = f"{marks.literal('<|channel|>commentary<|message|>')} {marks.until('<|end|>')} {marks.literal(harmony.NEXT)}"
+    return f"({preamble})* ({marks.literal(harmony.FINAL)} {marks.anything()} | {calls})"
+
+
 class _Marks:
-    """Texts as the grammar language writes them: a tag that is a special token by its id."""
+    """Texts as the grammar language writes them: a special token by its id, all else as text."""
 
     def __init__(self, reply: ReplyFormat, tokenizer: Tokenizer) -> None:
         self.rules: list[str] = []
-        self._think, self._thinking = reply.think, reply.thinking
-        tags = {*(reply.calls.tags if reply.calls is not None else ()), *(reply.think or ())}
-        ids = {tag: tokenizer.token_id(tag) for tag in tags}
-        self._ids = {tag: i for tag, i in ids.items() if i is not None and i in tokenizer.skipped_ids}
+        self._think, self._thinking, self._thought, self._harmony = reply.think, reply.thinking, reply.thought, reply.channels
+        self._ids = {text: i for i, text in tokenizer.special_in(reply.tags).items()}
+        self._eos = tokenizer.eos_ids
         self._split = re.compile("(" + "|".join(map(re.escape, sorted(self._ids, key=len, reverse=True))) + ")") if self._ids else None
+        self._made: dict[str, str] = {}
 
     def is_special(self, tag: str) -> bool:
         return tag in self._ids
 
     def literal(self, text: str) -> str:
+        """Exactly this text, in which `INDEX` and `ID` stand for any number and any id."""
         parts = [part for part in (self._split.split(text) if self._split else [text]) if part]
-        return " ".join(f"<[{self._ids[part]}]>" if part in self._ids else json.dumps(part, ensure_ascii=False) for part in parts)
+        return " ".join(f"<[{self._ids[part]}]>" if part in self._ids else self._text(part) for part in parts)
 
-    def reasoning(self, *, optional: bool = False) -> list[str]:
+    def closing(self, text: str) -> str:
+        """A text at the end of the answer. A token that ends the answer by itself is left out: the engine lets it follow anyway."""
+        return "" if self._ids.get(text) in self._eos else self.literal(text)
+
+    def anything(self) -> str:
+        """Any text, which has no special token in it."""
+        return self._rule("anything", f": /{_ANY}/")
+
+    def until(self, tag: str) -> str:
+        """Any text up to this tag, and the tag."""
+        if self.is_special(tag):
+            return f"{self.anything()} {self.literal(tag)}"
+        return self._rule(f"until_{len(self._made)}", f"[lazy]: /{_ANY}{_escaped(tag)}/", tag)
+
+    def reasoning(self, *, optional: bool = True) -> list[str]:
         """What the answer begins with where it may or must hold reasoning first."""
-        if self._think is None or not (self._thinking or optional):
+        if self._think is None or self._thought or not (self._thinking or optional):
             return []
         opens, closes = self._think
-        if self.is_special(closes):
-            self.rules += [f"thought: /{_ANY}/ {self.literal(closes)}"]
-        else:
-            self.rules += [f"thought[lazy]: /{_ANY}{_escaped(closes)}/"]
-        self.rules.append(r"gap: /\s*/")
-        return ["thought", "gap"] if self._thinking else [f"({self.literal(opens)} thought gap)?"]
+        gap = self.literal(harmony.NEXT) if self._harmony else self._rule("gap", r": /\s{0,4}/")
+        thought = f"{self.until(closes)} {gap}"
+        return [thought] if self._thinking else [f"({self.literal(opens)} {thought})?"]
+
+    def content(self) -> list[str]:
+        """What stands before the content of an answer."""
+        return [self.literal(harmony.FINAL)] if self._harmony else []
+
+    def _rule(self, name: str, body: str, key: str = "") -> str:
+        key = key or name
+        if key not in self._made:
+            self._made[key] = name
+            self.rules.append(name + body)
+        return self._made[key]
+
+    @staticmethod
+    def _text(text: str) -> str:
+        patterns = {INDEX: "/[0-9]{1,3}/", ID: "/[A-Za-z0-9]{9}/"}
+        parts = re.split(f"({re.escape(INDEX)}|{re.escape(ID)})", text)
+        return " ".join(patterns.get(part) or json.dumps(part, ensure_ascii=False) for part in parts if part)
 
 
-def _arguments(number: int, tool: Tool, argument: tuple[str, str, str] | None) -> list[str]:
-    """The rules of one function's arguments."""
+def _arguments(number: int, tool: Tool, form: ToolFormat, literal: Callable[[str], str]) -> list[str]:
+    """The rules of one function's arguments.
+
+    Raises:
+        StructureError: Its schema cannot be kept to in this form.
+    """
     schema, _ = json_schema({"additionalProperties": False, **tool.parameters})
-    if argument is None:
+    if form.layout in ("json", "harmony"):
         return [f"args_{number}: %json {_schema(schema, _COMPACT)}"]
-    before, between, after = argument
     properties, required = schema.get("properties", {}), schema.get("required", ())
     if len(unknown := [key for key in schema if key in ("$ref", "anyOf", "oneOf", "allOf")]) > 0:
-        raise StructureError(f"parameters of {tool.name!r} has {unknown[0]} at its top, which this model's call format cannot keep to")
-    parts, rules = [], []
+        raise StructureError(f"{unknown[0]} at the top of its parameters")
+    if form.tagged is None:
+        return gemma_rules(f"args_{number}", schema, literal)
+    tags, parts, rules = form.tagged, [], []
     for at, (name, one) in enumerate(properties.items()):
-        rules.append(f"value_{number}_{at}{_tagged_value(one, after, schema.get('$defs'))}")
-        part = f"{json.dumps(before + name + between, ensure_ascii=False)} value_{number}_{at}"
+        text = is_text(one)
+        rules.append(f"value_{number}_{at}{_tagged_value(one, tags.after, schema.get('$defs'))}")
+        between = tags.between.replace("{kind}", "true" if text else "false")
+        part = f"{literal(tags.before + name + between)} value_{number}_{at}"
         parts.append(part if name in required else f"({part})?")
     return [f"args_{number}: {' '.join(parts) or json.dumps('')}", *rules]
+
+
+def _any_arguments(number: int, form: ToolFormat, literal: Callable[[str], str]) -> list[str]:
+    """The rules of arguments that are held to no schema."""
+    if form.layout in ("json", "harmony"):
+        return [f"args_{number}: %json {_schema({'type': 'object'}, _COMPACT)}"]
+    if form.tagged is None:
+        return gemma_rules(f"args_{number}", {"type": "object"}, literal)
+    tags = form.tagged
+    between, after = tags.between.replace("{kind}", "true"), _escaped(tags.after)
+    return [
+        f"args_{number}: ({literal(tags.before)} key_{number} {literal(between)} value_{number})*",
+        f"key_{number}: /[A-Za-z0-9_.$-]+/",
+        f"value_{number}[lazy]: /(.|\\n)*{after}/",
+    ]
 
 
 def _tagged_value(schema: Any, after: str, defs: Any) -> str:

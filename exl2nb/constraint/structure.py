@@ -142,7 +142,7 @@ def json_schema(source: Any) -> tuple[dict[str, Any], Callable[[str], Any]]:
         except (ValueError, RecursionError) as error:
             raise StructureError(f"schema is a text, but no JSON ({error}); give a JSON schema, a dict or a type") from error
     if isinstance(source, Mapping):
-        return _with_few_remainders(_rewritten(dict(source), 0, close=False)), json.loads
+        return _with_few_remainders(without_annotations(_rewritten(dict(source), 0, close=False))), json.loads
     if not isinstance(source, type) and not hasattr(source, "__origin__") and not hasattr(source, "__args__"):
         raise StructureError(
             f"schema is {str(source)[:80]!r}; expected a JSON schema (a dict), a pydantic model, a dataclass or another type"
@@ -159,7 +159,30 @@ def json_schema(source: Any) -> tuple[dict[str, Any], Callable[[str], Any]]:
         schema = adapter.json_schema()
     except Exception as error:
         raise StructureError(f"schema: pydantic cannot make a JSON schema of {source!r}: {str(error)[:300]}") from error
-    return _with_few_remainders(_rewritten(schema, 0, close=True)), adapter.validate_json
+    return _with_few_remainders(without_annotations(_rewritten(schema, 0, close=True))), adapter.validate_json
+
+
+FORMATS = frozenset(("date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"))
+"""Values of `format` that the mask engine holds texts to. All others are annotations, as JSON Schema says, and bind nobody."""
+_DATA = ("const", "enum", "default", "example", "examples")  # keywords with values in them, not schemas
+
+
+def without_annotations(schema: Any) -> Any:
+    """The schema without keywords that allow everything but that the mask engine refuses: unknown formats, names that are texts."""
+    if isinstance(schema, list):
+        return [without_annotations(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key == "format" and isinstance(value, str) and value not in FORMATS:
+            continue
+        if key == "propertyNames" and (value is True or value in ({}, {"type": "string"})):
+            continue
+        if key == "uniqueItems" and value is False:
+            continue
+        made[key] = value if key in _DATA else without_annotations(value)
+    return made
 
 
 def _with_few_remainders(schema: dict[str, Any]) -> dict[str, Any]:

@@ -6,11 +6,12 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from exl2nb.generator.output import Output
+from exl2nb.generator.output import Output, visible_specials
 from exl2nb.generator.request import Completion, Request
 from exl2nb.generator.sequence import Sequence
 from exl2nb.sampling.draw import Sampled, highest_logit, report
@@ -96,7 +97,8 @@ class Beams(Group):
         self._beams: list[_Beam] = []
         self._ended: list[_Ended] = []
         self._ends = members[0].ends
-        self._text = members[0].tokenizer.decode
+        tokenizer = members[0].tokenizer
+        self._text = partial(tokenizer.decode, skip_special=not visible_specials(tokenizer, self.request.stop_texts))
 
     @classmethod
     def of(cls, request: Request, tokenizer: Tokenizer, *, context: int) -> Sequence:

@@ -451,7 +451,7 @@ def check_same_tokenizer(target: Tokenizer, draft: Tokenizer, *, target_size: in
             )
     if target.eos_ids != draft.eos_ids:
         logger.info("draft and target end texts by other tokens: %s and %s", sorted(draft.eos_ids), sorted(target.eos_ids))
-    needed = max(mine, default=-1) + 1
+    needed = max((i for i in mine if i < target_size), default=-1) + 1  # ids beyond the target's embedding are in no prompt
     if min(target_size, draft_size) < needed:
         raise TokenizerError(
             f"the draft model's vocabulary has {draft_size} entries and the tokenizer {needed}; it belongs to another model"

@@ -14,7 +14,7 @@ from typing import overload
 from exl2nb.core.log import logger
 from exl2nb.core.options import check_range
 from exl2nb.generator.request import PLAIN, Chunk, Completion, Token
-from exl2nb.tokenizer.reply import Delta, ReplyFormat, ReplyParser
+from exl2nb.tokenizer.reply import Delta, ReplyFormat
 
 _numbers = itertools.count(1)
 WAKE_AT_END, WAKE_AT_TOKENS, WAKE_ALWAYS = 0, 1, 2
@@ -161,14 +161,14 @@ class Handle:
 
     def deltas(self) -> Iterator[Delta]:
         """The answer of a chat as it comes, taken apart: reasoning, content, tool calls and their arguments."""
-        parser = ReplyParser(self.reply_format)
+        parser = self.reply_format.parser()
         for chunk in self:
             yield from parser.feed(self.reply_format.text(chunk.tokens))
         yield from parser.finish()
 
     async def adeltas(self) -> AsyncIterator[Delta]:
         """`deltas` for event loops."""
-        parser = ReplyParser(self.reply_format)
+        parser = self.reply_format.parser()
         async for chunk in self:
             for delta in parser.feed(self.reply_format.text(chunk.tokens)):
                 yield delta

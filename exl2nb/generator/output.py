@@ -98,6 +98,12 @@ def _lower(text: str) -> str:
     return text.lower() if text.isascii() else "".join([low if len(low := c.lower()) == 1 else c for c in text])
 
 
+def visible_specials(tokenizer: Tokenizer, texts: Sequence[str]) -> dict[int, str]:
+    """The texts of all special tokens by id, if one of `texts` contains the text of one; otherwise empty."""
+    special = tokenizer.special_texts
+    return special if any(one and one in text for text in texts for one in special.values()) else {}
+
+
 # ---- The alternatives of a token, made when they are read: at 2,000 tokens a second most of them never are.
 
 
@@ -163,6 +169,9 @@ class Output:
     `tokens` are those that may be shown; their texts side by side are the text of the answer, always. A token is held while its text may
     still change, or may turn out to be part of a stop text or of a banned one.
 
+    Special tokens have no text in the answer. Where a stop text or a banned text contains the text of one ("<|im_end|>"), the matchers see
+    that text too, so places are counted in the text that the matchers see.
+
     Args:
         prompt_ids: what the text continues.
         stop: texts that end it.
@@ -178,9 +187,11 @@ class Output:
         self._detokenizer = Detokenizer(tokenizer, prompt_ids)
         self._stop = StopMatcher(stop)
         self._banned = StopMatcher(banned, ignore_case=True) if banned else None
+        self._seen_specials = visible_specials(tokenizer, (*stop, *banned))
         self._held: list[Token] = []
+        self._widths: list[int] = []  # of the held tokens: characters that the matchers see of each
         self._checkpoints: list[_Checkpoint] = []  # one per held token, where texts are banned
-        self._shown = 0  # characters in `tokens`
+        self._shown = 0  # characters that the matchers saw of `tokens`
         self._skip = skip
         self._plain, self._beginnings = self._detokenizer.plain, self._stop.beginnings
         self._fast_path = self._banned is None and not skip
@@ -225,10 +236,12 @@ class Output:
             self._checkpoints.append(_Checkpoint(self._detokenizer.save(), self._stop.save(), self._banned.save(), self._skip))
         if text is None:
             text = self._cut(self._detokenizer.feed(sampled.id))
+        seen = text + self._seen_specials.get(sampled.id, "")
         self._held.append(self._token(sampled, text, source))
-        visible, found = self._stop.feed(text, armed=armed)
+        self._widths.append(len(seen))
+        visible, found = self._stop.feed(seen, armed=armed)
         if self._banned is not None:
-            safe, banned = self._banned.feed(text)
+            safe, banned = self._banned.feed(seen)
             if banned and found and self._found(self._banned).end > visible:
                 self._banned.match = None  # it ends inside or after the stop text: what shows of it is not banned
             elif banned:
@@ -243,6 +256,7 @@ class Output:
         rest = self._cut(self._detokenizer.flush())
         if rest and self._held:
             self._held[-1] = self._held[-1]._replace(text=self._held[-1].text + rest)
+            self._widths[-1] += len(rest)
         if not self._held:
             self._stop.skip_to(self._shown)
         visible, found = self._stop.feed(rest)
@@ -262,14 +276,14 @@ class Output:
         """
         assert self._banned is not None
         match = self._found(self._banned)
-        at, end = 0, self._shown + len(self._held[0].text)
+        at, end = 0, self._shown + self._widths[0]
         while end <= match.start:
             at += 1
-            end += len(self._held[at].text)
+            end += self._widths[at]
         while at > 0 and not self._held[at - 1].text and self._held[at - 1].id not in self._tokenizer.skipped_ids:
             at -= 1  # a token without text holds the first bytes of the character
         gone, place = self._held[at:], self._checkpoints[at]
-        del self._held[at:], self._checkpoints[at:]
+        del self._held[at:], self._widths[at:], self._checkpoints[at:]
         self._detokenizer.load(place.detokenizer)
         self._stop.load(place.stop)
         self._banned.load(place.banned)
@@ -290,19 +304,19 @@ class Output:
 
     def _release(self, visible: int, *, cut: bool) -> None:
         for i, token in enumerate(self._held):
-            end = self._shown + len(token.text)
+            end = self._shown + self._widths[i]
             if end > visible:
                 if cut:
                     self.withheld = tuple(self._held[i:])
-                    if visible > self._shown:
+                    if visible > self._shown and token.text:
                         self.tokens.append(token._replace(text=token.text[: visible - self._shown]))
                         self._shown = visible
-                self._held = [] if cut else self._held[i:]
-                self._checkpoints = [] if cut else self._checkpoints[i:]
+                kept = len(self._held) if cut else i
+                self._held, self._widths, self._checkpoints = self._held[kept:], self._widths[kept:], self._checkpoints[kept:]
                 return
             self.tokens.append(token)
             self._shown = end
-        self._held, self._checkpoints = [], []
+        self._held, self._widths, self._checkpoints = [], [], []
 
     def _token(self, sampled: Sampled, text: str, source: str) -> Token:
         token_id, logprob, rank, top = sampled

@@ -378,7 +378,8 @@ class Completion:
         """
         if self.structure is None:
             raise StructureError("the answer has no structure to read; give schema=, regex=, choice= or grammar= when you generate")
-        return self.structure.parse(self.text, complete=self.complete)
+        text = self.text if self.reply_format.plain else self.reply.content
+        return self.structure.parse(text, complete=self.complete)
 
     @property
     def logprobs(self) -> tuple[float, ...]:

@@ -68,7 +68,7 @@ class Sequence:
             request.sampling,
             prompt,
             tokenizer=tokenizer,
-            end_ids=[i for i in self.ends if i < tokenizer.vocab_size],
+            end_ids=sorted(self.ends),
             constraint=request.structure.start() if request.structure is not None else None,
         )
         self.output = Output(tokenizer, prompt, request.stop_texts, request.banned_strings, skip=healed.skip if healed else 0)

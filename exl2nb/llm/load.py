@@ -277,12 +277,18 @@ def _gib(nbytes: int) -> str:
 
 
 def _check_vocabulary(tokenizer: Tokenizer, model: Model, folder: Path) -> None:
-    highest = max(tokenizer.backend.get_vocab(with_added_tokens=True).values(), default=-1)
-    if highest >= model.config.vocab_size:
+    """Refuse a tokenizer of another model. Added tokens may lie beyond the embedding: a text model can keep the image token of its family.
+
+    Prompts that hold such a token are refused, and the model cannot draw it.
+    """
+    size = model.config.vocab_size
+    highest = max(tokenizer.backend.get_vocab(with_added_tokens=False).values(), default=-1) if tokenizer.highest_id >= size else -1
+    if highest >= size:
         raise TokenizerError(
-            f"{folder}: tokenizer.json has token {highest}, the model's vocabulary ends at {model.config.vocab_size - 1}; "
+            f"{folder}: tokenizer.json has token {highest}, the model's vocabulary ends at {size - 1}; "
             "the tokenizer belongs to another model: copy the right one"
         )
+    tokenizer.keep_ends_below(size)
 
 
 BUSY_S = 0.05  # what a step waits for a draft model that is in use elsewhere, before it runs without draft tokens

@@ -95,7 +95,7 @@ class LLM(ScoringMixin, InsideMixin, ChatMixin):
         vision: VisionEncoder | None = None,
         sampling_defaults: SamplingDefaults = CHAT_DEFAULTS,
     ) -> None:
-        self.vision = vision
+        self.vision, self._warned = vision, set[str]()
         self.sampling_defaults = sampling_defaults
         self.path, self.model, self.tokenizer = path, model, tokenizer
         self._name = name or display_name(path)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from exl2nb.core.errors import OptionError
 from exl2nb.core.options import check_flag, shown
+from exl2nb.core.warn import warn
 from exl2nb.sampling.defaults import CHAT_DEFAULTS, LIBRARY, NAMES, NEEDS_DRAW, SamplingDefaults
 from exl2nb.tokenizer.files import read_object
 
@@ -40,12 +40,12 @@ def read_defaults(folder: Path) -> SamplingDefaults:
         try:
             SamplingDefaults(**one)
         except OptionError as error:
-            _warn(f"{path}: {error}; this key is ignored")
+            warn(f"{path}: {error}; this key is ignored")
         else:
             values |= one
     sampled = config.get("do_sample")
     if not isinstance(sampled, (bool, type(None))):
-        _warn(f"{path}: do_sample is {shown(sampled)}; expected true or false; this key is ignored")
+        warn(f"{path}: do_sample is {shown(sampled)}; expected true or false; this key is ignored")
     if sampled is False:
         values["temperature"] = 0.0
     if values.get("temperature") == 0:
@@ -78,7 +78,3 @@ def with_defaults(
         defaults = fallback
     added = defaults.beside(options)
     return {**options, **added.values, "sampling_defaults": added}
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, RuntimeWarning, stacklevel=4)  # the line that calls `load`

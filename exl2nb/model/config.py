@@ -171,7 +171,8 @@ class ModelConfig:
     and on the logits. learned_positions: a table of positions is added to the embedding. interleaved: RoPE pairs are (2 i, 2 i + 1).
     rope_kinds: per layer "main" (`rope`), "local" (`local_rope`) or "none"; empty = all main. clip_qkv: q, k, v are cut to +-this; 0 = not.
     moe: experts in place of the MLP of some layers, or None. mrope: three positions per token, or None. sees_whole: the tokens of a picture
-    see each other, later ones too.
+    see each other, later ones too. context_limit: longest sequence that is computed correctly, 0 = no such limit; context_limit_reason: the
+    key of config.json that changes the result beyond it.
 
     Raises:
         ConfigError: a size out of range, or sizes that do not fit each other.
@@ -220,6 +221,8 @@ class ModelConfig:
     moe: MoE | None = None
     mrope: MRope | None = None
     sees_whole: bool = False
+    context_limit: int = 0
+    context_limit_reason: str = ""
 
     def __post_init__(self) -> None:
         for name, (key, low, high) in LIMITS.items():
@@ -276,6 +279,21 @@ class ModelConfig:
     def experts(self, layer: int) -> MoE | None:
         """The experts of a layer; None where it has a plain MLP."""
         return self.moe if self.moe is not None and self.moe.layers[layer] else None
+
+    def check_context(self, tokens: int) -> None:
+        """Refuse sequences that are longer than this library computes correctly.
+
+        Args:
+            tokens: The longest sequence that is asked for.
+
+        Raises:
+            ConfigError: It is longer than `context_limit`.
+        """
+        if self.context_limit and tokens > self.context_limit:
+            raise ConfigError(
+                f"{self.architecture}: context is {tokens} tokens; expected at most {self.context_limit}. {self.context_limit_reason}; "
+                f"exl2nb does not implement that. Use context={self.context_limit} or less, or run longer texts with Transformers"
+            )
 
     @property
     def q_per_kv(self) -> int:

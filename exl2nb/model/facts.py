@@ -129,6 +129,8 @@ def _rope(config: ModelConfig) -> list[str]:
         found.append(f"RoPE base {config.local_rope.theta:g} on {kinds['local']} local layers, {config.rope.theta:g} on the others")
     if config.interleaved:
         found.append("interleaved RoPE")
+    if config.context_limit:
+        found.append(f"context limited to {config.context_limit} tokens")
     return found
 
 

@@ -39,7 +39,7 @@ class Fields:
 
     def refuse(self, key: str, value: object, expected: str) -> ConfigError:
         """The error for a value that cannot be used (raise what this returns)."""
-        return ConfigError(f"{self.where}: {key} is {_short(value)}; expected {expected}")
+        return ConfigError(f"{self.where}: {key} is {shortened(value)}; expected {expected}")
 
     def integer(self, key: str, *, low: int, high: int, default: Any = REQUIRED) -> Any:
         """An int in `low`..`high`."""
@@ -84,7 +84,8 @@ class Fields:
         return Fields(value, f"{self.where}: {key}") if value is not None and value != {} else None
 
 
-def _short(value: object) -> str:
+def shortened(value: object) -> str:
+    """The value as a message shows it: at most 80 characters."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, int) and abs(value) >= 1 << 64:

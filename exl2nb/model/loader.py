@@ -115,6 +115,7 @@ def load_model(
     longest = config.max_position_embeddings
     if config.learned_positions and context is not None and context > longest:
         raise OptionError(f"load_model: context is {context}; expected at most {longest}, the positions this model has learned")
+    config.check_context(longest if context is None else context)
     _warn_beyond(config, context, where=Path(directory).name)
     with open_store(config, directory) as store:
         sources = find_sources(config, store)

@@ -675,6 +675,8 @@ def read_part(
 ) -> tuple[ModelConfig, Network, int]:
     """A rank's part of a model, and the context that it runs. widen: to fp32, as a reference."""
     config = read_model_config(directory, rope=rope)
+    context = config.max_position_embeddings if context is None else context
+    config.check_context(context)
     with open_store(config, directory) as store, ops.on_device(device):
         sources = find_sources(config, store)
         check_parallel(config, {source.kind for source in sources.values()}, size)
@@ -685,7 +687,7 @@ def read_part(
             torch.cuda.empty_cache()
     assert embedding is not None
     assert head is not None
-    return config, Network(embedding, tuple(layers), head), config.max_position_embeddings if context is None else context
+    return config, Network(embedding, tuple(layers), head), context
 
 
 def meet(

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 MAX_CONTEXT = 1 << 24  # longest context of a config; the tables grow with use
 
+# keys of a model's own RoPE parameters that hold for any scaling
+KEPT_KEYS = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved", "llama_4_scaling_beta")
+
 Frequencies = tuple[Tensor, float]
 ROPE_TYPES: Registry[Callable[[RopeConfig, int], Frequencies]] = Registry("RoPE type", ConfigError)
 
@@ -318,7 +321,9 @@ class RopeOverride:
         own = config.get("rope_scaling") or config.get("rope_parameters") or {}
         if any(isinstance(value, Mapping) for value in own.values()):
             raise OptionError("rope_scaling: the model has RoPE parameters for several kinds of layers; use rope_scale or rope_alpha")
-        kept = {key: own[key] for key in ("rope_theta", "partial_rotary_factor", "mrope_section") if key in own}
+        # the factor of the queries counts positions from the model's own original context
+        more = ("original_max_position_embeddings",) if own.get("llama_4_scaling_beta") else ()
+        kept = {key: own[key] for key in (*KEPT_KEYS, *more) if key in own}
         return {**config, "rope_scaling": {**kept, **self.scaling}}
 
     def apply(self, config: ModelConfig) -> ModelConfig:
@@ -335,7 +340,7 @@ class RopeOverride:
         alpha = 1.0 if self.alpha is None else self.alpha
         theta = (self.theta or rope.theta) * (alpha ** (dim / (dim - 2)) if dim > 2 else alpha)
         changed = replace(config, rope=replace(rope, theta=theta, scale=self.scale or 1.0))
-        reach = int(min(MAX_CONTEXT, trained_context(config) * max(1.0, self.scale or 1.0) * alpha))
+        reach = int(min(config.context_limit or MAX_CONTEXT, trained_context(config) * max(1.0, self.scale or 1.0) * alpha))
         return replace(changed, max_position_embeddings=reach)
 
 
@@ -343,4 +348,4 @@ def trained_context(config: ModelConfig) -> int:
     """Tokens up to which a model's positions are known to work: what its config says, or what its RoPE scaling stretches that to."""
     rope = config.rope
     stretched = rope.original_positions * rope.factor if rope.type in ("linear", "llama3", "yarn") else 0
-    return max(config.max_position_embeddings, int(stretched))
+    return min(config.context_limit or MAX_CONTEXT, max(config.max_position_embeddings, int(stretched)))

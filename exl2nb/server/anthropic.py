@@ -17,7 +17,7 @@ from exl2nb.server.openai import check_model, merged, new_id, reason, submit_cha
 from exl2nb.server.pictures import with_pictures
 from exl2nb.server.state import State, Ticket, aside, results
 from exl2nb.server.stream import Events, EventStream, event
-from exl2nb.tokenizer.reply import Delta, ReplyParser
+from exl2nb.tokenizer.reply import Delta
 
 router = APIRouter()
 PARTS = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
@@ -221,7 +221,7 @@ def _usage(answer: Completion) -> dict[str, int]:
 
 def _events(ticket: Ticket, head: dict[str, Any]) -> Events:
     (handle,), at, kind, called = ticket.handles, -1, "", False
-    parser = ReplyParser(handle.reply_format)
+    parser = handle.reply_format.parser()
 
     def block(delta: Delta) -> list[str]:
         """Events of one delta."""

@@ -25,7 +25,7 @@ from exl2nb.server.pictures import with_pictures
 from exl2nb.server.state import INLINE_CHARACTERS, State, Ticket, aside, results
 from exl2nb.server.stream import MARK, Events, EventStream, Frame, event
 from exl2nb.tokenizer.instruct import INSTRUCT
-from exl2nb.tokenizer.reply import Delta, ReplyParser
+from exl2nb.tokenizer.reply import Delta
 
 router = APIRouter()
 MAX_CHOICES = 128
@@ -496,7 +496,7 @@ def _completion_events(state: State, ticket: Ticket, body: CompletionBody) -> Ev
 
 def _chat_events(state: State, ticket: Ticket, body: ChatBody) -> Events:
     head, handles = _head("chatcmpl", "chat.completion.chunk", state), list(ticket.handles)
-    parsers = [ReplyParser(handle.reply_format) for handle in handles]
+    parsers = [handle.reply_format.parser() for handle in handles]
     called = [False] * len(parsers)
 
     def data(index: int, delta: dict[str, Any], found: Any = None, ended: str | None = None) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from exl2nb.server.fields import Text, refuse
 from exl2nb.server.openai import ChatBody, chat_options, merged, new_id, reason, submit_chat, system_messages, usage
 from exl2nb.server.state import State, Ticket, results
 from exl2nb.server.stream import Events, EventStream, event
-from exl2nb.tokenizer.reply import Delta, ReplyParser
+from exl2nb.tokenizer.reply import Delta
 
 router = APIRouter()
 
@@ -269,7 +269,7 @@ class _Items:
 
 def _events(ticket: Ticket, head: dict[str, Any], numbered: Callable[[dict[str, Any]], str]) -> Events:
     (handle,), items = ticket.handles, _Items()
-    parser = ReplyParser(handle.reply_format)
+    parser = handle.reply_format.parser()
 
     def written(deltas: Sequence[Delta]) -> str:
         return "".join([numbered(one) for delta in merged(deltas) for one in items.feed(delta)])

@@ -1,8 +1,7 @@
-"""Messages to the text a chat model was trained on, by the template that came with the model."""
+"""The chat templates that come with a model, and rendering them in the helper process."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 from exl2nb.core.errors import OptionError, TokenizerError
 from exl2nb.core.helper import Helper, HelperError, Limits
 from exl2nb.tokenizer.files import read_object, read_text
-from exl2nb.tokenizer.tools import Tool, ToolFormat, described
 
 MAX_TEMPLATE = 1 << 20  # characters
 # a conversation of 1000 messages takes 0.02 s; a large template takes 0.05 s to compile
@@ -119,99 +117,19 @@ def render(
             raise TokenizerError(
                 f"chat template: {str(error) or f'it needs more than {LIMITS.memory_bytes >> 20} MiB'}; give another with template="
             ) from error
-        raise TokenizerError(f"chat template: {error.kind}: {str(error)[:300]}; check roles and order of the messages") from error
+        raise TokenizerError(f"chat template: {error.kind}: {str(error)[:300]}{_hint(str(error))}") from error
     except (TypeError, ValueError, RecursionError) as error:
         raise OptionError(
             f"messages and template variables hold something that is not plain data ({error}); expected JSON types"
         ) from error
 
 
-def text_messages(messages: Sequence[Mapping[str, Any]], *, parse_arguments: bool = True) -> list[dict[str, Any]]:
-    """Messages whose contents are texts: the text parts of a content are joined by line breaks.
-
-    Args:
-        parse_arguments: give templates the arguments of earlier tool calls as data, which is what most of them expect; False: as JSON text.
-
-    Raises:
-        OptionError: messages that are no messages, or a part that is no text, such as an image: names the message and the part.
-    """
-    check_messages(messages)
-    made: list[dict[str, Any]] = []
-    for number, message in enumerate(messages):
-        message = dict(message)
-        content = message.get("content")
-        if isinstance(content, (list, tuple)):
-            message["content"] = "\n".join([_part(part, number, message["role"]) for part in content])
-        elif content is None:
-            message["content"] = ""
-        if calls := message.get("tool_calls"):
-            message["tool_calls"] = [_call(call, number, parse_arguments) for call in calls]
-        made.append(message)
-    return made
-
-
-def _part(part: Any, number: int, role: str) -> str:
-    if isinstance(part, str):
-        return part
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind in ("text", "input_text", "output_text") and isinstance(part.get("text"), str):
-        return part["text"]
-    raise OptionError(
-        f"message {number} ({role}) holds a part of type {str(kind)[:40]!r}; this model reads text alone: leave the part out, or say in "
-        "words what it shows"
-    )
-
-
-def _call(call: Any, number: int, parse: bool) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise OptionError(
-            f"message {number}: tool_calls holds {str(call)[:60]!r}; expected objects with 'function', 'name' and 'arguments'"
-        )
-    arguments = function.get("arguments", {})
-    if parse and isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError) as error:
-            raise OptionError(f"message {number}: arguments of {function['name']!r} are no JSON: {str(error)[:100]}") from None
-    elif not parse and not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    return {"type": "function", **call, "function": {**function, "arguments": arguments}}
-
-
-def without_tool_turns(
-    messages: Sequence[Mapping[str, Any]], form: ToolFormat, tools: Sequence[Tool], *, system: bool
-) -> list[dict[str, Any]]:
-    """The same conversation for a template that knows no tools: functions are described, calls and results written out as text.
-
-    Args:
-        system: the template takes a system message; otherwise the description stands before the first message.
-    """
-    made: list[dict[str, Any]] = []
-    for message in messages:
-        if message["role"] == "tool":
-            name = message.get("name") or "the function"
-            made.append({"role": "user", "content": f"Result of {name}:\n{message.get('content') or ''}"})
-        elif calls := message.get("tool_calls"):
-            written = form.between.join(
-                form.before + call["function"]["name"] + form.middle + _json(call["function"]["arguments"]) + form.after for call in calls
-            )
-            content = "\n".join(part for part in (message.get("content"), form.opens + written + form.closes) if part)
-            made.append({"role": "assistant", "content": content})
-        else:
-            made.append(dict(message))
-    text = described(tools, form) if tools else ""
-    if text and made and made[0]["role"] == "system":
-        made[0]["content"] = f"{made[0].get('content') or ''}\n\n{text}".strip()
-    elif text and system:
-        made.insert(0, {"role": "system", "content": text})
-    elif text:
-        made[0]["content"] = f"{text}\n\n{made[0].get('content') or ''}".strip()
-    return made
-
-
-def _json(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+def _hint(message: str) -> str:
+    """What to do about an error that a template raised itself, as far as its words tell."""
+    words = message.lower()
+    if "alternate" in words or "role" in words or "order" in words:
+        return "; check roles and order of the messages"
+    return "; the template refuses these messages: change what it names, or give another template"
 
 
 def check_messages(messages: Sequence[Mapping[str, Any]]) -> None:

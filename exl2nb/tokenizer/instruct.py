@@ -33,7 +33,8 @@ _LLAMA2 = """{% set ns = namespace(system='') %}{% for message in messages %}
 {%- else %}{{ (bos_token or '') ~ '[INST] ' ~ ns.system ~ message.content ~ ' [/INST]' }}{% set ns.system = '' %}{% endif %}{% endfor %}"""
 INSTRUCT: dict[str, Instruct] = {
     "chatml": Instruct(
-        "{{ bos_token or '' }}{% for message in messages %}{{ '<|im_start|>' ~ message.role ~ '\n' ~ message.content }}"
+        "{% if bos_token and bos_token != '<|im_start|>' %}{{ bos_token }}{% endif %}{% for message in messages %}"
+        "{{ '<|im_start|>' ~ message.role ~ '\n' ~ message.content }}"
         "{% if not loop.last or message.role != 'assistant' or add_generation_prompt %}{{ '<|im_end|>\n' }}{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
         ("<|im_end|>", "<|im_start|>"),

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 
-from exl2nb.tokenizer.tools import Tool, ToolFormat
+from exl2nb.tokenizer import gemma_arguments, harmony
+from exl2nb.tokenizer.delta import Delta, held_length
+from exl2nb.tokenizer.tools import FORMATS, Tool, ToolFormat, tool_format
 
-THINK_TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<|START_THINKING|>", "<|END_THINKING|>"))
+THINK_TAGS = (
+    ("<|channel>thought", "<channel|>"),
+    ("<seed:think>", "</seed:think>"),
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|inner_prefix|>", "<|inner_suffix|>"),
+)
+"""The tags around reasoning, by family; the first pair that a chat template contains is its own."""
 _MAX_HEAD = 512  # characters of JSON in which the name of a call must have come
 _LOOSE = "}],;` \t\r\n"  # what may stand between calls
-
-
-class Delta(NamedTuple):
-    """What became certain: text of the reasoning, of the content, or of a call's arguments; or a "call" that begins (text: its name)."""
-
-    kind: Literal["reasoning", "content", "call", "arguments"]
-    text: str
-    call: int = 0  # its number in the answer
-    id: str = ""  # of the call, where it begins
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,14 @@ class ToolCall:
     def parsed(self) -> Any:
         """The arguments as plain data."""
         return json.loads(self.arguments)
+
+    @property
+    def arguments_or_none(self) -> Any:
+        """The arguments as plain data; None where they are not complete JSON."""
+        try:
+            return self.parsed
+        except ValueError:
+            return None
 
     @property
     def json(self) -> dict[str, Any]:
@@ -75,34 +84,67 @@ class Piece(Protocol):
 class ReplyFormat:
     """How the answers of one request are to be read.
 
-    calls: the format of tool calls; None = none are looked for. tools: the functions. think: the tags around reasoning, None = none.
-    thinking: the prompt has opened the reasoning. special: texts of special tokens that are tags; the text of the answer lacks them.
+    Attributes:
+        calls: The format of tool calls; None = none are looked for.
+        tools: The functions that may be called.
+        think: The tags around reasoning; None = the model has none.
+        thinking: Whether the prompt has opened the reasoning.
+        thought: Whether the prompt has opened and closed the reasoning, so that the answer has none.
+        channels: Whether answers are messages on channels (see `harmony`).
+        special: Texts of special tokens that are tags, by id. The text of the answer lacks them.
     """
 
     calls: ToolFormat | None = None
     tools: tuple[Tool, ...] = ()
     think: tuple[str, str] | None = None
     thinking: bool = False
+    thought: bool = False
+    channels: bool = False
     special: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def plain(self) -> bool:
         """True where the answer is content and nothing else."""
-        return self.calls is None and self.think is None
+        return self.calls is None and self.think is None and not self.channels
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """Every tag that the answer may hold."""
+        calls = self.calls.tags if self.calls is not None else ()
+        return (*calls, *(self.think or ()), *(harmony.TAGS if self.channels else ()))
+
+    @property
+    def closing(self) -> str:
+        """The text that ends the reasoning and begins the content."""
+        assert self.think is not None, "only a format with reasoning has an end of it"
+        return harmony.CLOSING if self.channels else f"\n{self.think[1]}\n\n"
 
     def text(self, tokens: Iterable[Piece]) -> str:
         """The text of tokens, with the tags that are special tokens."""
         special = self.special
         return "".join([token.text or special.get(token.id, "") for token in tokens])
 
+    def parser(self) -> ReplyParser | harmony.HarmonyParser:
+        """A parser for one answer."""
+        if self.channels:
+            new_id = self.calls.new_id if self.calls is not None else FORMATS["json"].new_id
+            return harmony.HarmonyParser(new_id, thinking=self.thinking)
+        return ReplyParser(self)
+
     def read(self, tokens: Iterable[Piece]) -> Reply:
         """A whole answer."""
-        parser = ReplyParser(self)
-        return collect([*parser.feed(self.text(tokens)), *parser.finish()])
+        return self.read_text(self.text(tokens))
+
+    def read_text(self, text: str) -> Reply:
+        """A whole answer, given as text with its tags."""
+        parser = self.parser()
+        return collect([*parser.feed(text), *parser.finish()])
 
 
 def think_tags(template: str) -> tuple[str, str] | None:
     """The tags around reasoning that a chat template knows; None where it knows none."""
+    if tool_format(template).layout == "harmony":
+        return (harmony.ANALYSIS, "<|end|>")
     return next((tags for tags in THINK_TAGS if tags[0] in template or tags[1] in template), None)
 
 
@@ -140,7 +182,9 @@ class ReplyParser:
         self._count = 0  # calls that have begun
         self._said, self._thought = False, False  # content came, and reasoning
         self._depth, self._quoted, self._escaped = 0, False, False  # of the JSON value that is read
-        self._json_calls = self._calls is not None and not self._calls.trigger
+        self._json_calls = self._calls is not None and self._calls.bare
+        self._in_object = self._calls is not None and self._calls.is_object
+        self._written, self._schema = 0, dict[str, Any]()  # of the call whose arguments stand between tags
 
     def feed(self, text: str) -> list[Delta]:
         """Take more text."""
@@ -155,10 +199,15 @@ class ReplyParser:
     def finish(self) -> list[Delta]:
         """The answer is over: what is still held."""
         text, state, self._text = self._text, self._state, ""
-        if not text or state in ("after", "start"):
+        if state == "tagged":
+            return [Delta("arguments", "}" if self._written else "{}", self._count - 1)]
+        if not text or state in ("after", "start", "tail"):
             return [Delta("content", text)] if text.strip() and state == "start" else []
-        if state == "head" and (whole := self._whole_call(text, done=True)):
-            return whole
+        if state == "head":
+            found: list[Delta] = []
+            self._text = text
+            if self._whole_call(found):
+                return found
         if state == "arguments":
             return [Delta("arguments", text, self._count - 1)]
         return [Delta("reasoning" if state == "reasoning" else "content", text)]
@@ -210,7 +259,7 @@ class ReplyParser:
     def _until(self, tag: str, kind: Literal["reasoning", "content"], found: list[Delta], *, then: str, keep: bool = False) -> bool:
         """Give text up to a tag, without the white space before it."""
         at = self._text.find(tag)
-        text = self._text[:at] if at >= 0 else self._text[: len(self._text) - _held(self._text, tag)]
+        text = self._text[:at] if at >= 0 else self._text[: len(self._text) - held_length(self._text, tag)]
         shown = text.rstrip() if at >= 0 or kind == "content" else text
         if shown:
             found.append(Delta(kind, shown))
@@ -224,20 +273,24 @@ class ReplyParser:
     def _head(self, found: list[Delta]) -> bool:
         """A call has begun; wait until its name is complete."""
         assert self._calls is not None
-        if self._calls.argument is not None:
-            whole = self._whole_call(self._text, done=False)
-            found += whole
-            return bool(whole)
+        layout = self._calls.layout
         match = self._calls.head_pattern.match(self._text)
+        if layout != "json":
+            if match is None:
+                return False
+            self._begin(match[1], found)
+            self._text, self._written = self._text[match.end() :], 0
+            self._schema = self._schemas.get(match[1], {})
+            self._state = "gemma" if layout == "gemma" else "tagged"
+            return True
         if match is None:
-            if whole := self._whole_call(self._text, done=False):  # the arguments stand before the name, say
-                found += whole
+            if self._whole_call(found):  # the arguments stand before the name, for example
                 return True
             if len(self._text) > _MAX_HEAD and self._json_calls:
                 self._state, self._json_calls = "content", False
                 return True
             return False
-        self._begin(match[1], found)
+        self._begin(match[1], found, match.groupdict().get("id") or "")
         self._text, self._state = self._text[match.end() :], "arguments"
         self._depth, self._quoted, self._escaped = 0, False, False
         return True
@@ -260,12 +313,53 @@ class ReplyParser:
                 self._depth -= 1
                 if self._depth == 0:
                     found.append(Delta("arguments", self._text[: at + 1], self._count - 1))
-                    self._text, self._state = self._text[at + 1 :], "after"
+                    self._text, self._state = self._text[at + 1 :], "tail" if self._in_object else "after"
                     return True
         if self._text:
             found.append(Delta("arguments", self._text, self._count - 1))
             self._text = ""
         return False
+
+    def _tail(self, found: list[Delta]) -> bool:
+        """The rest of the object that a call is: further members, such as an id, and the brace that closes it."""
+        match = re.match(r'\s*(?:,\s*"[^"]*"\s*:\s*(?:"[^"]*"|[^\s"{}\[\],]+)\s*)*', self._text)
+        rest = self._text[match.end() if match is not None else 0 :]
+        if rest.startswith(",") or not rest:
+            return False
+        self._text, self._state = rest, "after"
+        return True
+
+    def _tagged(self, found: list[Delta]) -> bool:
+        """Arguments between tags, each given out as soon as it is complete."""
+        assert self._calls is not None
+        assert self._calls.tagged is not None
+        match = self._calls.tagged.pattern.match(self._text)
+        if match is not None:
+            name, raw = match["name"], match["value"]
+            as_text = match["kind"] == "true" or (not match["kind"] and is_text(self._schema.get("properties", {}).get(name, {})))
+            written = f"{json.dumps(name, ensure_ascii=False)}: {json.dumps(raw if as_text else _value(raw), ensure_ascii=False)}"
+            found.append(Delta("arguments", (", " if self._written else "{") + written, self._count - 1))
+            self._text, self._written = self._text[match.end() :], self._written + 1
+            return True
+        before = self._calls.tagged.before.strip()
+        begun = self._text.lstrip()
+        if begun.startswith(before) or before.startswith(begun):
+            return False
+        ends = [at for mark in self._calls.marks if (at := self._text.find(mark)) >= 0]
+        if not ends:
+            return False
+        found.append(Delta("arguments", "}" if self._written else "{}", self._count - 1))
+        self._text, self._state = self._text[min(ends) :], "after"
+        return True
+
+    def _gemma(self, found: list[Delta]) -> bool:
+        """Arguments in the notation of Gemma 4, in one piece."""
+        read = gemma_arguments.read(self._text)
+        if read is None:
+            return False
+        found.append(Delta("arguments", json.dumps(read[0], ensure_ascii=False), self._count - 1))
+        self._text, self._state = self._text[read[1] :], "after"
+        return True
 
     def _after(self, found: list[Delta]) -> bool:
         """Between a call and what follows: brackets, commas and tags are left out."""
@@ -280,7 +374,7 @@ class ReplyParser:
         begins = [tag for tag in (self._calls.trigger, self._calls.next_call) if tag]
         if not text:
             return False
-        if any(text.startswith(tag) for tag in begins) or ((self._json_calls or self._calls.closes == "]") and text[0] == "{"):
+        if any(text.startswith(tag) for tag in begins) or (self._calls.bare and text[0] == "{"):
             self._state = "head"
             return True
         if any(tag.startswith(text) for tag in (*begins, *closing)):
@@ -290,58 +384,33 @@ class ReplyParser:
 
     # ---- calls
 
-    def _begin(self, name: str, found: list[Delta]) -> None:
+    def _begin(self, name: str, found: list[Delta], written_id: str = "") -> None:
         assert self._calls is not None
-        found.append(Delta("call", name, self._count, self._calls.new_id()))
+        found.append(Delta("call", name, self._count, written_id.strip() or self._calls.new_id(name, self._count)))
         self._count += 1
 
-    def _whole_call(self, text: str, *, done: bool) -> list[Delta]:
-        """A call that is read in one piece: arguments between tags, or JSON whose keys come in another order."""
+    def _whole_call(self, found: list[Delta]) -> bool:
+        """A call that is read in one piece: JSON whose keys come in another order than the head expects."""
         assert self._calls is not None
-        form, found = self._calls, []
-        if form.argument is not None:
-            end = text.find(form.marks[-1])
-            match = form.head_pattern.match(text)
-            if match is None or (end < 0 and not done):
-                return []
-            body = text[match.end() : end if end >= 0 else len(text)]
-            self._begin(match[1], found)
-            found.append(Delta("arguments", _tagged(body, form.argument, self._schemas.get(match[1], {})), self._count - 1))
-            self._text, self._state = text[end:] if end >= 0 else "", "after"
-            return found
+        text = self._text
         start = text.find("{")
         try:
             value, end = json.JSONDecoder().raw_decode(text, start) if start >= 0 else (None, 0)
-        except ValueError:
-            return []
+        except (ValueError, RecursionError):
+            return False
         inner = value.get("function", value) if isinstance(value, dict) else None
-        arguments = inner.get("arguments", inner.get("parameters")) if isinstance(inner, dict) else None
-        if not isinstance(inner, dict) or not isinstance(inner.get("name"), str) or not isinstance(arguments, (dict, str)):
+        inner = inner if isinstance(inner, dict) else {}
+        name = inner.get("name", inner.get("tool_name"))
+        arguments = inner.get("arguments", inner.get("parameters"))
+        if not isinstance(name, str) or not isinstance(arguments, (dict, str)):
             if self._json_calls:  # JSON that is an answer, not a call
                 self._state, self._json_calls = "content", False
-            return []
-        self._begin(inner["name"], found)
+            return False
+        self._begin(name, found)
         written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
         found.append(Delta("arguments", written, self._count - 1))
         self._text, self._state = text[end:], "after"
-        return found
-
-
-def _held(text: str, tag: str) -> int:
-    """Characters at the end of `text` that may be the beginning of `tag`."""
-    return next((n for n in range(min(len(tag) - 1, len(text)), 0, -1) if tag.startswith(text[-n:])), 0)
-
-
-def _tagged(body: str, argument: Sequence[str], schema: Mapping[str, Any]) -> str:
-    """JSON text of arguments that stand between tags; a property of type string is taken as it is."""
-    before, between, after = (re.escape(part.strip()) for part in argument)
-    between = r"\s*".join(re.escape(part) for part in argument[1].split())
-    pattern = rf"{before}\s*(.*?)\s*{between}\n?(.*?)\n?{after}"
-    properties = schema.get("properties", {})
-    values: dict[str, Any] = {}
-    for name, raw in re.findall(pattern, body, re.S):
-        values[name] = raw if is_text(properties.get(name, {})) else _value(raw)
-    return json.dumps(values, ensure_ascii=False)
+        return True
 
 
 def is_text(schema: Any) -> bool:

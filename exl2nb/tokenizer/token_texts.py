@@ -45,6 +45,31 @@ def byte_tokens(backend: tokenizers.Tokenizer) -> frozenset[int]:
     return frozenset(i for i in found if i is not None)
 
 
+def piece_bytes(backend: tokenizers.Tokenizer, byte_ids: frozenset[int]) -> dict[int, bytes] | None:
+    """Bytes of every token of a SentencePiece vocabulary, whose decoder only replaces the mark of a space and joins byte tokens.
+
+    Returns:
+        Id to bytes; None where the decoder does something else, such as WordPiece.
+    """
+    decoder = json.loads(backend.to_str())["decoder"]
+    steps = [] if decoder is None else decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    if not steps or any(step["type"] not in LOCAL for step in steps):
+        return None
+    replaced = [(step["pattern"].get("String"), step["content"]) for step in steps if step["type"] == "Replace"]
+    replaced += [(step["replacement"], " ") for step in steps if step["type"] == "Metaspace"]
+    if any(old is None for old, _ in replaced):
+        return None
+    table: dict[int, bytes] = {}
+    for text, token_id in backend.get_vocab(with_added_tokens=True).items():
+        if token_id in byte_ids:
+            table[token_id] = bytes([int(text[3:5], 16)])
+            continue
+        for old, new in replaced:
+            text = text.replace(old, new)
+        table[token_id] = text.encode("utf-8", "replace")
+    return table
+
+
 LOCAL = ("Replace", "ByteFallback", "Fuse", "Metaspace", "Strip")  # decoders that look at one token at a time, the text's ends excepted
 ANCHORS = ("▁a", "a", "▁the", "the", "e")
 

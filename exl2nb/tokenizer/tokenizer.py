@@ -15,8 +15,10 @@ from exl2nb.core.errors import TokenizerError
 from exl2nb.tokenizer.backend import library_errors, parse, reraise
 from exl2nb.tokenizer.chat import ChatTemplates
 from exl2nb.tokenizer.convert import convert, convertible
+from exl2nb.tokenizer.declared import add_declared_tokens
 from exl2nb.tokenizer.files import read_object, read_text
-from exl2nb.tokenizer.token_texts import PlainTexts, byte_table, byte_tokens, plain_texts
+from exl2nb.tokenizer.literal import MARK, ids_without_marks
+from exl2nb.tokenizer.token_texts import PlainTexts, byte_table, byte_tokens, piece_bytes, plain_texts
 
 _FILE = "tokenizer.json"
 _WHOLE = frozenset(("ByteLevel", "Digits", "Metaspace", "Prepend"))  # normalizers and pre-tokenizers that leave no character out
@@ -38,6 +40,7 @@ class Tokenizer:
         self.backend = backend
         folder = directory if directory is not None else Path()
         config = read_object(folder / "tokenizer_config.json") if directory else {}
+        add_declared_tokens(backend, config, folder / "tokenizer_config.json")
         model, generation = (read_object(folder / name) if directory else {} for name in ("config.json", "generation_config.json"))
         own = _special_tokens(read_object(folder / "special_tokens_map.json")) if directory else {}
         known = {role: text for role, text in {**(special_tokens or {}), **own}.items() if _id_of(backend, text) is not None}
@@ -45,7 +48,8 @@ class Tokenizer:
         self.bos_id = self._special_id("bos_token", (generation, model), "bos_token_id", folder)
         self._own_eos = self._special_id("eos_token", (), "", folder)
         self.eos_ids = self._eos_ids((generation, model), folder)
-        self._add_bos, self._add_eos = config.get("add_bos_token") is True, config.get("add_eos_token") is True
+        self._add_bos = config.get("add_bos_token") is True
+        self._ends_prompts = bool(self._own_eos is not None and backend.encode("").ids[-1:] == [self._own_eos])
         self.templates = ChatTemplates.load(folder, config) if directory else ChatTemplates({}, folder)
         self._pieces: dict[int, str] = {}
         self._literal: tokenizers.Tokenizer | None = None
@@ -79,9 +83,9 @@ class Tokenizer:
     def encode(self, text: str, add_special: bool = True, *, parse_special: bool = True) -> list[int]:
         """Turn text into ids.
 
-        BOS and EOS come from the post-processor of tokenizer.json; where that does not add one and tokenizer_config.json says
-        `add_bos_token` or `add_eos_token`, it is added (older exports rely on it). A text that begins with BOS, such as a rendered chat,
-        gets no second one.
+        BOS comes from the post-processor of tokenizer.json. Where that adds none and tokenizer_config.json has `add_bos_token`, it is
+        added here, since older exports rely on it. A text that begins with BOS, such as a rendered chat, gets no second one. EOS is
+        never added, whatever the post-processor or `add_eos_token` ask for: the model would begin a new text instead of continuing.
 
         Args:
             text: any string; lone surrogates are replaced, since they have no UTF-8 form.
@@ -104,9 +108,29 @@ class Tokenizer:
             del ids[0]
         if self._add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids.insert(0, self.bos_id)
-        if self._add_eos and self._own_eos is not None and ids[-1:] != [self._own_eos]:
-            ids.append(self._own_eos)
+        if self._ends_prompts and ids[-1:] == [self._own_eos]:
+            del ids[-1]
         return ids
+
+    def encode_chat(self, text: str) -> list[int]:
+        """Turn a rendered conversation into ids. Control tokens that `literal.protect` marked in the messages stay plain text.
+
+        Raises:
+            TokenizerError: as `encode`.
+        """
+        if MARK not in text:
+            return self.encode(text, add_special=False)
+        text = text.encode("utf-8", "replace").decode("utf-8")
+        try:
+            encoded = self.backend.encode(text, add_special_tokens=False)
+        except BaseException as error:
+            reraise(error)
+        ids = ids_without_marks(text, encoded.ids, encoded.offsets)
+        if ids is not None:
+            return ids
+        # A token spans a mark and its neighbours, so the text is encoded in parts.
+        parts = text.split(MARK)
+        return [token for part in parts for token in (self.encode(part, add_special=False) if part else ())]
 
     def at_least(self, text: str) -> int:
         """A number of tokens that `text` has at least, by its length alone; 0 where this kind of tokenizer may leave characters out."""
@@ -149,6 +173,44 @@ class Tokenizer:
     def byte_table(self) -> dict[int, bytes] | None:
         """Bytes of every token of a byte-level vocabulary; None for other kinds."""
         return byte_table(self.backend)
+
+    def keep_ends_below(self, vocab_size: int) -> None:
+        """Forget end-of-text tokens that a model of `vocab_size` tokens cannot draw."""
+        self.eos_ids = frozenset(i for i in self.eos_ids if i < vocab_size)
+
+    def token_bytes(self, count: int) -> list[bytes] | None:
+        """The bytes that each of the first `count` ids stands for in a text; b"" for ids without a token.
+
+        None: the decoder is of a kind whose tokens have no bytes of their own.
+        """
+        table = self.byte_table if self.byte_table is not None else piece_bytes(self.backend, self.byte_ids)
+        return None if table is None else [table.get(i, b"") for i in range(count)]
+
+    @cached_property
+    def special_texts(self) -> dict[int, str]:
+        """The texts of the tokens in `skipped_ids`, which are not part of a decoded text."""
+        added = self.backend.get_added_tokens_decoder()
+        return {i: added[i].content for i in self.skipped_ids}
+
+    def special_in(self, texts: Iterable[str]) -> dict[int, str]:
+        """The special tokens, by id, whose texts occur in one of `texts`."""
+        whole = "\0".join(texts)
+        return {i: text for i, text in self.special_texts.items() if text and text in whole}
+
+    @cached_property
+    def added_texts(self) -> frozenset[str]:
+        """The texts of all added tokens, special or not."""
+        return frozenset(token.content for token in self.backend.get_added_tokens_decoder().values() if token.content)
+
+    @cached_property
+    def begins_with_bos(self) -> bool:
+        """Whether `encode` puts BOS before a text."""
+        return self.bos_id is not None and self.encode("a")[:1] == [self.bos_id]
+
+    @cached_property
+    def highest_id(self) -> int:
+        """The highest id that has a token; -1 for an empty vocabulary. Embeddings may have more rows (padding) or fewer."""
+        return max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1)
 
     @cached_property
     def byte_ids(self) -> frozenset[int]:

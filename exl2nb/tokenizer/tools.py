@@ -9,28 +9,74 @@ import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from exl2nb.core.errors import OptionError
 from exl2nb.core.options import shown
+from exl2nb.tokenizer import gemma_arguments
 
 MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_JSON_HEAD = (
-    r'\s*(?:```\w*\s*)?[\[\s]*\{\s*(?:"(?:type|id)"\s*:\s*"[^"]*"\s*,\s*)*'
-    r'"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
-)
+INDEX, ID = "{index}", "{id}"  # in a `ToolFormat`: the number of the call in the answer, and nine letters and digits of its id
+
+
+def _json_head(name: str = "name", arguments: tuple[str, ...] = ("arguments", "parameters")) -> str:
+    """A pattern for the beginning of a call that is a JSON object, up to its arguments. Group 1 is the name of the function."""
+    return (
+        r"\s*(?:```\w*\s*)?[\[\s]*\{\s*(?:\"(?:type|id|tool_call_id)\"\s*:\s*\"[^\"]*\"\s*,\s*)*"
+        rf'"{name}"\s*:\s*"([^"\\]+)"\s*,\s*"(?:{"|".join(arguments)})"\s*:\s*(?=\{{)'
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaggedArguments:
+    """Arguments that stand between tags, one after another, instead of in one JSON object.
+
+    A value is written as it is where its schema says string, and as JSON otherwise. `{kind}` in `before` stands for "true" or "false":
+    whether the value is such a text (DeepSeek V3.2).
+
+    Attributes:
+        before: Text before the name of an argument.
+        between: Text between the name and the value.
+        after: Text after the value.
+    """
+
+    before: str
+    between: str
+    after: str
+
+    @cached_property
+    def pattern(self) -> re.Pattern[str]:
+        """Matches one argument, however tags and white space are spread over lines. Groups: name, kind, value."""
+        between = r"\s*".join(re.escape(part) for part in self.between.split())
+        between = between.replace(re.escape("{kind}"), "(?P<kind>true|false)") if "{kind}" in self.between else f"(?P<kind>){between}"
+        before, after = re.escape(self.before.strip()), re.escape(self.after.strip())
+        return re.compile(rf"\s*{before}\s*(?P<name>.*?)\s*{between}\n?(?P<value>.*?)\n?{after}", re.DOTALL)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ToolFormat:
-    """How one model family writes calls: `opens before NAME middle ARGUMENTS after (between ...)* closes`.
+    """How one model family writes calls: `opens before NAME middle ARGUMENTS after (between before ...)* closes`.
 
-    seen: texts that all occur in the chat templates of the family. trigger: the tag a call begins with; "" where a call is JSON that is the
-    whole answer. head: matches what stands before the arguments; group 1 is the name. argument: for families that write each argument
-    between tags instead of one JSON object: the texts before its name, between name and value, and after the value; texts are written
-    bare, all else as JSON. marks: tags that may follow the arguments. next_call: the tag of a further call, where it is not the trigger.
-    id_length: characters of a call's id.
+    Attributes:
+        name: Of the format, as the guide and errors call it.
+        seen: Texts that all occur in the chat templates of the family.
+        before: Text before the name of a function.
+        middle: Text between the name and the arguments. It may contain `INDEX` and `ID`.
+        after: Text after the arguments.
+        opens: Text before the first call.
+        between: Text between two calls.
+        closes: Text after the last call.
+        trigger: The tag that a call begins with; "" where a call is JSON that is the whole answer.
+        head: A pattern for what stands before the arguments. Group 1 is the name.
+        tagged: How arguments are written where they are not one JSON object.
+        layout: How arguments and messages are laid out: "json", "tagged", "gemma" (see `gemma_arguments`) or "harmony" (see `harmony`).
+        marks: Tags that may follow the arguments.
+        next_call: The tag of a further call where it is not the trigger.
+        ends: Tokens that end the answer, even where no file of the model names them as end tokens.
+        id_length: Characters of a call's id.
+        id_text: The id of a call where the family makes it of the name and the number of the call; "" for random letters.
+        taught: Whether templates of the family describe this form to the model when they get functions. False: we describe it.
     """
 
     name: str
@@ -42,12 +88,15 @@ class ToolFormat:
     between: str = "\n"
     closes: str = ""
     trigger: str = ""
-    head: str = _JSON_HEAD
+    head: str = _json_head()
+    tagged: TaggedArguments | None = None
+    layout: Literal["json", "tagged", "gemma", "harmony"] = "json"
     marks: tuple[str, ...] = ()
     next_call: str = ""
-    argument: tuple[str, str, str] | None = None
+    ends: tuple[str, ...] = ()
     id_length: int = 24
-    text_arguments: bool = False  # its templates put the arguments of earlier calls together as text
+    id_text: str = ""
+    taught: bool = True
 
     @cached_property
     def head_pattern(self) -> re.Pattern[str]:
@@ -55,42 +104,212 @@ class ToolFormat:
         return re.compile(self.head)
 
     @cached_property
-    def tags(self) -> tuple[str, ...]:
-        """Every tag that the parser looks for; some are special tokens, which have no text of their own in an answer."""
-        return tuple(dict.fromkeys(tag for tag in (self.trigger, self.next_call, *self.marks) if tag))
+    def bare(self) -> bool:
+        """Whether a call may come without its trigger: then it is JSON that the answer begins with."""
+        call = f"{self.before.removeprefix(self.trigger)}f{self.middle}{{}}".replace(INDEX, "0").replace(ID, "a")
+        return not self.trigger or (self.is_object and self.head_pattern.match(call) is not None)
 
-    def new_id(self) -> str:
-        """A fresh id of a call."""
+    @cached_property
+    def tags(self) -> tuple[str, ...]:
+        """Every tag that the parser looks for. Some are special tokens, which have no text of their own in an answer."""
+        return tuple(dict.fromkeys(tag for tag in (self.trigger, self.next_call, *self.marks, *self.ends) if tag))
+
+    @property
+    def is_object(self) -> bool:
+        """Whether a call is a JSON object that its arguments are a member of."""
+        return self.layout == "json" and self.after.lstrip().startswith("}")
+
+    def new_id(self, name: str, number: int) -> str:
+        """An id for a call that the model wrote.
+
+        Args:
+            name: The name of the function.
+            number: The number of the call in the answer.
+        """
+        if self.id_text:
+            return self.id_text.format(name=name, index=number)
         letters = "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(self.id_length))
         return letters if self.id_length < 20 else f"call_{letters}"
+
+    def written(self, calls: Sequence[tuple[str, str]]) -> str:
+        """The text of calls in this form.
+
+        Args:
+            calls: The name and the arguments, as JSON text, of each call.
+        """
+        made: list[str] = []
+        for number, (name, text) in enumerate(calls):
+            before, middle = (part.replace(INDEX, str(number)).replace(ID, f"call{number:05}") for part in (self.before, self.middle))
+            made.append(f"{before}{name}{middle}{self._arguments(text)}{self.after}")
+        return f"{self.opens}{self.between.join(made)}{self.closes}"
+
+    def _arguments(self, text: str) -> str:
+        if self.layout == "gemma":
+            return gemma_arguments.written(json.loads(text))
+        if self.tagged is None:
+            return text
+        parts: list[str] = []
+        for name, value in json.loads(text).items():
+            before = self.tagged.before
+            between = self.tagged.between.replace("{kind}", "true" if isinstance(value, str) else "false")
+            shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            parts.append(f"{before}{name}{between}{shown}{self.tagged.after}")
+        return "".join(parts)
 
 
 _HERMES_AFTER = ("</tool_call>",)
 _DEEPSEEK = ("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "<｜tool▁sep｜>")
+_GRANITE_AFTER = ("<|/tool_call|>",)
+_DSML = ("</｜DSML｜invoke>", "</｜DSML｜function_calls>")
+_INVOKE = ("</invoke>", "</minimax:tool_call>")
 FORMATS: dict[str, ToolFormat] = {
     one.name: one
     for one in (
         ToolFormat(
+            name="harmony",
+            seen=("<|channel|>", "<|message|>", "<|start|>"),
+            layout="harmony",
+            trigger="<|channel|>commentary to=functions.",
+            before="<|channel|>commentary to=functions.",
+            middle=" <|constrain|>json<|message|>",
+            after="",
+            between="<|end|><|start|>assistant",
+            closes="<|call|>",
+            marks=("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|return|>"),
+            ends=("<|call|>", "<|return|>"),
+        ),
+        ToolFormat(
+            name="gemma-4",
+            seen=("<|tool_call>", "<tool_call|>"),
+            layout="gemma",
+            trigger="<|tool_call>",
+            before="<|tool_call>call:",
+            middle="{",
+            after="}<tool_call|>",
+            between="",
+            head=r"\s*<\|tool_call>\s*call:\s*([^\s{]+)\s*\{",
+            marks=("<tool_call|>", '<|"|>'),
+            ends=("<|tool_response>",),
+        ),
+        ToolFormat(
+            name="apriel",
+            seen=("<tool_calls>",),
+            trigger="<tool_calls>",
+            opens="<tool_calls>[",
+            before='{"name": "',
+            middle='", "arguments": ',
+            after="}",
+            between=", ",
+            closes="]</tool_calls>",
+            head=r"\s*(?:<tool_calls>)?" + _json_head(),
+            marks=("</tool_calls>",),
+        ),
+        ToolFormat(
+            name="glm-4.7",
+            seen=("<tool_call>{function-name}<arg_key>",),
+            layout="tagged",
+            trigger="<tool_call>",
+            before="<tool_call>",
+            middle="",
+            after="</tool_call>",
+            head=r"\s*<tool_call>\s*([^\s<]+)(?=[\s<])\s*",
+            marks=_HERMES_AFTER,
+            tagged=TaggedArguments(before="<arg_key>", between="</arg_key><arg_value>", after="</arg_value>"),
+        ),
+        ToolFormat(
             name="glm",
             seen=("<tool_call>", "<arg_key>"),
+            layout="tagged",
             trigger="<tool_call>",
             before="<tool_call>",
             middle="\n",
             after="</tool_call>",
-            head=r"\s*<tool_call>\s*([^\s<]+)\s*",
+            head=r"\s*<tool_call>\s*([^\s<]+)(?=[\s<])\s*",
             marks=_HERMES_AFTER,
-            argument=("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
+            tagged=TaggedArguments(before="<arg_key>", between="</arg_key>\n<arg_value>", after="</arg_value>\n"),
+        ),
+        ToolFormat(
+            name="seed",
+            seen=("<seed:tool_call>", "<function="),
+            layout="tagged",
+            trigger="<seed:tool_call>",
+            before="<seed:tool_call>\n<function=",
+            middle=">\n",
+            after="</function>\n</seed:tool_call>",
+            head=r"\s*<seed:tool_call>\s*<function=([^>\s]+)>\s*",
+            marks=("</function>", "</seed:tool_call>"),
+            tagged=TaggedArguments(before="<parameter=", between=">", after="</parameter>\n"),
         ),
         ToolFormat(
             name="qwen-coder",
             seen=("<tool_call>", "<function="),
+            layout="tagged",
             trigger="<tool_call>",
             before="<tool_call>\n<function=",
             middle=">\n",
             after="</function>\n</tool_call>",
             head=r"\s*<tool_call>\s*<function=([^>\s]+)>\s*",
             marks=("</function>", *_HERMES_AFTER),
-            argument=("<parameter=", ">\n", "\n</parameter>\n"),
+            tagged=TaggedArguments(before="<parameter=", between=">\n", after="\n</parameter>\n"),
+        ),
+        ToolFormat(
+            name="minimax",
+            seen=("<minimax:tool_call>",),
+            layout="tagged",
+            trigger="<minimax:tool_call>",
+            opens="<minimax:tool_call>\n",
+            before='<invoke name="',
+            middle='">\n',
+            after="</invoke>\n",
+            between="",
+            closes="</minimax:tool_call>",
+            head=r'\s*(?:<minimax:tool_call>)?\s*<invoke\s+name="([^"]+)">\s*',
+            marks=_INVOKE,
+            next_call="<invoke",
+            tagged=TaggedArguments(before='<parameter name="', between='">', after="</parameter>\n"),
+        ),
+        ToolFormat(
+            name="dsml-4",
+            seen=("｜DSML｜", "tool_calls>"),
+            layout="tagged",
+            trigger="<｜DSML｜tool_calls>",
+            opens="<｜DSML｜tool_calls>\n",
+            before='<｜DSML｜invoke name="',
+            middle='">\n',
+            after="</｜DSML｜invoke>\n",
+            between="",
+            closes="</｜DSML｜tool_calls>",
+            head=r'\s*(?:<｜DSML｜tool_calls>)?\s*<｜DSML｜invoke\s+name="([^"]+)">\s*',
+            marks=("</｜DSML｜invoke>", "</｜DSML｜tool_calls>"),
+            next_call="<｜DSML｜invoke",
+            tagged=TaggedArguments(before='<｜DSML｜parameter name="', between='" string="{kind}">', after="</｜DSML｜parameter>\n"),
+        ),
+        ToolFormat(
+            name="dsml",
+            seen=("｜DSML｜",),
+            layout="tagged",
+            trigger="<｜DSML｜function_calls>",
+            opens="<｜DSML｜function_calls>\n",
+            before='<｜DSML｜invoke name="',
+            middle='">\n',
+            after="</｜DSML｜invoke>\n",
+            between="",
+            closes="</｜DSML｜function_calls>",
+            head=r'\s*(?:<｜DSML｜function_calls>)?\s*<｜DSML｜invoke\s+name="([^"]+)">\s*',
+            marks=_DSML,
+            next_call="<｜DSML｜invoke",
+            tagged=TaggedArguments(before='<｜DSML｜parameter name="', between='" string="{kind}">', after="</｜DSML｜parameter>\n"),
+        ),
+        ToolFormat(
+            name="functionary",
+            seen=("<function=", "</function>"),
+            trigger="<function=",
+            before="<function=",
+            middle=">",
+            after="</function>",
+            between="",
+            head=r"\s*<function=([^>\s]+)>\s*(?=\{)",
+            marks=("</function>",),
         ),
         ToolFormat(
             name="hermes",
@@ -99,8 +318,20 @@ FORMATS: dict[str, ToolFormat] = {
             before='<tool_call>\n{"name": "',
             middle='", "arguments": ',
             after="}\n</tool_call>",
-            head=r"\s*<tool_call>" + _JSON_HEAD,
+            head=r"\s*<tool_call>" + _json_head(),
             marks=_HERMES_AFTER,
+        ),
+        ToolFormat(
+            name="mistral-id",
+            seen=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
+            trigger="[TOOL_CALLS]",
+            before="[TOOL_CALLS]",
+            middle=f"[CALL_ID]{ID}[ARGS]",
+            after="",
+            between="",
+            head=r"\s*\[TOOL_CALLS\]\s*([^\s\[{]+)\s*(?:\[CALL_ID\](?P<id>[^\[]*))?\[ARGS\]\s*(?=\{)",
+            marks=("[ARGS]", "[CALL_ID]"),
+            id_length=9,
         ),
         ToolFormat(
             name="mistral-args",
@@ -110,7 +341,7 @@ FORMATS: dict[str, ToolFormat] = {
             middle="[ARGS]",
             after="",
             between="",
-            head=r"\s*\[TOOL_CALLS\]\s*([^\s\[{]+)\s*(?:\[CALL_ID\][^\[]*)?\[ARGS\]\s*(?=\{)",
+            head=r"\s*\[TOOL_CALLS\]\s*([^\s\[{]+)\s*(?:\[CALL_ID\](?P<id>[^\[]*))?\[ARGS\]\s*(?=\{)",
             marks=("[ARGS]", "[CALL_ID]"),
             id_length=9,
         ),
@@ -124,7 +355,7 @@ FORMATS: dict[str, ToolFormat] = {
             after="}",
             between=", ",
             closes="]",
-            head=r"\s*(?:\[TOOL_CALLS\])?" + _JSON_HEAD,
+            head=r"\s*(?:\[TOOL_CALLS\])?" + _json_head(),
             id_length=9,
         ),
         ToolFormat(
@@ -139,7 +370,6 @@ FORMATS: dict[str, ToolFormat] = {
             head=r"\s*(?:<｜tool▁calls▁begin｜>)?\s*<｜tool▁call▁begin｜>\s*(?:function\s*<｜tool▁sep｜>)?([^\s<]+)\s*```json\s*(?=\{)",
             marks=_DEEPSEEK,
             next_call="<｜tool▁call▁begin｜>",
-            text_arguments=True,
         ),
         ToolFormat(
             name="deepseek-plain",
@@ -154,7 +384,102 @@ FORMATS: dict[str, ToolFormat] = {
             head=r"\s*(?:<｜tool▁calls▁begin｜>)?\s*<｜tool▁call▁begin｜>\s*([^\s<]+)\s*<｜tool▁sep｜>\s*(?=\{)",
             marks=_DEEPSEEK,
             next_call="<｜tool▁call▁begin｜>",
-            text_arguments=True,
+        ),
+        ToolFormat(
+            name="kimi",
+            seen=("<|tool_calls_section_begin|>",),
+            trigger="<|tool_calls_section_begin|>",
+            opens="<|tool_calls_section_begin|>",
+            before="<|tool_call_begin|>functions.",
+            middle=f":{INDEX}<|tool_call_argument_begin|>",
+            after="<|tool_call_end|>",
+            between="",
+            closes="<|tool_calls_section_end|>",
+            head=(
+                r"\s*(?:<\|tool_calls_section_begin\|>)?\s*<\|tool_call_begin\|>\s*(?:functions\.)?([^\s:<]+)(?::\d+)?\s*"
+                r"<\|tool_call_argument_begin\|>\s*(?=\{)"
+            ),
+            marks=("<|tool_call_end|>", "<|tool_calls_section_end|>", "<|tool_call_argument_begin|>"),
+            next_call="<|tool_call_begin|>",
+            id_text="functions.{name}:{index}",
+        ),
+        ToolFormat(
+            name="cohere-action",
+            seen=("<|START_ACTION|>",),
+            trigger="<|START_ACTION|>",
+            opens="<|START_ACTION|>[\n    ",
+            before=f'{{"tool_call_id": "{INDEX}", "tool_name": "',
+            middle='", "parameters": ',
+            after="}",
+            between=",\n    ",
+            closes="\n]<|END_ACTION|>",
+            head=r"\s*(?:<\|START_ACTION\|>)?" + _json_head("tool_name", ("parameters",)),
+            marks=("<|END_ACTION|>",),
+        ),
+        ToolFormat(
+            name="cohere",
+            seen=("Action:", "```json", "tool_name"),
+            trigger="Action: ```json",
+            opens="Action: ```json\n[\n    ",
+            before='{\n        "tool_name": "',
+            middle='",\n        "parameters": ',
+            after="\n    }",
+            between=",\n    ",
+            closes="\n]```",
+            head=r"\s*(?:Action:)?" + _json_head("tool_name", ("parameters",)),
+        ),
+        ToolFormat(
+            name="phi",
+            seen=("<|tool|>",),
+            trigger="<|tool_call|>",
+            opens="<|tool_call|>[",
+            before='{"name": "',
+            middle='", "arguments": ',
+            after="}",
+            between=", ",
+            closes="]<|/tool_call|>",
+            head=r"\s*(?:<\|tool_call\|>)?" + _json_head(),
+            marks=_GRANITE_AFTER,
+            taught=False,
+        ),
+        ToolFormat(
+            name="granite",
+            seen=("<|tool_call|>",),
+            trigger="<|tool_call|>",
+            opens="<|tool_call|>[",
+            before='{"name": "',
+            middle='", "arguments": ',
+            after="}",
+            between=", ",
+            closes="]",
+            head=r"\s*(?:<\|tool_call\|>)?" + _json_head(),
+            marks=_GRANITE_AFTER,
+        ),
+        ToolFormat(
+            name="nemotron",
+            seen=("<TOOLCALL>",),
+            trigger="<TOOLCALL>",
+            opens="<TOOLCALL>[",
+            before='{"name": "',
+            middle='", "arguments": ',
+            after="}",
+            between=", ",
+            closes="]</TOOLCALL>",
+            head=r"\s*(?:<TOOLCALL>)?" + _json_head(),
+            marks=("</TOOLCALL>",),
+        ),
+        ToolFormat(
+            name="apertus",
+            seen=("<|tools_prefix|>",),
+            trigger="<|tools_prefix|>",
+            opens="<|tools_prefix|>[",
+            before='{"',
+            middle='": ',
+            after="}",
+            between=", ",
+            closes="]<|tools_suffix|>",
+            head=r'\s*(?:<\|tools_prefix\|>)?[\[\s]*\{\s*"([^"\\]+)"\s*:\s*(?=\{)',
+            marks=("<|tools_suffix|>",),
         ),
         ToolFormat(
             name="llama3",
@@ -165,11 +490,11 @@ FORMATS: dict[str, ToolFormat] = {
             between="; ",
             marks=("<|python_tag|>",),
         ),
-        ToolFormat(name="gemma", seen=("<start_of_turn>",), before='{"name": "', middle='", "parameters": ', after="}"),
-        ToolFormat(name="json", seen=(), before='{"name": "', middle='", "arguments": ', after="}"),
+        ToolFormat(name="gemma", seen=("<start_of_turn>",), before='{"name": "', middle='", "parameters": ', after="}", taught=False),
+        ToolFormat(name="json", seen=(), before='{"name": "', middle='", "arguments": ', after="}", taught=False),
     )
 }
-"""In the order in which they are looked for; "json" is for templates that none of the others is for."""
+"""In the order in which they are looked for. "json" is for templates that none of the others is for."""
 
 
 def tool_format(template: str) -> ToolFormat:
@@ -219,10 +544,17 @@ def tools_of(value: Any) -> tuple[Tool, ...]:
 
 
 def described(tools: Sequence[Tool], form: ToolFormat) -> str:
-    """What tells a model about tools whose chat template does not: text for the system message."""
+    """What tells a model about functions if its chat template does not: text for the system message."""
     lines = "\n".join(json.dumps(tool.json["function"], ensure_ascii=False) for tool in tools)
-    call = f"{form.opens}{form.before}NAME{form.middle}{{...}}{form.after}{form.closes}"
     return (
-        "You may call functions. Each is described by one line of JSON, with the JSON schema of its arguments:\n"
-        f"{lines}\n\nTo call a function, answer with nothing but\n{call}\nwhere NAME is its name and {{...}} its arguments as JSON."
+        f"You may call functions. Each is described by one line of JSON, with the JSON schema of its arguments:\n{lines}\n\n{taught(form)}"
     )
+
+
+def taught(form: ToolFormat) -> str:
+    """What tells a model how to write a call: text for the system message."""
+    if form.tagged is not None or form.layout == "gemma":
+        call = form.written([("NAME", '{"ARGUMENT": "VALUE"}')])
+        return f"To call a function, answer with nothing but\n{call}\nwhere NAME is its name, with each ARGUMENT and its VALUE."
+    call = form.written([("NAME", "{...}")])
+    return f"To call a function, answer with nothing but\n{call}\nwhere NAME is its name and {{...}} its arguments as JSON."

@@ -14,7 +14,7 @@ from exl2nb.tokenizer.tokenizer import Tokenizer
 from exl2nb.tokenizer.tools import FORMATS, tools_of
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tokenizer"))
-from test_reply import THINK, written
+from test_reply import PLAIN_FORMATS, THINK, written
 
 DEMO = Path(exl2nb.__file__).parent / "demo_model"
 PARAMETERS = {
@@ -43,14 +43,15 @@ def accepts(structure, tokenizer, text):
     return constraint.accepting or constraint.finished
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", PLAIN_FORMATS)
 @pytest.mark.parametrize("thinking", [False, True])
 def test_calls_fit_their_schemas(name, thinking, tokenizer):
     form = FORMATS[name]
     reply = ReplyFormat(calls=form, tools=TOOLS, think=THINK if thinking else None, thinking=thinking)
     start = "well, {1} <tool_call>x\n</think>\n\n" if thinking else ""
-    auto, required, named = (call_structure(reply, choice, tokenizer, VOCAB, parallel=True) for choice in ("auto", "required", "now"))
-    one = call_structure(reply, "required", tokenizer, VOCAB, parallel=False)
+    auto, required, named = (call_structure(reply, choice, tokenizer, VOCAB, parallel=True)[0] for choice in ("auto", "required", "now"))
+    one, notes = call_structure(reply, "required", tokenizer, VOCAB, parallel=False)
+    assert notes == []
     both = start + written(form, FINE)
     assert accepts(auto, tokenizer, both)
     assert accepts(required, tokenizer, both)
@@ -69,7 +70,7 @@ def test_calls_fit_their_schemas(name, thinking, tokenizer):
         ("weather", {"city": "Rome", "unit": "K"}),
     ]:
         assert not accepts(auto, tokenizer, start + written(form, [wrong])), wrong
-    if form.argument is None:
+    if form.layout == "json":
         assert not accepts(auto, tokenizer, start + written(form, [("weather", {"city": "R"})]))
 
 
@@ -79,7 +80,7 @@ def test_a_tag_that_is_a_special_token_is_that_token(tokenizer):
     own = Tokenizer(type(tokenizer.backend).from_str(json.dumps(plain)), special_tokens={})
     own.eos_ids = tokenizer.eos_ids
     reply = ReplyFormat(calls=FORMATS["mistral"], tools=TOOLS)
-    structure = call_structure(reply, "auto", own, own.vocab_size, parallel=True)
+    structure, _ = call_structure(reply, "auto", own, own.vocab_size, parallel=True)
     calls = own.encode("Well " + written(FORMATS["mistral"], FINE), add_special=False)
     assert own.token_id("[TOOL_CALLS]") in calls
     constraint = structure.start()
@@ -98,7 +99,7 @@ def test_a_structure_behind_the_reasoning(tokenizer):
         structure = behind_reasoning(kind, source, reply, tokenizer, VOCAB)
         assert accepts(structure, tokenizer, f"so, so\n</think>\n\n{text}")
         assert not accepts(structure, tokenizer, text)
-        assert structure.parse(f"so, so\n</think>\n\n{text}") == value
+        assert structure.parse(text) == value
     with pytest.raises(OptionError, match="grammar and a prompt that opens the reasoning"):
         behind_reasoning("grammar", 'start: "a"', reply, tokenizer, VOCAB)
 
@@ -107,9 +108,81 @@ def test_what_cannot_be_called(tokenizer):
     reply = ReplyFormat(calls=FORMATS["hermes"], tools=TOOLS)
     with pytest.raises(OptionError, match="tool_choice is 'late'"):
         call_structure(reply, "late", tokenizer, VOCAB, parallel=True)
-    bad = tools_of([{"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "string", "pattern": "("}}}}])
-    with pytest.raises(StructureError, match="tools: grammar cannot be used"):
-        call_structure(ReplyFormat(calls=FORMATS["hermes"], tools=bad), "auto", tokenizer, VOCAB, parallel=True)
-    top = tools_of([{"name": "f", "parameters": {"type": "object", "anyOf": [{}]}}])
-    with pytest.raises(StructureError, match="anyOf at its top"):
-        call_structure(ReplyFormat(calls=FORMATS["glm"], tools=top), "auto", tokenizer, VOCAB, parallel=True)
+
+
+BAD = {
+    "uniqueItems": {"type": "array", "items": {"type": "string"}, "uniqueItems": True},
+    "propertyNames": {"type": "object", "propertyNames": {"pattern": "^a"}},
+    "look-around": {"type": "string", "pattern": r"^(?!\.)[a-z.]+@[a-z.]+$"},
+    "not": {"not": {"type": "null"}},
+    "if": {"if": {"type": "string"}, "then": {"minLength": 2}},
+}
+
+
+@pytest.mark.parametrize("name", PLAIN_FORMATS)
+@pytest.mark.parametrize("keyword", BAD)
+def test_one_schema_that_cannot_be_masked(name, keyword, tokenizer):
+    """Its function can still be called, with anything; the others are held to theirs."""
+    form = FORMATS[name]
+    bad = {"type": "object", "properties": {"x": BAD[keyword]}, "required": ["x"]}
+    tools = tools_of([{"name": "send", "parameters": bad}, {"name": "weather", "parameters": PARAMETERS}])
+    structure, notes = call_structure(ReplyFormat(calls=form, tools=tools), "required", tokenizer, VOCAB, parallel=True)
+    assert len(notes) == 1
+    assert "the arguments of 'send' are not held to their schema" in notes[0]
+    assert keyword in notes[0] or (keyword == "look-around" and "pattern" in notes[0])
+    assert accepts(structure, tokenizer, written(form, [("send", {"x": "any", "y": "more"})]))
+    assert accepts(structure, tokenizer, written(form, FINE[:1]))
+    assert not accepts(structure, tokenizer, written(form, [("weather", {"city": "Rome", "days": "x"})]))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "format": "binary"},
+        {"type": "string", "format": "url"},
+        {"type": "object", "propertyNames": {"type": "string"}},
+        {"type": "array", "uniqueItems": False},
+    ],
+)
+def test_annotations_change_nothing(schema, tokenizer):
+    tools = tools_of([{"name": "f", "parameters": {"type": "object", "properties": {"format": schema}, "required": ["format"]}}])
+    structure, notes = call_structure(ReplyFormat(calls=FORMATS["hermes"], tools=tools), "required", tokenizer, VOCAB, parallel=True)
+    assert notes == []
+    assert not accepts(structure, tokenizer, written(FORMATS["hermes"], [("f", {})])), "a property named like a keyword is kept"
+
+
+def test_a_choice_that_is_no_function(tokenizer):
+    with pytest.raises(OptionError, match="tool_choice is 'late'"):
+        call_structure(ReplyFormat(calls=FORMATS["hermes"], tools=TOOLS), "late", tokenizer, VOCAB, parallel=True)
+
+
+def test_gemma_arguments_keep_to_their_schema(tokenizer):
+    form = FORMATS["gemma-4"]
+    schema = {
+        "type": "object",
+        "properties": {
+            "at": {"type": "object", "properties": {"x": {"type": "number"}, "y": {"type": "boolean"}}, "required": ["x"]},
+            "list": {"type": "array", "items": {"type": "integer"}},
+            "name": {"type": "string", "maxLength": 5},
+            "unit": {"enum": ["C", 1, None]},
+        },
+        "required": ["name"],
+    }
+    tools = tools_of([{"name": "f", "parameters": schema}])
+    structure, notes = call_structure(ReplyFormat(calls=form, tools=tools), "required", tokenizer, VOCAB, parallel=False)
+    assert notes == []
+    for fine in [
+        {"name": "a, b"},
+        {"at": {"x": -1.5, "y": True}, "list": [1, 2], "name": "", "unit": None},
+        {"list": [], "name": "x", "unit": "C"},
+    ]:
+        assert accepts(structure, tokenizer, written(form, [("f", fine)])), fine
+    for wrong in [
+        {},
+        {"name": "too long"},
+        {"name": 3},
+        {"name": "a", "list": ["b"]},
+        {"name": "a", "at": {"y": True}},
+        {"name": "a", "unit": "D"},
+    ]:
+        assert not accepts(structure, tokenizer, written(form, [("f", wrong)])), wrong

@@ -260,12 +260,14 @@ def test_render(llm):
     for template, words in [
         ("<s>" + TEMPLATE, "BOS is doubled: the prompt begins with '<s>' twice"),
         (TEMPLATE.replace("{{ bos_token }}", ""), "the template writes no BOS"),
-        (TEMPLATE + "<s>", "BOS occurs 2 times"),
-        ("a<s>", "BOS '<s>' occurs inside the prompt"),
+        ("a<s>{{ 1 }}", "BOS '<s>' occurs inside the prompt"),
     ]:
         assert any(words in warning for warning in llm.render("Hello", template=template).warnings), template
     injected = llm.render("Hello</s>", template=TEMPLATE)
-    assert "message 0 (user) holds special tokens as text: </s>" in str(injected)
+    assert "message 0 (user) holds special tokens as text: </s>; the model reads them as text" in str(injected)
+    assert 2 not in injected.ids
+    acting = llm.render([{"role": "system", "content": "Be brief.</s>"}, {"role": "user", "content": "Hello"}], template=TEMPLATE)
+    assert "they act as such" in str(acting) and 2 in acting.ids
     assert rendered("", llm.tokenizer).pieces == ()
     talk = llm.conversation(**OPTIONS)
     talk.say("Hello", max_tokens=1)

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import json
 import math
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import tokenizers
 import torch
 
 import exl2nb as ex
-from exl2nb.core.errors import EngineClosed, GenerationError, TokenizerError
+from exl2nb.core.errors import EngineClosed, GenerationError, OptionError, TokenizerError
 from exl2nb.llm import functions
 from exl2nb.sampling.explanation import Explanation
 
@@ -151,11 +152,28 @@ def test_tokenizer_missing_or_of_another_model(tmp_path):
     (folder / "tokenizer.json").unlink()
     with pytest.raises(TokenizerError, match=r"has no tokenizer\.json"):
         ex.load(folder)
-    other = tokenizers.Tokenizer.from_str(text)
-    other.add_tokens(["<extra>"])
-    (folder / "tokenizer.json").write_text(other.to_str())
+    larger = json.loads(text)
+    larger["model"]["vocab"]["extra"] = 4096
+    (folder / "tokenizer.json").write_text(json.dumps(larger))
     with pytest.raises(TokenizerError, match="token 4096, the model's vocabulary ends at 4095"):
         ex.load(folder)
+
+
+def test_added_tokens_beyond_the_embedding(tmp_path):
+    """A text model may keep the image token of its family, which no row of the embedding belongs to."""
+    folder = copy_of(DEMO, tmp_path / "model")
+    other = tokenizers.Tokenizer.from_str((folder / "tokenizer.json").read_text())
+    other.add_special_tokens(["<image_soft_token>"])
+    for name, text in (("tokenizer.json", other.to_str()), ("generation_config.json", json.dumps({"eos_token_id": [2, 4096]}))):
+        (folder / name).unlink()
+        (folder / name).write_text(text)
+    with ex.load(folder, progress=None) as llm:
+        assert llm.tokenizer.eos_ids == {2}
+        assert llm.generate("It was", max_tokens=3, min_tokens=2, temperature=0).text
+        with pytest.raises(OptionError, match="the prompt holds ids outside 0 to 4095"):
+            llm.generate("a <image_soft_token>", max_tokens=1)
+        assert llm.chat("a <image_soft_token>", template="chatml", max_tokens=1).tokens, "the words of a user are text"
+        assert llm.generate("It was", choice=["<image_soft_token>"], max_tokens=20).text == "<image_soft_token>"
 
 
 def test_two_models_at_once_and_close():

@@ -249,7 +249,6 @@ def test_what_openai_and_anthropic_send(made):
         ([{"type": "image_url", "image_url": {"url": "http://example.org/a.png"}}], {}, PictureError, "nothing is fetched"),
         ([{"type": "video", "video": [noise(8, 8, 1)] * 2}], {}, PictureError, "reads pictures and no videos"),
         ([{"type": "audio", "audio": b""}], {}, OptionError, "type 'audio'"),
-        ([noise(8, 8, 1), "w1 <image>"], {}, PictureError, "2 times, and 1 pictures"),
         ([noise(8, 8, 1), "\ue001picture\ue001"], {}, PictureError, "1 pictures and 2 places"),
         ([noise(8, 8, 1)], {"token_healing": True}, OptionError, "exclude each other"),
         ([noise(8, 8, i) for i in range(257)], {}, PictureError, "more than 256"),

@@ -94,7 +94,7 @@ def test_wrong_value_is_named(change, words):
         ("Glm4ForCausalLM", {"partial_rotary_factor": 0.1, "head_dim": 8}, "partial_rotary_factor is 0.1"),
         ("SmolLM3ForCausalLM", {"no_rope_layers": [2, 0]}, "no_rope_layers is"),
         ("Gemma3ForCausalLM", {"layer_types": ["full_attention"]}, "layer_types is"),
-        ("Gemma3ForCausalLM", {"use_bidirectional_attention": True}, "only causal attention"),
+        ("Gemma3ForCausalLM", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True; expected false or null"),
         ("Mistral3ForConditionalGeneration", {}, "'text_config' is missing"),
         ("GPT2LMHeadModel", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
         ("GPTBigCodeForCausalLM", {"multi_query": False}, "multi_query is False"),

@@ -96,6 +96,7 @@ def _minicpm(tensors: Tensors, raw: dict[str, Any]) -> tuple[Tensors, dict[str, 
         "scale_emb": raw["embedding_multiplier"],
         "scale_depth": raw["residual_multiplier"] * raw["num_hidden_layers"] ** 0.5,
         "dim_model_base": round(raw["hidden_size"] / raw["logits_scaling"]),
+        **dict.fromkeys(("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")),
     }
     return _named("MiniCPMForCausalLM", {}, **changes)(tensors, raw)
 
@@ -163,6 +164,10 @@ GEMMA3_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
+MINISTRAL3_ROPE = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 300, "mscale": 1.0, "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
 VISION = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
 }  # fmt: skip
@@ -191,6 +196,9 @@ ZOO: dict[str, Tiny] = {
     "phi3": tiny("Phi3ForCausalLM", pad_token_id=0, sliding_window=17),
     "phi4-mini": tiny("Phi3ForCausalLM", pad_token_id=0, tie_word_embeddings=True,
                       rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}),
+    "ministral3": tiny("Ministral3ForCausalLM", pad_token_id=0, rope_parameters=MINISTRAL3_ROPE),
+    "mistral3-ministral3": Tiny("Mistral3ForConditionalGeneration", "Mistral3ForConditionalGeneration", "Mistral3Config",
+                                {"rope_parameters": MINISTRAL3_ROPE, "sliding_window": 31}, text="Ministral3Config"),
     "mistral3": Tiny("Mistral3ForConditionalGeneration", "Mistral3ForConditionalGeneration", "Mistral3Config", {}, text="MistralConfig"),
     "qwen2_vl": Tiny("Qwen2VLForConditionalGeneration", "Qwen2VLForConditionalGeneration", "Qwen2VLConfig",
                      {"mrope": True}, text="Qwen2VLTextConfig", vision=QWEN_VISION),

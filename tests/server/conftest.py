@@ -7,7 +7,8 @@ httpx = pytest.importorskip("httpx")
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}"
     "{% if not loop.last or m.role != 'assistant' %}{{ '\\n' }}{% endif %}{% endfor %}"
-    "{% if tools %}{{ tools | length }}{% endif %}{% if enable_thinking %}{{ '<think>\\n' }}{% endif %}{# </think> <tool_call> #}"
+    "{% if tools %}{{ tools | map(attribute='function.name') | join(', ') }}{% endif %}"
+    "{% if enable_thinking %}{{ '<think>\\n' }}{% elif tools and add_generation_prompt %}<think></think>{% endif %}{# <tool_call> #}"
 )
 """Of a model that knows Hermes' tool calls, and thinks where it is told to."""
 

@@ -5,10 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exl2nb.core.errors import OptionError
-from exl2nb.tokenizer.chat import render, text_messages, without_tool_turns
+from exl2nb.tokenizer.chat import render
 from exl2nb.tokenizer.instruct import INSTRUCT
-from exl2nb.tokenizer.reply import ReplyFormat, ReplyParser, collect
-from exl2nb.tokenizer.tools import FORMATS, described, tool_format, tools_of
+from exl2nb.tokenizer.reply import ReplyFormat, collect
+from exl2nb.tokenizer.tools import FORMATS, tool_format, tools_of
 
 TOOLS = tools_of(
     [
@@ -20,27 +20,23 @@ CALLS = [("weather", {"city": 'a "b" } <c>\n é', "days": 3, "at": {"x": [1, {}]
 THINK = ("<think>", "</think>")
 
 
+PLAIN_FORMATS = [name for name, form in FORMATS.items() if form.layout != "harmony"]
+
+
 def written(form, calls):
     """Calls as the family writes them."""
-
-    def arguments(values):
-        if form.argument is None:
-            return json.dumps(values, ensure_ascii=False)
-        before, between, after = form.argument
-        return "".join(before + key + between + (v if isinstance(v, str) else json.dumps(v)) + after for key, v in values.items())
-
-    return form.opens + form.between.join(form.before + name + form.middle + arguments(v) + form.after for name, v in calls) + form.closes
+    return form.written([(name, json.dumps(values, ensure_ascii=False)) for name, values in calls])
 
 
 def parsed(text, cuts=(), **form):
-    parser, found, at = ReplyParser(ReplyFormat(tools=TOOLS, **form)), [], 0
+    parser, found, at = ReplyFormat(tools=TOOLS, **form).parser(), [], 0
     for cut in [*sorted(c for c in cuts if c < len(text)), len(text)]:
         found += parser.feed(text[at:cut])
         at = cut
     return collect([*found, *parser.finish()])
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", PLAIN_FORMATS)
 @pytest.mark.parametrize("thinking", [False, True])
 @settings(max_examples=20)
 @given(cuts=st.lists(st.integers(0, 400), max_size=30))
@@ -55,7 +51,7 @@ def test_calls_of_every_family_however_the_text_is_cut(name, thinking, cuts):
     assert len({call.id for call in reply.tool_calls}) == 2
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", PLAIN_FORMATS)
 @pytest.mark.parametrize("text", ["plain words", "a < b, [x], {y}", "<tool", "", " \n two lines\n", '{"answer": 1}', "```\ncode\n```"])
 def test_an_answer_without_calls_stays_as_it_is(name, text):
     assert parsed(text, range(len(text)), calls=FORMATS[name]).content.strip() == text.strip()
@@ -75,6 +71,38 @@ def test_what_small_models_write_instead():
     assert (fenced.tool_calls[0].name, fenced.content) == ("now", "")
     cut = parsed('<tool_call>\n{"name": "now", "arguments": {"a": ', calls=FORMATS["hermes"])
     assert cut.tool_calls[0].arguments == '{"a": '
+
+
+def test_arguments_between_tags_are_given_out_one_by_one():
+    for name in ("qwen-coder", "glm", "minimax", "dsml"):
+        form = FORMATS[name]
+        text = written(form, [("weather", {"city": "Oslo", "days": 3})])
+        parser = ReplyFormat(tools=TOOLS, calls=form).parser()
+        cut = text.index("days")
+        first = [delta.text for delta in parser.feed(text[:cut]) if delta.kind == "arguments"]
+        assert first == ['{"city": "Oslo"'], name
+        rest = [delta.text for delta in [*parser.feed(text[cut:]), *parser.finish()] if delta.kind == "arguments"]
+        assert json.loads("".join([*first, *rest])) == {"city": "Oslo", "days": 3}, name
+
+
+def test_what_models_write_beside_the_arguments():
+    with_id = parsed(
+        '[TOOL_CALLS][{"name": "now", "arguments": {"a": "}"}, "id": "abc123456"}, {"name": "now", "arguments": {}}] ',
+        calls=FORMATS["mistral"],
+    )
+    assert [call.parsed for call in with_id.tool_calls] == [{"a": "}"}, {}]
+    assert with_id.content == ""
+    given = parsed('[TOOL_CALLS]now[CALL_ID]abc123456[ARGS]{"a": 1}', calls=FORMATS["mistral-id"])
+    assert (given.tool_calls[0].id, given.tool_calls[0].parsed) == ("abc123456", {"a": 1})
+    kimi = parsed(written(FORMATS["kimi"], CALLS), calls=FORMATS["kimi"])
+    assert [call.id for call in kimi.tool_calls] == ["functions.weather:0", "functions.now:1"]
+    bare = parsed('[{"tool_call_id": "0", "tool_name": "now", "parameters": {}}]', calls=FORMATS["cohere-action"])
+    assert (bare.tool_calls[0].name, bare.content) == ("now", "")
+    typed = parsed(
+        '<｜DSML｜function_calls><｜DSML｜invoke name="f"><｜DSML｜parameter name="a" string="true">1</｜DSML｜parameter></｜DSML｜invoke>',
+        calls=FORMATS["dsml"],
+    )
+    assert typed.tool_calls[0].parsed == {"a": "1"}
 
 
 def test_reasoning_that_the_model_opens_itself_and_one_that_never_ends():
@@ -103,6 +131,23 @@ def test_tags_that_are_special_tokens_are_read_by_their_id():
         ("{% if tools %}<tool_call>{% endif %}", "hermes"),
         ("<tool_call><arg_key>", "glm"),
         ("<tool_call><function=", "qwen-coder"),
+        ("<tool_call>{function-name}<arg_key>", "glm-4.7"),
+        ("<seed:tool_call><function=", "seed"),
+        ("<minimax:tool_call>", "minimax"),
+        ("<｜DSML｜function_calls>", "dsml"),
+        ("<｜DSML｜tool_calls>", "dsml-4"),
+        ("<function=a></function>", "functionary"),
+        ("<|tool_calls_section_begin|>", "kimi"),
+        ("<|START_ACTION|>", "cohere-action"),
+        ("Action: ```json tool_name", "cohere"),
+        ("<|tool|>", "phi"),
+        ("<|tool_call|>", "granite"),
+        ("<TOOLCALL>", "nemotron"),
+        ("<tool_calls> <tool_call>", "apriel"),
+        ("<|tools_prefix|>", "apertus"),
+        ("<|tool_call>call:<tool_call|>", "gemma-4"),
+        ("<|start|><|channel|><|message|>", "harmony"),
+        ("[TOOL_CALLS] [CALL_ID] [ARGS]", "mistral-id"),
         ("[TOOL_CALLS]", "mistral"),
         ("[TOOL_CALLS] [ARGS]", "mistral-args"),
         ("<｜tool▁calls▁begin｜> ```json", "deepseek"),
@@ -129,40 +174,6 @@ def test_the_family_follows_from_the_template(template, name):
 def test_tools_that_are_none(tools, message):
     with pytest.raises(OptionError, match=message):
         tools_of(tools)
-
-
-def test_messages_become_texts():
-    call = {"id": "1", "function": {"name": "now", "arguments": '{"a": 1}'}}
-    talk = [
-        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
-        {"role": "assistant", "tool_calls": [call]},
-    ]
-    made = text_messages(talk)
-    assert made[0]["content"] == "a\nb"
-    assert made[1]["content"] == ""
-    assert made[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
-    assert text_messages(talk, parse_arguments=False)[1]["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
-    for part, kind in [({"type": "image_url"}, "image_url"), (5, "None")]:
-        with pytest.raises(OptionError, match=rf"message 0 \(user\) holds a part of type '{kind}'"):
-            text_messages([{"role": "user", "content": [part]}])
-    with pytest.raises(OptionError, match="arguments of 'now' are no JSON"):
-        text_messages([{"role": "assistant", "tool_calls": [{"function": {"name": "now", "arguments": "{"}}]}])
-    with pytest.raises(OptionError, match="tool_calls holds"):
-        text_messages([{"role": "assistant", "tool_calls": [5]}])
-
-
-def test_tools_for_a_template_that_knows_none():
-    talk = [
-        {"role": "user", "content": "time?"},
-        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "now", "arguments": {}}}]},
-        {"role": "tool", "content": "12:00"},
-    ]
-    made = without_tool_turns(talk, FORMATS["json"], TOOLS, system=True)
-    assert [one["role"] for one in made] == ["system", "user", "assistant", "user"]
-    assert described(TOOLS, FORMATS["json"]) == made[0]["content"]
-    assert made[2]["content"] == '{"name": "now", "arguments": {}}'
-    assert "12:00" in made[3]["content"]
-    assert "weather" in without_tool_turns(talk, FORMATS["json"], TOOLS, system=False)[0]["content"]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@ import json
 from pathlib import Path
 
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
@@ -10,6 +11,7 @@ from transformers import AutoTokenizer
 import exl2nb
 from exl2nb.core.errors import TokenizerError
 from exl2nb.tokenizer.chat import render
+from exl2nb.tokenizer.literal import control_pattern, protect
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
 from .makers import MAKERS, TEXT, byte_level, sentencepiece, write
@@ -40,12 +42,84 @@ def test_bos_rules_are_those_of_transformers(tmp_path, make, config):
     assert ours.encode("It was", add_special=False) == theirs("It was", add_special_tokens=False)["input_ids"]
 
 
-def test_bos_and_eos_where_only_the_config_asks_for_them(tmp_path):
+def test_bos_where_only_the_config_asks_for_it_and_never_eos(tmp_path):
     flags = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True, "add_eos_token": True}
     tokenizer = Tokenizer.load(write(tmp_path, byte_level(), tokenizer_config=flags))
     plain = tokenizer.encode("It was", add_special=False)
-    assert tokenizer.encode("It was") == [0, *plain, 1]
-    assert tokenizer.encode("<s>It was</s>") == [0, *plain, 1]
+    assert tokenizer.encode("It was") == [0, *plain]
+    assert tokenizer.encode("<s>It was</s>") == [0, *plain, 1], "an end that the caller wrote stays"
+
+
+def test_a_post_processor_that_adds_eos(tmp_path):
+    backend = byte_level()
+    backend.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
+    tokenizer = Tokenizer.load(write(tmp_path, backend, tokenizer_config={"bos_token": "<s>", "eos_token": "</s>"}))
+    plain = tokenizer.encode("It was", add_special=False)
+    assert tokenizer.encode("It was") == [0, *plain]
+    assert tokenizer.encode("It was</s>") == [0, *plain, 1]
+
+
+@pytest.mark.parametrize("make", [byte_level, sentencepiece])
+def test_tokens_that_only_the_config_declares(tmp_path, make):
+    backend = make()
+    size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
+    entry = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
+    declared = {
+        str(size): {**entry, "content": "<|turn|>", "special": True},
+        str(size + 1): {**entry, "content": "<kit>", "special": False},
+    }
+    config = {"bos_token": "<s>", "eos_token": "<|turn|>", "added_tokens_decoder": declared, "tokenizer_class": "PreTrainedTokenizerFast"}
+    folder = write(tmp_path, backend, tokenizer_config=config)
+    ours, theirs = Tokenizer.load(folder), AutoTokenizer.from_pretrained(folder)
+    for text in ("It was<|turn|>", "a<kit>b <|turn|>"):
+        assert ours.encode(text, add_special=False) == theirs(text, add_special_tokens=False)["input_ids"]
+    assert ours.eos_ids == {size}
+    assert ours.skipped_ids >= {size}
+    assert size + 1 not in ours.skipped_ids
+    assert ours.decode([size, size + 1]) == "<kit>"
+
+
+def test_a_token_that_the_config_makes_special(tmp_path):
+    backend = byte_level()
+    backend.add_tokens(["<x>"])
+    number = backend.token_to_id("<x>")
+    plain = Tokenizer.load(write(tmp_path, backend, tokenizer_config={}))
+    assert number not in plain.skipped_ids
+    made = Tokenizer.load(
+        write(tmp_path, backend, tokenizer_config={"added_tokens_decoder": {str(number): {"content": "<x>", "special": True}}})
+    )
+    assert number in made.skipped_ids
+    by_name = Tokenizer.load(write(tmp_path, byte_level(), tokenizer_config={"additional_special_tokens": ["the", {"content": "absent"}]}))
+    assert by_name.token_id("absent") is None
+
+
+@pytest.mark.parametrize(
+    ("declared", "words"),
+    [
+        ([1], r"added_tokens_decoder is \[1\]"),
+        ({"a": {"content": "<x>"}}, "holds 'a'"),
+        ({"-1": {"content": "<x>"}}, "holds '-1'"),
+        ({"5": "<x>"}, "holds '5'"),
+        ({"5": {"content": ""}}, "holds '5'"),
+        ({"999999": {"content": "<x>"}}, "the next free id is"),
+        ({"999999": {"content": "<s>"}}, "in tokenizer.json it is id 0"),
+    ],
+)
+def test_declared_tokens_that_cannot_be(tmp_path, declared, words):
+    with pytest.raises(TokenizerError, match=words):
+        Tokenizer.load(write(tmp_path, byte_level(), tokenizer_config={"added_tokens_decoder": declared}))
+
+
+def test_the_words_of_a_user_stay_text(tmp_path):
+    for make in (byte_level, sentencepiece):
+        tokenizer = Tokenizer.load(write(tmp_path, make(), tokenizer_config={"bos_token": "<s>", "eos_token": "</s>"}))
+        control = control_pattern(tokenizer.special_texts.values())
+        for words in ("It </s> was", "</s>", "a<s></s><s>b", "The <s>fox"):
+            ids = tokenizer.encode_chat("<s>" + protect(words, control) + "</s>")
+            ends = {tokenizer.token_id("<s>"), tokenizer.token_id("</s>")}
+            assert {ids[0], ids[-1]} == ends
+            assert not ends & set(ids[1:-1])
+            assert tokenizer.decode(ids[1:-1]).strip() == words
 
 
 @pytest.mark.parametrize("make", [byte_level, sentencepiece])

@@ -10,6 +10,7 @@ from exl2nb.core.errors import ConfigError, UnknownArchitecture
 from exl2nb.core.registry import Registry
 from exl2nb.model.config import ACTIVATIONS, LIMITS, Files, ModelConfig, Names
 from exl2nb.model.fields import REQUIRED, Fields
+from exl2nb.model.keys import ROPE_KEYS, ROPE_OBJECTS, Keys, check_keys, check_rope_keys, known_words, rope_settings
 from exl2nb.model.rope import MAX_CONTEXT, RopeConfig
 from exl2nb.quant.gptq import GptqSpec
 
@@ -32,6 +33,10 @@ def sliding_windows(fields: Fields, slides: tuple[bool, ...]) -> tuple[int, ...]
 def pattern_slides(fields: Fields, num_layers: int, default: int) -> tuple[bool, ...]:
     """Which layers slide: `layer_types`, or all but every `sliding_window_pattern`-th."""
     every = fields.integer("sliding_window_pattern", low=1, high=1 << 20, default=default)
+    private = fields.raw.get("_sliding_window_pattern")
+    if fields.raw.get("layer_types") is None and private not in (None, every):
+        # Transformers writes this key beside layer_types and does not read it
+        raise fields.refuse("_sliding_window_pattern", private, f"{every}, or layer_types beside it")
     return layer_kinds(fields, num_layers, lambda i: (i + 1) % every != 0)
 
 
@@ -61,6 +66,11 @@ class Architecture:
     one this architecture uses, dots where it is nested. eps_key, activation_key: of the norms, of the MLP. text_key: the decoder's config
     is nested under it, or, with `flat`, at the top. partial_rotary: `partial_rotary_factor` may be below 1. inner_multiple:
     intermediate_size over hidden_size where the config has none.
+
+    The rest says what is known about the keys of config.json, see `exl2nb.model.keys`. Keys that the other fields name are added to it.
+    reads: keys that `windows` and `read` use, as words. neutral: keys that are not implemented, with their harmless values. ignored: keys
+    that never change a result, as words. nested: keys that hold an object. rope_keys: keys of a set of RoPE parameters. outer: keys beside
+    `text_key` that the vision encoder reads or that do not matter, as words. inner_types: `model_type` values of the nested decoder.
     """
 
     model_type: str
@@ -81,9 +91,73 @@ class Architecture:
     flat: bool = False
     partial_rotary: bool = False
     inner_multiple: int = 0
+    reads: str = ""
+    neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    ignored: str = ""
+    nested: Mapping[str, Keys] = field(default_factory=dict)
+    rope_keys: Keys = ROPE_KEYS
+    outer: str = ""
+    inner_types: tuple[str, ...] = ()
+
+    def known_keys(self) -> Keys:
+        """What is known about the keys of the decoder's object in config.json."""
+        flags = [flag for flag in (self.qkv_bias, self.o_bias, self.mlp_bias) if isinstance(flag, str)]
+        rope = () if self.fixed.get("learned_positions") else ROPE
+        theirs = [path for path in self.keys.values() if "." not in path]
+        used = {*(key for key, _, _ in LIMITS.values()), *self.keys, *theirs, *flags, *rope, *SHARED, self.eps_key, self.activation_key}
+        return Keys(
+            used=frozenset(used) | known_words(self.reads),
+            neutral={**NEUTRAL, **self.neutral},
+            ignored=known_words(self.ignored),
+            nested=self.nested,
+        )
+
+    def outer_keys(self) -> Keys:
+        """What is known about the keys beside the decoder's object, for a class that nests its decoder."""
+        return Keys(used=known_words(self.outer) | {self.text_key, "vision_config", *SHARED}, neutral=NEUTRAL)
+
+    def check(self, name: str, raw: Mapping[str, Any], where: str) -> None:
+        """Refuse a config.json with a key that changes the result and is not implemented.
+
+        Args:
+            name: The class name, for messages.
+            raw: The parsed file.
+            where: The file, for messages.
+
+        Raises:
+            ConfigError: The message names the key, its value, the supported values, and what to do.
+            UnknownArchitecture: The nested decoder is of a type that this class does not support.
+        """
+        outer, decoder = Fields(raw, where), self.known_keys()
+        nested = outer.child(self.text_key) if self.text_key else None
+        inner = nested or outer
+        if nested is not None:
+            self._check_inner_type(name, nested)
+            repeated = self._repeated(decoder, raw, nested.raw)
+            check_keys(outer, replace(self.outer_keys(), used=self.outer_keys().used | repeated), name)
+        elif self.text_key:
+            decoder = replace(decoder, used=decoder.used | self.outer_keys().used)
+        check_keys(inner, decoder, name)
+        if not self.fixed.get("learned_positions"):
+            check_rope_keys(inner, self.rope_keys, name)
+
+    def _repeated(self, decoder: Keys, raw: Mapping[str, Any], inner: Mapping[str, Any]) -> frozenset[str]:
+        """Keys of the decoder that stand outside of its object as well and say the same there, which some files have."""
+        effective = {self.eps_key: self.eps, self.activation_key: "silu", **self.defaults, **inner}
+        same = {key for key in decoder.used if key in raw and key in effective and raw[key] == effective[key]}
+        return frozenset(same | set(ROPE_OBJECTS if rope_settings(raw) == rope_settings(inner) else ()))
+
+    def _check_inner_type(self, name: str, inner: Fields) -> None:
+        kind = inner.raw.get("model_type")
+        if kind is not None and self.inner_types and kind not in self.inner_types:
+            raise UnknownArchitecture(
+                f"{inner.where}: model_type is {str(kind)[:40]!r}; expected {' or '.join(self.inner_types)}, the decoders that exl2nb "
+                f"supports in {name}. Run this model with Transformers"
+            )
 
     def config(self, name: str, raw: Mapping[str, Any], where: str) -> ModelConfig:
         """Read and check `raw` as this architecture; `name` is the class name it was found under."""
+        self.check(name, raw, where)
         fields = self._fields(raw, where)
         sizes = {attribute: _size(fields, attribute) for attribute in LIMITS if attribute not in ("num_kv_heads", "head_dim")}
         sizes["num_kv_heads"] = _size(fields, "num_kv_heads", default=sizes["num_heads"])
@@ -113,9 +187,11 @@ class Architecture:
             **features,
         }
         try:
-            return ModelConfig(**values)
+            config = ModelConfig(**values)
         except ConfigError as error:  # sizes that do not fit each other: the config knows no file
             raise ConfigError(f"{where}: {error}") from None
+        _check_layer_types(fields, config)
+        return config
 
     def _fields(self, raw: Mapping[str, Any], where: str) -> Fields:
         """The decoder's keys under our names, defaults filled in."""
@@ -135,7 +211,53 @@ class Architecture:
         return Fields(found, inner.where)
 
 
+# keys that an architecture reads itself, and those of the rotation
+SHARED = ("tie_word_embeddings", "quantization_config")
+ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings", "partial_rotary_factor", "layer_types")
+# keys of Transformers' base class that would make another model of any decoder
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {"is_encoder_decoder": (False,), "add_cross_attention": (False,)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wrapped(Architecture):
+    """An architecture with several possible decoders, chosen by the `model_type` in `text_config`.
+
+    Attributes:
+        decoders: The architecture of each `model_type`.
+        default_decoder: The `model_type` that Transformers assumes if the key is absent.
+    """
+
+    decoders: Mapping[str, Architecture] = field(default_factory=dict)
+    default_decoder: str = ""
+
+    def config(self, name: str, raw: Mapping[str, Any], where: str) -> ModelConfig:
+        """Read and check `raw` as the decoder that it names.
+
+        Raises:
+            ConfigError: There is no `text_config`.
+            UnknownArchitecture: The decoder is of a type that this class does not support.
+        """
+        text = raw.get("text_config")
+        if not isinstance(text, Mapping) or not text:
+            raise ConfigError(f"{where}: key 'text_config' is missing; this architecture needs it")
+        kind = text.get("model_type") or self.default_decoder
+        if not isinstance(kind, str) or kind not in self.decoders:
+            raise UnknownArchitecture(
+                f"{where}: text_config.model_type is {str(kind)[:40]!r}; expected one of {', '.join(sorted(self.decoders))}, the decoders "
+                f"that exl2nb supports in {name}. Run this model with Transformers"
+            )
+        return self.decoders[kind].config(name, raw, where)
+
+
 ARCHS: Registry[Architecture] = Registry("architecture", UnknownArchitecture)
+
+
+def _check_layer_types(fields: Fields, config: ModelConfig) -> None:
+    """Refuse `layer_types` that disagree with the windows of the layers, which also catches architectures that do not read the key."""
+    kinds = fields.raw.get("layer_types")
+    expected = ["sliding_attention" if window else "full_attention" for window in config.windows]
+    if kinds is not None and kinds != expected:
+        raise fields.refuse("layer_types", kinds, f"{', '.join(expected[:8])}{' ...' if len(expected) > 8 else ''}, as the windows say")
 
 
 def _dig(found: Mapping[str, Any], path: str) -> Any:

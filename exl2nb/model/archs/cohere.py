@@ -8,6 +8,15 @@ from exl2nb.model.config import Names
 from exl2nb.model.fields import Fields
 
 # Command R: attention and MLP in parallel after one LayerNorm without bias, interleaved RoPE, a factor on the logits, a tied head.
+# Keys that the published files keep from Cohere's own trainer, with the values that Transformers assumes.
+NEUTRAL = {
+    "position_embedding_type": ("rope_gptj", "rope"),
+    "rotary_pct": (1,),
+    "use_gated_activation": (True,),
+    "use_parallel_block": (True,),
+    "use_embedding_sharing": (True,),
+    "order_of_interleaved_layers": ("local_attn_first",),
+}
 FIXED = {"norm": "layer", "parallel": True, "interleaved": True}
 
 
@@ -30,6 +39,8 @@ ARCHS.register("CohereForCausalLM")(
         eps=1e-5,
         fixed=FIXED,
         read=cohere_features,
+        reads="logit_scale use_qk_norm",
+        neutral=NEUTRAL,
     )
 )
 
@@ -55,5 +66,7 @@ ARCHS.register("Cohere2ForCausalLM")(
         eps=1e-5,
         fixed=FIXED,
         read=cohere2_features,
+        reads="logit_scale sliding_window sliding_window_pattern _sliding_window_pattern",
+        neutral=NEUTRAL,
     )
 )

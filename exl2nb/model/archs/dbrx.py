@@ -6,6 +6,7 @@ from typing import Any
 from exl2nb.model.archs.base import ARCHS, Architecture
 from exl2nb.model.config import MAX_EXPERTS, Files, MoE, Names
 from exl2nb.model.fields import Fields
+from exl2nb.model.keys import Keys, known_words
 from exl2nb.model.rope import RopeConfig
 
 RENAMES = (
@@ -28,7 +29,10 @@ def features(fields: Fields, sizes: Mapping[str, int]) -> Mapping[str, Any]:
     attention, ffn = fields.child("attn_config") or empty, fields.child("ffn_config") or empty
     count = ffn.integer("moe_num_experts", low=1, high=MAX_EXPERTS, default=4)
     theta = attention.number("rope_theta", low=1.0 + 1e-6, high=1e15, default=None)
-    rope = fields if theta is None else Fields({"rope_theta": theta}, attention.where)
+    own = (fields.child("rope_parameters") or empty).number("rope_theta", low=1.0 + 1e-6, high=1e15, default=None)
+    if None not in (theta, own) and theta != own:
+        raise attention.refuse("rope_theta", theta, f"the rope_theta of rope_parameters, {own:g}, or only one of the two")
+    rope = fields if theta is None else Fields({**fields.raw, "rope_theta": theta}, fields.where)
     # published files say 1; null leaves the weights as they are
     given = ffn.raw.get("moe_normalize_expert_weights", 1.0) is not None
     return {
@@ -76,5 +80,13 @@ ARCHS.register("DbrxForCausalLM")(
         ),
         fixed={"norm": "layer"},
         read=features,
+        nested={
+            "attn_config": Keys(used=known_words("kv_n_heads clip_qkv rope_theta")),
+            "ffn_config": Keys(
+                used=known_words("ffn_hidden_size ffn_act_fn moe_num_experts moe_top_k moe_normalize_expert_weights"),
+                neutral={"uniform_expert_assignment": (False,)},
+                ignored=known_words("moe_jitter_eps moe_loss_weight hidden_size"),  # noise and loss of training; a copy of d_model
+            ),
+        },
     )
 )

@@ -32,6 +32,7 @@ ARCHS.register("GemmaForCausalLM")(
         },
         fixed={"norm_offset": 1.0},
         read=gemma_features,
+        neutral={"use_bidirectional_attention": (False,), "hidden_activation": ("gelu_pytorch_tanh",)},
     )
 )
 
@@ -74,6 +75,8 @@ ARCHS.register("Gemma2ForCausalLM")(
         activation_key="hidden_activation",
         fixed={"norm_offset": 1.0, "post_norm": True},
         read=gemma2_features,
+        reads="query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping sliding_window",
+        neutral={"use_bidirectional_attention": (False,)},
     )
 )
 
@@ -95,8 +98,6 @@ def _rope(fields: Fields, sizes: Mapping[str, int], kind: str, key: str, theta: 
 
 def gemma3_features(fields: Fields, sizes: Mapping[str, int]) -> Mapping[str, Any]:
     """Gemma 2's, and the two RoPEs."""
-    if fields.flag("use_bidirectional_attention", default=False):
-        raise fields.refuse("use_bidirectional_attention", True, "false: only causal attention is supported")
     return {
         **gemma2_features(fields, sizes),
         "rope": _rope(fields, sizes, "full_attention", "rope_theta", 1e6),
@@ -124,10 +125,23 @@ GEMMA3 = Architecture(
     activation_key="hidden_activation",
     fixed={"norm_offset": 1.0, "post_norm": True, "qk_norm": "head"},
     read=gemma3_features,
+    reads="query_pre_attn_scalar final_logit_softcapping sliding_window sliding_window_pattern _sliding_window_pattern "
+    "rope_local_base_freq",
+    # Transformers has the key of the scores' cap and does not apply it; no published file sets it
+    neutral={"use_bidirectional_attention": (False,), "attn_logit_softcapping": ()},
 )
 ARCHS.register("Gemma3ForCausalLM")(GEMMA3)
 ARCHS.register("Gemma3ForConditionalGeneration")(
-    inside(GEMMA3, ("mm_input_projection_weight", "mm_input_projection.weight"), fixed={**GEMMA3.fixed, "sees_whole": True})
+    inside(
+        GEMMA3,
+        ("mm_input_projection_weight", "mm_input_projection.weight"),
+        fixed={**GEMMA3.fixed, "sees_whole": True},
+        # this class of Transformers does not cap the logits
+        reads=GEMMA3.reads.replace("final_logit_softcapping ", ""),
+        neutral={**GEMMA3.neutral, "final_logit_softcapping": ()},
+        inner_types=("gemma3_text",),
+        outer="mm_tokens_per_image image_token_index boi_token_index eoi_token_index",
+    )
 )
 
 
@@ -144,5 +158,6 @@ ARCHS.register("GemmoeForCausalLM")(
         defaults={**ARCHS["GemmaForCausalLM"].defaults, "num_local_experts": 8, "num_experts_per_tok": 2},
         names=MIXTRAL_NAMES,
         read=gemmoe_features,
+        reads="num_local_experts num_experts_per_tok",
     )
 )

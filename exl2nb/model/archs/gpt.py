@@ -57,6 +57,10 @@ GPT2 = Architecture(
     inner_multiple=4,
     fixed={"norm": "layer", "norm_bias": True, "gated": False, "learned_positions": True},
     read=features,
+    reads="scale_attn_by_inverse_layer_idx scale_attn_weights multi_query",
+    # heads for classification, and settings of the old inference server
+    ignored="summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout n_ctx inference_runner "
+    "pre_allocate_kv_cache validate_runner_input runner_max_sequence_length",
 )
 ARCHS.register("GPT2LMHeadModel")(GPT2)
 
@@ -102,5 +106,7 @@ ARCHS.register("Starcoder2ForCausalLM")(
         eps_key="norm_epsilon",
         eps=1e-5,
         fixed={"norm": "layer", "norm_bias": True, "gated": False},
+        reads="sliding_window",
+        neutral={"norm_type": ("layer_norm",), "mlp_type": ("default",), "scale_attn_weights": (True,)},
     )
 )

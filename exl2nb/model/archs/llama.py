@@ -53,7 +53,9 @@ def index_features(fields: Fields, sizes: Mapping[str, int]) -> Mapping[str, Any
     return {"files": Files(unit_head=bool(value))}
 
 
-ARCHS.register("IndexForCausalLM")(Architecture(model_type="index", defaults={"max_position_embeddings": 4096}, read=index_features))
+ARCHS.register("IndexForCausalLM")(
+    Architecture(model_type="index", defaults={"max_position_embeddings": 4096}, read=index_features, reads="norm_head")
+)
 
 
 # InternLM2: Llama under other names, its q, k and v fused and interleaved per KV head.
@@ -102,6 +104,9 @@ ARCHS.register("MiniCPMForCausalLM")(
         o_bias="attention_bias",
         defaults={"max_position_embeddings": 2048, "tie_word_embeddings": True},
         read=minicpm_factors,
+        reads="scale_emb scale_depth dim_model_base",
+        neutral={"use_mup": (True,)},
+        ignored="mup_denominator",  # of the initialisation
     )
 )
 
@@ -126,6 +131,7 @@ ARCHS.register("GraniteForCausalLM")(
         mlp_bias="mlp_bias",
         defaults={"max_position_embeddings": 2048},
         read=granite_factors,
+        reads="embedding_multiplier attention_multiplier residual_multiplier logits_scaling",
     )
 )
 
@@ -170,5 +176,6 @@ ARCHS.register("SmolLM3ForCausalLM")(
             "tie_word_embeddings": True,
         },
         read=smollm3_features,
+        reads="use_sliding_window sliding_window no_rope_layers no_rope_layer_interval",
     )
 )

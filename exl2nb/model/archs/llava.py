@@ -1,13 +1,11 @@
 """Llava and Pixtral: a decoder of another architecture behind a vision tower."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
-from exl2nb.core.errors import ConfigError
 from exl2nb.model.archs import llama, mistral, qwen
-from exl2nb.model.archs.base import ARCHS, Architecture, inside
-from exl2nb.model.config import ModelConfig
+from exl2nb.model.archs.base import ARCHS, Architecture, Wrapped, inside
 
 REGISTERED = (llama, mistral, qwen)  # before their entries are looked up below
 
@@ -24,24 +22,14 @@ MISTRAL = {**LLAMA, "intermediate_size": 14336, "num_key_value_heads": 8, "max_p
 QWEN2 = {**LLAMA, "vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32, "max_position_embeddings": 32768}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Wrapped(Architecture):
-    """An architecture whose decoder is the one that `text_config` names. decoders: model_type -> architecture."""
-
-    decoders: Mapping[str, Architecture] = field(default_factory=dict)
-
-    def config(self, name: str, raw: Mapping[str, Any], where: str) -> ModelConfig:
-        """Read and check `raw` as this architecture."""
-        text = raw.get("text_config")
-        kind = text.get("model_type", "llama") if isinstance(text, Mapping) else None
-        if not isinstance(kind, str) or kind not in self.decoders:
-            raise ConfigError(f"{where}: text_config.model_type is {str(kind)[:40]!r}; expected one of {', '.join(sorted(self.decoders))}")
-        return self.decoders[kind].config(name, raw, where)
+OUTER = (
+    "image_token_index image_seq_length projector_hidden_act multimodal_projector_bias vision_feature_layer vision_feature_select_strategy"
+)
 
 
 def _inside(name: str, defaults: Mapping[str, Any]) -> Architecture:
     text = ARCHS[name]
-    return inside(replace(text, defaults={**text.defaults, **defaults}))
+    return inside(replace(text, defaults={**text.defaults, **defaults}), inner_types=(text.model_type,), outer=OUTER)
 
 
 DECODERS = {
@@ -49,4 +37,6 @@ DECODERS = {
     "mistral": _inside("MistralForCausalLM", MISTRAL),
     "qwen2": _inside("Qwen2ForCausalLM", QWEN2),
 }
-ARCHS.register("LlavaForConditionalGeneration")(Wrapped(model_type="llava", files=DECODERS["llama"].files, decoders=DECODERS))
+ARCHS.register("LlavaForConditionalGeneration")(
+    Wrapped(model_type="llava", files=DECODERS["llama"].files, decoders=DECODERS, default_decoder="llama")
+)

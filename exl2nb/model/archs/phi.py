@@ -31,5 +31,7 @@ ARCHS.register("Phi3ForCausalLM")(
         eps=1e-5,
         files=Files(fused=(("self_attn.qkv_proj", ("q", "k", "v")), ("mlp.gate_up_proj", ("gate", "up")))),
         read=rope,
+        reads="sliding_window",
+        neutral={"full_attn_mod": (1,), "interpolate_factor": (1,)},
     )
 )

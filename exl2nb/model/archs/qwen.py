@@ -4,19 +4,28 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from exl2nb.model.archs.base import ARCHS, Architecture, Features, layer_kinds
+from exl2nb.model.archs.base import ARCHS, Architecture, Features, layer_kinds, no_window
 from exl2nb.model.config import MAX_EXPERTS, Files, MoE, MRope
 from exl2nb.model.fields import Fields
+from exl2nb.model.keys import ROPE_KEYS
 from exl2nb.model.rope import MAX_CONTEXT
 
 
 # Qwen 1: Qwen2 under other names, q, k and v fused; its context ends where its own scaling of RoPE and scores would begin.
 def qwen_features(fields: Fields, sizes: Mapping[str, int]) -> Mapping[str, Any]:
-    """`intermediate_size` counts gate and up together."""
-    size = sizes["intermediate_size"]
+    """`intermediate_size` counts gate and up together; `seq_length` is where the scaling of RoPE and scores would begin."""
+    size, length = sizes["intermediate_size"], fields.integer("seq_length", low=1, high=MAX_CONTEXT)
     if size % 2:
         raise fields.refuse("intermediate_size", size, "an even number: gate and up together")
-    return {"intermediate_size": size // 2}
+    scaled = [key for key in ("use_dynamic_ntk", "use_logn_attn") if fields.flag(key, default=True)]
+    if not scaled:
+        return {"intermediate_size": size // 2}
+    return {
+        "intermediate_size": size // 2,
+        "max_position_embeddings": min(length, sizes["max_position_embeddings"]),
+        "context_limit": length,
+        "context_limit_reason": f"Beyond it, {' and '.join(scaled)} change the rotation or the scores",
+    }
 
 
 ARCHS.register("QWenLMHeadModel")(
@@ -42,6 +51,8 @@ ARCHS.register("QWenLMHeadModel")(
         keys={"head_dim": "kv_channels", "max_position_embeddings": "seq_length", "rope_theta": "rotary_emb_base"},
         eps_key="layer_norm_epsilon",
         read=qwen_features,
+        reads="use_dynamic_ntk use_logn_attn",
+        neutral={"no_bias": (True,), "rotary_pct": (1,), "scale_attn_weights": (True,)},
     )
 )
 
@@ -53,6 +64,9 @@ def window(fields: Fields) -> int:
     """`sliding_window` where `use_sliding_window` switches it on, else 0."""
     used = fields.flag("use_sliding_window", default=False)
     return fields.integer("sliding_window", low=1, high=MAX_CONTEXT, default=4096) if used else 0
+
+
+WINDOW_KEYS = "use_sliding_window sliding_window max_window_layers"
 
 
 def qwen2_windows(fields: Fields, num_layers: int) -> tuple[int, ...]:
@@ -70,12 +84,15 @@ ARCHS.register("Qwen2ForCausalLM")(
         qkv_bias=True,
         windows=qwen2_windows,
         defaults={"num_key_value_heads": 32, "max_position_embeddings": 32768},
+        reads=WINDOW_KEYS,
+        ignored="attention_bias",  # the class has its biases anyway, and the tensors show them
     )
 )
 
 
 # Qwen 1.5 and 2 MoE: Qwen2 with small experts and a shared expert that every token visits, weighted by a sigmoid.
 MAX_SIZE = 1 << 18
+EXPERT_KEYS = "num_experts num_experts_per_tok moe_intermediate_size norm_topk_prob decoder_sparse_step mlp_only_layers"
 
 
 def qwen2_moe_windows(fields: Fields, num_layers: int) -> tuple[int, ...]:
@@ -127,6 +144,7 @@ ARCHS.register("Qwen2MoeForCausalLM")(
             "shared_expert_intermediate_size": 5632,
         },
         read=experts,
+        reads=f"{WINDOW_KEYS} {EXPERT_KEYS} shared_expert_intermediate_size",
     )
 )
 
@@ -140,6 +158,7 @@ ARCHS.register("Qwen3ForCausalLM")(
         windows=qwen2_windows,
         defaults={"num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32768},
         fixed={"qk_norm": "head"},
+        reads=WINDOW_KEYS,
     )
 )
 
@@ -168,6 +187,7 @@ ARCHS.register("Qwen3MoeForCausalLM")(
         },
         fixed={"qk_norm": "head"},
         read=qwen3_moe_features,
+        reads=f"use_sliding_window sliding_window num_local_experts {EXPERT_KEYS}",
     )
 )
 
@@ -200,10 +220,55 @@ def qwen3_vl_features(fields: Fields, sizes: Mapping[str, int]) -> Mapping[str, 
     return {"mrope": MRope(sections=(time, height, width), interleaved=True)}
 
 
-def _with_pictures(text: str, model_type: str, read: Features) -> Architecture:
-    return replace(ARCHS[text], model_type=model_type, text_key="text_config", flat=True, files=VISION_FILES, read=read)
+def _with_pictures(text: str, model_type: str, read: Features, defaults: Mapping[str, Any], **changes: Any) -> Architecture:
+    return replace(
+        ARCHS[text],
+        model_type=model_type,
+        text_key="text_config",
+        flat=True,
+        files=VISION_FILES,
+        read=read,
+        defaults={**ARCHS[text].defaults, **defaults},
+        inner_types=(f"{model_type}_text", model_type),
+        **changes,
+    )
 
 
-ARCHS.register("Qwen2VLForConditionalGeneration")(_with_pictures("Qwen2ForCausalLM", "qwen2_vl", qwen2_vl_features))
-ARCHS.register("Qwen2_5_VLForConditionalGeneration")(_with_pictures("Qwen2ForCausalLM", "qwen2_5_vl", qwen2_vl_features))
-ARCHS.register("Qwen3VLForConditionalGeneration")(_with_pictures("Qwen3ForCausalLM", "qwen3_vl", qwen3_vl_features))
+# Files leave out of `text_config` whatever is a default of its class.
+QWEN2_VL_TEXT = {
+    "vocab_size": 152064,
+    "hidden_size": 8192,
+    "intermediate_size": 29568,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "max_window_layers": 80,
+}
+QWEN3_VL_TEXT = {
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 22016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 128000,
+    "rope_theta": 5e5,
+}
+
+
+ARCHS.register("Qwen2VLForConditionalGeneration")(_with_pictures("Qwen2ForCausalLM", "qwen2_vl", qwen2_vl_features, QWEN2_VL_TEXT))
+ARCHS.register("Qwen2_5_VLForConditionalGeneration")(_with_pictures("Qwen2ForCausalLM", "qwen2_5_vl", qwen2_vl_features, QWEN2_VL_TEXT))
+ARCHS.register("Qwen3VLForConditionalGeneration")(
+    _with_pictures(
+        "Qwen3ForCausalLM",
+        "qwen3_vl",
+        qwen3_vl_features,
+        QWEN3_VL_TEXT,
+        # this class has no window; files keep the keys of Qwen3
+        windows=no_window,
+        reads="",
+        neutral={"use_sliding_window": (False,)},
+        rope_keys=replace(ROPE_KEYS, neutral={**ROPE_KEYS.neutral, "mrope_interleaved": (True,)}),
+    )
+)

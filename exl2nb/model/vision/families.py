@@ -14,6 +14,7 @@ from torch import Tensor
 from exl2nb.core.errors import ConfigError
 from exl2nb.core.registry import Registry
 from exl2nb.model.fields import REQUIRED, Fields
+from exl2nb.model.keys import Keys, check_keys, known_words
 from exl2nb.model.vision.rules import BILINEAR, HALF, Rules, read_rules
 from exl2nb.model.vision.tower import ACTIVATIONS, BlockNames, Grid, TowerConfig, Weights, linear, norm
 
@@ -76,6 +77,34 @@ class Vision:
 
 VISIONS: Registry[Callable[[Fields, Path], Vision]] = Registry("class of vision model", ConfigError)
 
+# What is known about the keys of `vision_config`, by the class that the model_type names. Sizes that the tensors show are listed as
+# ignored: a wrong one is found when the tensors are loaded.
+_ROPE = Keys(used=known_words("rope_theta"), neutral={"rope_type": ("default", "axial"), "type": ("default", "axial")})
+_SIGLIP = Keys(
+    used=known_words("hidden_size num_hidden_layers num_attention_heads image_size patch_size hidden_act layer_norm_eps"),
+    neutral={"num_channels": (3,)},
+    ignored=known_words("intermediate_size projection_dim vocab_size vision_use_head"),
+)
+_QWEN2_VISION = Keys(
+    used=known_words("depth embed_dim hidden_size num_heads hidden_act patch_size temporal_patch_size spatial_merge_size rope_theta"),
+    neutral={"in_channels": (3,), "in_chans": (3,)},
+    ignored=known_words("mlp_ratio intermediate_size out_hidden_size num_position_embeddings spatial_patch_size"),
+    nested={"rope_parameters": _ROPE},
+)
+VISION_KEYS = {
+    "clip_vision_model": _SIGLIP,
+    "siglip_vision_model": _SIGLIP,
+    "pixtral": Keys(
+        used=known_words("hidden_size num_hidden_layers num_attention_heads image_size patch_size hidden_act rope_theta head_dim"),
+        neutral={"num_channels": (3,)},
+        ignored=known_words("intermediate_size vocab_size"),
+        nested={"rope_parameters": _ROPE},
+    ),
+    "qwen2_vl": _QWEN2_VISION,
+    "qwen2_5_vl": replace(_QWEN2_VISION, used=_QWEN2_VISION.used | known_words("fullatt_block_indexes window_size tokens_per_second")),
+    "qwen3_vl": replace(_QWEN2_VISION, used=_QWEN2_VISION.used | known_words("deepstack_visual_indexes")),
+}
+
 SIDE = {"low": 1, "high": 1 << 16}
 
 
@@ -95,11 +124,20 @@ def _heads(fields: Fields, width: int, heads: int, unit: int = 2) -> None:
         raise fields.refuse("hidden_size", width, f"a multiple of {heads} heads, each of a multiple of {unit}")
 
 
-def _vision_config(fields: Fields) -> Fields:
+def _vision_config(fields: Fields, *kinds: str) -> tuple[Fields, str]:
+    """The encoder's keys, checked, and which of `kinds` its `model_type` names; the first one if the key is absent.
+
+    Raises:
+        ConfigError: The encoder is of another type, or has a key that changes the result and is not implemented.
+    """
     found = fields.child("vision_config")
     if found is None:
         raise ConfigError(f"{fields.where}: key 'vision_config' is missing; this model's tower needs it")
-    return found
+    kind = found.text("model_type", default=kinds[0]).removesuffix("_vision")  # Qwen writes both qwen2_vl and qwen2_vl_vision
+    if kind not in kinds:
+        raise found.refuse("model_type", kind, " or ".join(kinds))
+    check_keys(found, VISION_KEYS[kind], f"a vision encoder of type {kind}")
+    return found, kind
 
 
 def _token(fields: Fields, *keys: str, default: Any = REQUIRED) -> int:
@@ -164,6 +202,8 @@ def _vit(vision: Fields, *, clip: bool) -> TowerConfig:
 def _pixtral(vision: Fields) -> TowerConfig:
     width, heads = _size(vision, "hidden_size", 1024), _size(vision, "num_attention_heads", 16, 1024)
     _heads(vision, width, heads, 4)
+    if vision.integer("head_dim", low=1, high=1 << 16, default=width // heads) != width // heads:
+        raise vision.refuse("head_dim", vision.raw["head_dim"], f"hidden_size over num_attention_heads, {width // heads}")
     return TowerConfig(
         layers=_size(vision, "num_hidden_layers", 24, 1024),
         width=width,
@@ -208,8 +248,7 @@ def _rows(weights: Weights, x: Tensor, activation: str) -> Tensor:
 @VISIONS.register("LlavaForConditionalGeneration")
 def llava(fields: Fields, directory: Path) -> Vision:
     """Llava: a CLIP or SigLIP tower, one token per patch. Pixtral: its own tower, a mark after each row of patches."""
-    vision = _vision_config(fields)
-    kind = vision.text("model_type", default="clip_vision_model")
+    vision, kind = _vision_config(fields, "clip_vision_model", "siglip_vision_model", "pixtral")
     activation = _activation(fields, "gelu", "projector_hidden_act")
     image = _token(fields, "image_token_id", "image_token_index", default=32000)
     given = read_rules(directory)
@@ -222,8 +261,6 @@ def llava(fields: Fields, directory: Path) -> Vision:
         return Vision(
             tower=tower, project=lambda w, x, grid: Features(_rows(w, torch.cat([*x], -1), activation)), merge=1, rules=rules, marks=marks
         )
-    if kind not in ("clip_vision_model", "siglip_vision_model"):
-        raise vision.refuse("model_type", kind, "clip_vision_model, siglip_vision_model or pixtral")
     clip = kind == "clip_vision_model"
     tower = _vit(vision, clip=clip)
     tower = replace(tower, taken=_taken(fields, tower.layers, -2))
@@ -246,7 +283,7 @@ def llava(fields: Fields, directory: Path) -> Vision:
 @VISIONS.register("Mistral3ForConditionalGeneration")
 def mistral3(fields: Fields, directory: Path) -> Vision:
     """Pixtral's tower, squares of patches merged into one token."""
-    vision = _vision_config(fields)
+    vision, _ = _vision_config(fields, "pixtral")
     tower, merge = _pixtral(vision), _size(fields, "spatial_merge_size", 2, 16)
     tower = replace(tower, taken=_taken(fields, tower.layers, -1))
     if len(tower.taken) > 1:
@@ -269,7 +306,7 @@ def mistral3(fields: Fields, directory: Path) -> Vision:
 @VISIONS.register("Gemma3ForConditionalGeneration")
 def gemma3(fields: Fields, directory: Path) -> Vision:
     """SigLIP, its square of patches averaged down to `mm_tokens_per_image` tokens."""
-    vision = _vision_config(fields)
+    vision, _ = _vision_config(fields, "siglip_vision_model")
     tower = _vit(vision, clip=False)
     tower = replace(tower, taken=(tower.layers,), norm_after="vision_tower.post_layernorm")
     across = _size(vision, "image_size", 224, 8192) // tower.patch
@@ -363,7 +400,7 @@ def _merger(tower: TowerConfig, kind: str) -> Project:
 @VISIONS.register("Qwen2VLForConditionalGeneration")
 def qwen2_vl(fields: Fields, directory: Path) -> Vision:
     """LayerNorms, an ungated MLP, every block sees the whole frame."""
-    vision = _vision_config(fields)
+    vision, _ = _vision_config(fields, "qwen2_vl")
     activation = _activation(vision, "quick_gelu")
     tower = _qwen_tower(vision, "embed_dim", 1280, 16, 32, 14, QWEN2, activation=activation)
     return _qwen(fields, directory, tower, _merger(tower, "layer"), *_qwen_rules(tower))
@@ -372,7 +409,7 @@ def qwen2_vl(fields: Fields, directory: Path) -> Vision:
 @VISIONS.register("Qwen2_5_VLForConditionalGeneration")
 def qwen2_5_vl(fields: Fields, directory: Path) -> Vision:
     """RMS norms, a gated MLP, most blocks see windows; time in a video counts in steps per second."""
-    vision = _vision_config(fields)
+    vision, _ = _vision_config(fields, "qwen2_5_vl")
     whole = vision.raw.get("fullatt_block_indexes", [7, 15, 23, 31])
     if not isinstance(whole, list) or any(type(i) is not int for i in whole):
         raise vision.refuse("fullatt_block_indexes", whole, "a list of blocks")
@@ -383,14 +420,14 @@ def qwen2_5_vl(fields: Fields, directory: Path) -> Vision:
     )
     if window < tower.patch * tower.merge:
         raise vision.refuse("window_size", window, f"at least {tower.patch * tower.merge}, one merged square of patches")
-    seconds = vision.number("tokens_per_second", low=0.0, high=1e4, default=2.0)
+    seconds = vision.number("tokens_per_second", low=0.0, high=1e4, default=4.0)
     return _qwen(fields, directory, tower, _merger(tower, "rms"), *_qwen_rules(tower), seconds=seconds)
 
 
 @VISIONS.register("Qwen3VLForConditionalGeneration")
 def qwen3_vl(fields: Fields, directory: Path) -> Vision:
     """A learned square of positions besides RoPE; features of some blocks go to the decoder's first layers; videos as dated frames."""
-    vision = _vision_config(fields)
+    vision, _ = _vision_config(fields, "qwen3_vl")
     deep = vision.raw.get("deepstack_visual_indexes", [8, 16, 24])
     tower = _qwen_tower(
         vision, "hidden_size", 1152, 16, 27, 16, QWEN3, activation=_activation(vision, "gelu_pytorch_tanh"), positions="resampled",

@@ -1,0 +1,101 @@
+"""Answers as messages on channels, as gpt-oss writes them (the Harmony format).
+
+    <|channel|>analysis<|message|>The reasoning.<|end|>
+    <|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>
+    <|start|>assistant<|channel|>final<|message|>The answer.<|return|>
+
+The tags are special tokens. The prompt ends with `<|start|>assistant`, so an answer begins with the header of its first message.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Literal
+
+from exl2nb.tokenizer.delta import Delta, held_length
+
+ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
+NEXT = "<|start|>assistant"
+CLOSING = f"<|end|>{NEXT}{FINAL}"
+TAGS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
+_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
+_HEADER_STARTS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "to=")
+_RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
+_MAX_HEADER = 512
+
+
+class HarmonyParser:
+    r"""Takes the text of one answer, with its tags, in pieces and gives `Delta`s.
+
+    Args:
+        new_id: Makes the id of a call from the name of its function and its number.
+        thinking: Whether the prompt has opened a message on the channel "analysis".
+
+    Example:
+        >>> parser = HarmonyParser(lambda name, number: name)
+        >>> found = parser.feed("<|channel|>analysis<|message|>Easy.<|end|><|start|>assistant<|channel|>final<|mes")
+        >>> [(delta.kind, delta.text) for delta in found + parser.feed("sage|>4") + parser.finish()]
+        [('reasoning', 'Easy.'), ('content', '4')]
+    """
+
+    def __init__(self, new_id: Callable[[str, int], str], *, thinking: bool = False) -> None:
+        self._new_id = new_id
+        self._text = ""
+        self._body: Literal["", "reasoning", "content", "arguments"] = "reasoning" if thinking else ""  # "" while a header is read
+        self._calls = 0
+
+    def feed(self, text: str) -> list[Delta]:
+        """Take more text."""
+        self._text += text
+        found: list[Delta] = []
+        while self._read_body(found) if self._body else self._read_header(found):
+            pass
+        return found
+
+    def finish(self) -> list[Delta]:
+        """Return what is still held: the answer is over."""
+        text, self._text = self._text, ""
+        if self._body:
+            return [self._delta(text)] if text else []
+        header = text.strip()
+        return [Delta("content", text)] if header and not header.startswith(_HEADER_STARTS) else []
+
+    def _read_header(self, found: list[Delta]) -> bool:
+        header, tag, rest = self._text.partition("<|message|>")
+        begun = header.lstrip()
+        for end in ("<|end|>", "<|call|>", "<|return|>"):  # of a message that is over
+            if begun.startswith(end):
+                self._text = self._text.lstrip()[len(end) :]
+                return True
+        if not tag:
+            known = (*_HEADER_STARTS, "<|end|>", "<|call|>", "<|return|>")
+            is_header = not begun or any(begun.startswith(start) or start.startswith(begun) for start in known)
+            if is_header and len(header) <= _MAX_HEADER:
+                return False
+            self._body = "content"  # a model that does not keep to the format
+            return True
+        self._text = rest
+        recipient = _RECIPIENT.search(header)
+        if recipient is not None:
+            found.append(Delta("call", recipient[1], self._calls, self._new_id(recipient[1], self._calls)))
+            self._calls += 1
+            self._body = "arguments"
+        else:
+            self._body = "reasoning" if "<|channel|>analysis" in header else "content"
+        return True
+
+    def _read_body(self, found: list[Delta]) -> bool:
+        places = [at for end in _ENDS if (at := self._text.find(end)) >= 0]
+        cut = min(places) if places else len(self._text) - max(held_length(self._text, end) for end in _ENDS)
+        if cut:
+            found.append(self._delta(self._text[:cut]))
+        self._text = self._text[cut:]
+        if places:
+            self._body = ""
+        return bool(places)
+
+    def _delta(self, text: str) -> Delta:
+        if self._body == "arguments":
+            return Delta("arguments", text, self._calls - 1)
+        return Delta("reasoning" if self._body == "reasoning" else "content", text)

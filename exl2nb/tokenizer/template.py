@@ -1,0 +1,197 @@
+"""What a chat template does with messages, found out by rendering small conversations with it.
+
+A chat template is a program, and its source is the only statement of what it supports. Templates that do not support something rarely
+say so: functions, system messages or the words of a user simply do not reach the prompt. So each property here is the answer to one
+question: does this text appear in the prompt?
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property, lru_cache
+from typing import Any, Literal
+
+from exl2nb.core.errors import TokenizerError
+from exl2nb.core.helper import HelperError
+from exl2nb.tokenizer.chat import render
+from exl2nb.tokenizer.reply import ReplyFormat
+from exl2nb.tokenizer.tools import FORMATS, ToolFormat, tool_format
+
+_WORDS, _FUNCTION, _CALLED, _RESULT = "probe_words", "probe_function", "probe_called", "probe_result"
+_ARGUMENT, _SAID = "probe_argument", "probe_said"
+_IDS = ("abcdefghi", "functions.probe_id:3")  # nine letters, which Mistral's templates insist on; the form of Kimi's
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": _FUNCTION,
+        "description": "d",
+        "parameters": {"type": "object", "properties": {"x": {"type": "string", "description": "d"}}, "required": ["x"]},
+    },
+}
+_USER = {"role": "user", "content": "a"}
+TOOL_VARIABLES = ("tools", "xml_tools")  # names under which templates expect the functions
+
+
+class ChatTemplate:
+    """A chat template of one model.
+
+    Args:
+        source: Its Jinja source.
+        special_tokens: Texts of bos_token, eos_token and so on, which templates use by these names.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        self.source, self.special_tokens = source, dict(special_tokens)
+
+    @classmethod
+    def of(cls, source: str, special_tokens: Mapping[str, str]) -> ChatTemplate:
+        """The template of a source. Its properties are found out once, so equal arguments give the same object."""
+        return _cached(source, tuple(sorted(special_tokens.items())))
+
+    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any) -> str:
+        """Render a conversation; arguments and errors as for `chat.render`."""
+        return render(messages, self.source, special_tokens=self.special_tokens, add_generation_prompt=add_generation_prompt, **variables)
+
+    @cached_property
+    def tools(self) -> str | None:
+        """How the template is told about functions: the name of a variable, "system" (JSON text in the system message's key `tools`).
+
+        None: functions never reach the prompt.
+        """
+        for name in TOOL_VARIABLES:
+            if name in self.source and _FUNCTION in self._try([_USER], **{name: [_TOOL]}):
+                return name
+        if "tools" in self.source and _FUNCTION in self._try([{"role": "system", "content": "s", "tools": _FUNCTION}, _USER]):
+            return "system"
+        return None
+
+    @cached_property
+    def calls(self) -> Literal["data", "text"] | None:
+        """How earlier calls are rendered: with arguments given as data or as JSON text; None = they are not."""
+        return self._call_form[0]
+
+    @cached_property
+    def call_content(self) -> str | None:
+        """The content that a message with calls must have so that they are rendered: an empty text, or None (DeepSeek V3)."""
+        return self._call_form[1]
+
+    @cached_property
+    def results(self) -> bool:
+        """Whether results of functions are rendered."""
+        content = self.call_content if self.calls is not None else ""
+        return any(_RESULT in self._with_call(self.calls or "data", content, one, result=True) for one in _IDS)
+
+    @cached_property
+    def form(self) -> ToolFormat:
+        """How the model writes calls. "json", described to the model, where the calls of the template are in a form that we cannot read."""
+        form = tool_format(self.source)
+        if self.calls is None:
+            return form
+        for one in _IDS:
+            for result in (True, False):
+                text = self._with_call(self.calls, self.call_content, one, result=result)
+                text = text[text.rfind(_SAID) + len(_SAID) :]
+                if _reads(form, text) or _reads(form, " ".join(text.split())):  # Command R's template breaks lines where the model does not
+                    return form
+        return FORMATS["json"]
+
+    @cached_property
+    def _call_form(self) -> tuple[Literal["data", "text"] | None, str | None]:
+        if "tool" not in self.source:
+            return None, ""
+        kinds: tuple[Literal["data", "text"], ...] = ("data", "text")
+        for result in (True, False):  # some templates want a result behind each call
+            for content in ("", None):
+                for kind in kinds:
+                    for one in _IDS:
+                        text = self._with_call(kind, content, one, result=result)
+                        as_repr = f"'{_ARGUMENT}'" in text  # a Python dict where JSON is expected
+                        if _CALLED in text and _ARGUMENT in text and not as_repr:
+                            return kind, content
+        return None, ""
+
+    @cached_property
+    def system(self) -> bool:
+        """Whether a system message is rendered."""
+        return _WORDS in self._try([{"role": "system", "content": self._content(_WORDS)}, {**_USER, "content": self._content("a")}])
+
+    @cached_property
+    def typed(self) -> bool:
+        """Whether contents must be lists of parts: with a plain text, the words of a user do not reach the prompt."""
+        if _WORDS in self._try([{"role": "user", "content": _WORDS}]):
+            return False
+        return _WORDS in self._try([{"role": "user", "content": [{"type": "text", "text": _WORDS}]}])
+
+    @cached_property
+    def turn_end(self) -> str:
+        """The text between the words of the assistant and the next turn, or the end of the prompt if there is none."""
+        answer = {"role": "assistant", "content": self._content(_WORDS)}
+        user = {**_USER, "content": self._content(_SAID)}
+        end = self._try([user, answer], add_generation_prompt=False).partition(_WORDS)[2]
+        if end.strip():
+            return end
+        opener, _, rest = self._try([user, answer, {**user, "content": self._content("probe_next")}]).partition(_SAID)
+        between = rest.partition(_WORDS)[2].partition("probe_next")[0]
+        while opener and between and opener[-1] == between[-1]:  # what begins the user's next turn does not end this one
+            opener, between = opener[:-1], between[:-1]
+        return between
+
+    def takes_role(self, role: str) -> bool:
+        """Whether the content of messages with this role reaches the prompt."""
+        return self._takes_role(role)
+
+    @cached_property
+    def _takes_role(self) -> Any:
+        @lru_cache(maxsize=64)
+        def takes(role: str) -> bool:
+            user, words = {**_USER, "content": self._content("a")}, {"role": role, "content": self._content(_WORDS)}
+            answer = {"role": "assistant", "content": self._content("b")}
+            return any(_WORDS in self._try(talk) for talk in ([words, user], [user, answer, words], [user, words]))
+
+        return takes
+
+    def _content(self, text: str) -> Any:
+        return [{"type": "text", "text": text}] if self.typed else text
+
+    def _with_call(self, kind: Literal["data", "text"], content: str | None, call_id: str, *, result: bool) -> str:
+        """The prompt of a conversation with one call, and its result."""
+        arguments: Any = {_ARGUMENT: "v"} if kind == "data" else f'{{"{_ARGUMENT}": "v"}}'
+        call = {"id": call_id, "type": "function", "function": {"name": _CALLED, "arguments": arguments}}
+        talk = [{**_USER, "content": self._content(_SAID)}, {"role": "assistant", "content": content, "tool_calls": [call]}]
+        if result:
+            talk.append({"role": "tool", "name": _CALLED, "tool_call_id": call_id, "content": self._content(_RESULT)})
+        variables = {self.tools: [_TOOL]} if self.tools in TOOL_VARIABLES else {}
+        return self._try(talk, **variables)
+
+    def _try(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+        """The prompt of a small conversation; "" where the template refuses it.
+
+        Raises:
+            TokenizerError: The template was stopped because it takes too long or too much memory.
+        """
+        for more in ({}, {"tools": [_TOOL]}):  # some templates are for conversations with functions only
+            try:
+                return self.render(messages, **{**more, **variables})
+            except TokenizerError as error:
+                if isinstance(error.__cause__, HelperError) and error.__cause__.kind in ("Killed", "MemoryError"):
+                    raise
+            if "tools" not in self.source or "tools" in variables:
+                break
+        return ""
+
+
+def _reads(form: ToolFormat, text: str) -> bool:
+    """Whether a format finds the call of the probe in what the template wrote for it."""
+    begin = 0
+    if form.layout != "harmony":
+        found = next((match for match in form.head_pattern.finditer(text) if match[1] == _CALLED), None)
+        if found is None:
+            return False
+        begin = found.start()
+    reply = ReplyFormat(calls=form, channels=form.layout == "harmony").read_text(text[begin:])
+    return any((call.name, call.arguments_or_none) == (_CALLED, {_ARGUMENT: "v"}) for call in reply.tool_calls)
+
+
+@lru_cache(maxsize=64)
+def _cached(source: str, special_tokens: tuple[tuple[str, str], ...]) -> ChatTemplate:
+    return ChatTemplate(source, dict(special_tokens))
