@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from exl2nb.core.errors import ConfigError, ModelNotFound
-from exl2nb.core.files import read_regular
+from exl2nb.core.files import placeholder, read_regular
 
 LIMIT_BYTES = 16 << 20
 _KINDS: dict[str, type | tuple[type, ...]] = {
@@ -101,6 +101,8 @@ def read_json(path: Path, *, limit_bytes: int = LIMIT_BYTES, error: Callable[[st
         fail(f"a file that cannot be read ({problem.strerror})", "a readable one")
     if len(raw) > limit_bytes:
         fail(f"more than {limit_bytes} bytes", f"at most {limit_bytes}")
+    if (found := placeholder(raw)) is not None:
+        raise error(f"{path}: found {found}")
     try:
         value = json.loads(raw.decode("utf-8"), object_pairs_hook=unique, parse_constant=constant)
     except (ConfigError, type(error("x"))):

@@ -30,7 +30,7 @@ def test_not_a_model(tmp_path):
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        ("", "invalid JSON"),
+        ("", "an empty file"),
         ("[]", "found a JSON list"),
         ('{"a": 1, "a": 2}', "the key 'a' twice"),
         ('{"a": NaN}', "constant NaN"),
