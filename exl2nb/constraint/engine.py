@@ -13,6 +13,7 @@ import weakref
 from typing import Any
 
 from exl2nb.constraint.dead_ends import find_dead_end, may_have_dead_ends, quoted
+from exl2nb.constraint.gbnf import is_lark, lark_of
 from exl2nb.core.errors import MissingDependency, StructureError
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
@@ -78,6 +79,8 @@ def compile_grammar(kind: str, source: Any, tokenizer: Tokenizer, vocab_size: in
         grammar = _grammar(engine, kind, source)
         wrong, messages = engine.LLMatcher.validate_grammar_with_warnings(grammar, words)
         matcher = None if wrong else engine.LLMatcher(words, grammar, log_level=0)
+    except StructureError as error:
+        raise StructureError(f"{kind} cannot be used: {error}") from error
     except BaseException as error:  # the converters raise bare Exception for whatever they cannot read, and now and then panic
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
@@ -161,7 +164,7 @@ def _grammar(engine: Any, kind: str, source: Any) -> str:
     if kind == "choice":
         # one regex: as rules of their own they would be items of one row, of which the engine takes 2000, and masks twenty times as slow
         return make.grammar_from_lark("start: /" + "|".join(map(_literal, source)) + "/")
-    return engine.grammar_from("grammar", source)
+    return make.grammar_from_lark(source if is_lark(source) else lark_of(source))
 
 
 def _literal(text: str) -> str:
