@@ -12,12 +12,17 @@ import threading
 import weakref
 from typing import Any
 
+from exl2nb.constraint.dead_ends import find_dead_end, may_have_dead_ends, quoted
+from exl2nb.constraint.gbnf import is_lark, lark_of
 from exl2nb.core.errors import MissingDependency, StructureError
 from exl2nb.tokenizer.literal import MARK, control_pattern, protect
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
 MAX_SOURCE = 1 << 20  # characters of a schema, regex or grammar
 WHITESPACE = r" |\r?\n[ \t]{0,40}"  # between JSON tokens: as people format it; small models get lost in endless runs of it
+MAX_BYTE_STEPS = 2000  # of a search for dead ends over bytes: 10 us each
+MAX_TOKEN_STEPS = 300  # the same over the model's tokens, where a mask takes up to 1 ms
+MAX_SEARCHED_SOURCE = 20_000  # characters of a grammar that is compiled once more, over bytes
 _vocabularies: weakref.WeakKeyDictionary[Tokenizer, dict[int, Any]] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
@@ -116,6 +121,8 @@ def compile_grammar(kind: str, source: Any, tokenizer: Tokenizer, vocab_size: in
         grammar = _grammar(engine, kind, source)
         wrong, messages = engine.LLMatcher.validate_grammar_with_warnings(grammar, words)
         matcher = None if wrong else engine.LLMatcher(words, grammar, log_level=0)
+    except StructureError as error:
+        raise StructureError(f"{kind} cannot be used: {error}") from error
     except BaseException as error:  # the converters raise bare Exception for whatever they cannot read, and now and then panic
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
@@ -128,7 +135,66 @@ def compile_grammar(kind: str, source: Any, tokenizer: Tokenizer, vocab_size: in
         raise StructureError(f"{kind} cannot be satisfied: no token of this model's vocabulary can begin the answer")
     if matcher.is_error():  # rules that need themselves
         raise StructureError(f"{kind} cannot be satisfied: no text is complete under it ({_first_lines(matcher.get_error())})")
+    if kind == "grammar" or (kind == "schema" and may_have_dead_ends(source)):
+        _refuse_dead_ends(kind, source, matcher, words)
     return matcher
+
+
+def byte_matcher(schema: dict[str, Any]) -> Any:
+    """A matcher of a JSON schema over single bytes, or None where the engine cannot use the schema.
+
+    It needs no tokenizer. Token ids are bytes.
+    """
+    try:
+        engine = library()
+        return _over_bytes(engine, engine.LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_flexible": False}))
+    except MissingDependency:
+        return None
+
+
+def explained(kind: str, message: str) -> str:
+    """Say what an error of the engine in the middle of an answer means.
+
+    Args:
+        kind: of the structure.
+        message: the engine's own.
+    """
+    text = message.split("<state>")[0].strip()[:300]
+    if "NoExtension" in text or not text:
+        return f"the {kind} has a dead end: no text that it allows continues the answer from here; its parts contradict each other"
+    limit = next((line for line in message.splitlines() if "max is" in line or "too many" in line.lower()), "")
+    hint = "; write alternatives as one regex" if "max is" in limit else "; a rule that needs itself has no end" if limit else ""
+    return f"the {kind} is too complex ({(limit or text).strip()[:200]}){hint}"
+
+
+def _refuse_dead_ends(kind: str, source: Any, matcher: Any, words: Any) -> None:
+    """Raise StructureError where a bounded search finds a text that nothing can continue."""
+    over_bytes = None
+    if kind == "schema":
+        over_bytes = byte_matcher(source)
+    elif len(source) <= MAX_SEARCHED_SOURCE:
+        engine = library()
+        over_bytes = _over_bytes(engine, _grammar(engine, kind, source))
+    if over_bytes is not None:
+        found = find_dead_end(over_bytes, {byte: chr(byte) for byte in range(256)}, MAX_BYTE_STEPS)
+    else:  # a grammar that names tokens of the model
+        single = ((words.tokenize_bytes(bytes([byte])), chr(byte)) for byte in (10, *range(32, 127)))
+        found = find_dead_end(matcher, {ids[0]: text for ids, text in single if len(ids) == 1}, MAX_TOKEN_STEPS)
+    if found is not None:
+        raise StructureError(f"{kind} cannot be used: after the text {quoted(found.text)} {explained(kind, found.message)}")
+
+
+def _over_bytes(engine: Any, grammar: str) -> Any:
+    """A matcher over single bytes, or None where the grammar needs the model's tokens."""
+    try:
+        words = engine.LLTokenizer("byte")
+        wrong, _ = engine.LLMatcher.validate_grammar_with_warnings(grammar, words)
+        matcher = None if wrong else engine.LLMatcher(words, grammar, log_level=0)
+        return None if matcher is None or matcher.is_error() else matcher
+    except BaseException as error:  # see compile_grammar
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        return None
 
 
 def _grammar(engine: Any, kind: str, source: Any) -> str:
@@ -140,7 +206,7 @@ def _grammar(engine: Any, kind: str, source: Any) -> str:
     if kind == "choice":
         # one regex: as rules of their own they would be items of one row, of which the engine takes 2000, and masks twenty times as slow
         return make.grammar_from_lark("start: /" + "|".join(map(_literal, source)) + "/")
-    return engine.grammar_from("grammar", source)
+    return make.grammar_from_lark(source if is_lark(source) else lark_of(source))
 
 
 def _literal(text: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from exl2nb.constraint.engine import explained
 from exl2nb.core.errors import StructureError
 from exl2nb.sampling.constraint import Allowed
 
@@ -93,9 +94,9 @@ class MatcherConstraint:
         """Why a token was refused, from a copy of the matcher."""
         other = self._matcher.deep_copy()
         other.consume_token(token_id)
-        limit = next((line for line in other.get_error().splitlines() if "max is" in line or "too many" in line), "")
-        if limit:
-            return StructureError(f"the {self._what} is too complex ({limit.strip()[:200]}); write alternatives as one regex")
+        message = other.get_error()
+        if any("max is" in line or "too many" in line.lower() for line in message.split("<state>")[0].splitlines()):
+            return StructureError(explained(self._what, message))
         return StructureError(f"token {token_id} does not fit the {self._what} at this place; it was not drawn from the allowed tokens")
 
     def _moved(self) -> None:
@@ -131,7 +132,7 @@ class MatcherConstraint:
         matcher, bits = self._matcher, self._bits
         matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
         if matcher.is_error():
-            raise StructureError(f"the {self._what} became too complex: {matcher.get_error().split('<state>')[0].strip()[:300]}")
+            raise StructureError(explained(self._what, matcher.get_error()))
         if not bits.view(np.uint32).max():
             raise StructureError(f"the {self._what} cannot be satisfied from here: no token of the vocabulary may follow")
         return Allowed(bits)

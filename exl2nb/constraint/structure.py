@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
 from typing import Any
 
-from exl2nb.constraint.engine import compile_grammar
+from exl2nb.constraint.dead_ends import without_dead_ends
+from exl2nb.constraint.engine import byte_matcher, compile_grammar
 from exl2nb.constraint.matcher import MatcherConstraint
 from exl2nb.core.errors import MissingDependency, OptionError, StructureError
 from exl2nb.core.options import shown
@@ -142,7 +143,7 @@ def json_schema(source: Any) -> tuple[dict[str, Any], Callable[[str], Any]]:
         except (ValueError, RecursionError) as error:
             raise StructureError(f"schema is a text, but no JSON ({error}); give a JSON schema, a dict or a type") from error
     if isinstance(source, Mapping):
-        return _with_few_remainders(without_annotations(_rewritten(dict(source), 0, close=False))), json.loads
+        return _checked(_rewritten(dict(source), 0, close=False)), json.loads
     if not isinstance(source, type) and not hasattr(source, "__origin__") and not hasattr(source, "__args__"):
         raise StructureError(
             f"schema is {str(source)[:80]!r}; expected a JSON schema (a dict), a pydantic model, a dataclass or another type"
@@ -159,7 +160,12 @@ def json_schema(source: Any) -> tuple[dict[str, Any], Callable[[str], Any]]:
         schema = adapter.json_schema()
     except Exception as error:
         raise StructureError(f"schema: pydantic cannot make a JSON schema of {source!r}: {str(error)[:300]}") from error
-    return _with_few_remainders(without_annotations(_rewritten(schema, 0, close=True))), adapter.validate_json
+    return _checked(_rewritten(schema, 0, close=True)), adapter.validate_json
+
+
+def _checked(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema without what would fail in the middle of an answer."""
+    return without_dead_ends(_with_few_remainders(without_annotations(schema)), byte_matcher)
 
 
 FORMATS = frozenset(("date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"))

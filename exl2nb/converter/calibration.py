@@ -20,6 +20,7 @@ from torch import Tensor
 
 from exl2nb.cache.spec import PAGE_SIZE
 from exl2nb.core.errors import CalibrationWarning, OptionError, TokenizerError
+from exl2nb.core.files import placeholder, read_regular
 from exl2nb.core.progress import Meter, Sink
 from exl2nb.io import hub
 from exl2nb.model.batch import Batch, Span
@@ -49,6 +50,12 @@ def read_path(path: Path, render: Render | None) -> str:
         raise OptionError(
             f"calibration {path}: {what}; expected a text file (.txt, .jsonl, .json, .xz, .gz) or a .parquet file; check the path"
         )
+    try:
+        found = placeholder(read_regular(path, 512))
+    except OSError as error:
+        raise OptionError(f"calibration {path}: {error.strerror or error}; expected a file that can be read; check the path") from error
+    if found is not None and (found.startswith("a Git LFS") or kind in (".parquet", ".jsonl", ".json")):  # a web page is a text, too
+        raise OptionError(f"calibration {path}: found {found}")
     if kind == ".parquet":
         return _joined(_parquet(path, render), path)
     try:
@@ -231,6 +238,7 @@ PACKAGED = {MIXED: ("(mixed)", "calibration_text/mixed.jsonl.xz"), DEMO: ("(defa
 DATE = "01 Jan 2026"  # for chat templates that state one: the same text on every day
 UNLIKE = 1.0  # nats per token of excess loss; demo model: its own text 0.18, books it never saw 0.22, the mixed text 2.3, code 4.0
 SENSITIVITY = 0.15  # of the calibration rows; the others are for Hessians
+MIN_LENGTH = 16  # tokens of a row
 MAX_UNKNOWN = 0.25
 MAX_PARTS = 0.35  # demo model: English 0.00, Finnish 0.09, source code 0.00, Russian, of which its vocabulary knows nothing, 0.90
 PIECE = 1 << 14  # characters of a text that are encoded at once, and those up to the next empty line
@@ -358,7 +366,9 @@ def check_like(loss: float, entropy: float, name: str) -> None:
         )
 
 
-def calibration_rows(encoder: Tokenizer, text: str, *, rows: int, length: int, seed: int = 0, at_least: int | None = None) -> Tensor:
+def calibration_rows(
+    encoder: Tokenizer, text: str, *, rows: int, length: int, seed: int = 0, at_least: int | None = None, spare: int = 0
+) -> Tensor:
     """Rows of consecutive tokens from places spread over the whole text.
 
     The text is cut into `rows` equal spans and each gives one row from a random place in it; every fourth row begins with what the
@@ -366,6 +376,7 @@ def calibration_rows(encoder: Tokenizer, text: str, *, rows: int, length: int, s
 
     Args:
         at_least: of `rows`, where the text has fewer; None: all of them.
+        spare: rows among them that the caller of the library has not asked for, for the hint of the error.
 
     Returns:
         int32 `(rows, length)`; the same for the same arguments.
@@ -390,10 +401,16 @@ def calibration_rows(encoder: Tokenizer, text: str, *, rows: int, length: int, s
     if count < rows:
         raise OptionError(
             f"calibration: {rows} rows of {length} tokens need {rows * length} tokens, found {len(ids)}; "
-            f"use rows={max(count, 1)}, a shorter length, or give more text"
+            + (f"use rows={count - spare}, a shorter length, or give more text" if count > spare else _shorter(len(ids), rows))
         )
     places = torch.randperm(count, generator=generator)[:rows].sort().values
     return torch.tensor(ids[: count * length], dtype=torch.int32).view(count, length)[places].contiguous()
+
+
+def _shorter(count: int, rows: int) -> str:
+    """What to do where fewer rows are not enough."""
+    fits = count // rows
+    return f"give more text, or use length={fits}" if fits >= MIN_LENGTH else "give more text"
 
 
 def _encoded(encoder: Tokenizer, text: str) -> list[int]:
@@ -508,7 +525,7 @@ def tuning_rows(
     needed = rows if least is None else least
     choosing = min(choosing, max(2, needed // 4))
     wanted, least = max(rows, tuning) + choosing + extra, needed + choosing
-    found = calibration_rows(encoder, text, rows=wanted, length=length, seed=seed, at_least=least)
+    found = calibration_rows(encoder, text, rows=wanted, length=length, seed=seed, at_least=least, spare=choosing)
     extra = min(extra, len(found) - least)
     kept, report = part(found, extra)
     kept, chosen = part(kept, choosing)

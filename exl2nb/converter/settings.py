@@ -12,7 +12,7 @@ import torch
 from exl2nb.cache.modes import parse_mode
 from exl2nb.converter.allocation import Frozen, read_choices
 from exl2nb.converter.blockwise import Blocks
-from exl2nb.converter.calibration import Source
+from exl2nb.converter.calibration import MIN_LENGTH, Source
 from exl2nb.converter.keywords import EFFORTS
 from exl2nb.converter.measurement import HEAD_BITS, Measurement
 from exl2nb.converter.quantization import Rounding
@@ -129,7 +129,7 @@ def settings(
         raise OptionError(f"convert: effort is {effort!r}; expected one of {', '.join(EFFORTS)}")
     for name, value, low, high in (
         ("rows", rows, 1, 1 << 16),
-        ("length", length, 16, 1 << 16),
+        ("length", length, MIN_LENGTH, 1 << 16),
         ("report_rows", report_rows, 0, 1 << 12),
         ("seed", seed, 0, (1 << 63) - 1),
     ):

@@ -23,3 +23,22 @@ def read_regular(path: str | os.PathLike[str], limit_bytes: int) -> bytes:
             return file.read(limit_bytes + 1)
     finally:
         os.close(descriptor)
+
+
+def placeholder(beginning: bytes) -> str | None:
+    """Say what a file is where a failed download has left something else in its place, or None.
+
+    Args:
+        beginning: at least the first 512 bytes of the file, or all of it.
+
+    Returns:
+        A phrase for messages that says what was found and what to do.
+    """
+    if beginning.startswith(b"version https://git-lfs.github.com/spec/"):
+        return "a Git LFS pointer, expected the file itself; run `git lfs pull` in its folder, or download it again"
+    text = beginning[:512].lstrip(b"\xef\xbb\xbf \t\r\n").lower()
+    if text.startswith((b"<!doctype html", b"<html", b"<head", b"<?xml", b"<error>")):
+        return "a web page, as servers send with errors and logins, expected the file itself; download it again, logged in if needed"
+    if not beginning:
+        return "an empty file, expected the whole one; download it again"
+    return None

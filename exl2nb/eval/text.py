@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from exl2nb.core.errors import OptionError
+from exl2nb.core.files import placeholder
 
 if TYPE_CHECKING:
     from exl2nb.tokenizer.tokenizer import Tokenizer
@@ -29,6 +30,8 @@ def read_text(path: str | Path) -> str:
         ) from error
     except OSError as error:
         raise OptionError(f"text file {path}: {error.strerror}; expected a readable UTF-8 text file; check the path") from error
+    if (found := placeholder(text[:512].encode())) is not None and found.startswith("a Git LFS"):  # a web page is a text, too
+        raise OptionError(f"text file {path}: found {found}")
     if not text.strip():
         raise OptionError(f"text file {path}: found no text; expected plain UTF-8 text; give another file")
     return text
@@ -60,7 +63,7 @@ def token_rows(encoder: Tokenizer, text: str, *, rows: int, length: int, where: 
             break
         budget *= 4
     if len(ids) < rows * length:
-        fit = len(ids) // length
-        what_to_do = f"use at most {fit} rows of {length}" if fit else f"use rows of at most {len(ids)} tokens"
-        raise OptionError(f"{where}: {rows} rows of {length} need {rows * length} tokens, found {len(ids)}; {what_to_do} or give more text")
+        fit, longest = len(ids) // length, len(ids) // rows
+        hint = f"use at most {fit} rows of {length} or " if fit else f"use rows of at most {longest} tokens or " if longest > 1 else ""
+        raise OptionError(f"{where}: {rows} rows of {length} need {rows * length} tokens, found {len(ids)}; {hint}give more text")
     return torch.tensor(ids[: rows * length], dtype=torch.int32).view(rows, length)

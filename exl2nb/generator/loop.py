@@ -7,7 +7,7 @@ from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
-from exl2nb.core.errors import EngineClosed, GenerationError, OutOfMemory
+from exl2nb.core.errors import EngineClosed, GenerationError, OutOfMemory, StructureError
 from exl2nb.generator.batch import BatchBuilder
 from exl2nb.generator.executor import Executor, PendingStep, Results
 from exl2nb.generator.request import Completion
@@ -202,7 +202,7 @@ class StepLoop:
 
     def fail(self, sequence: Sequence, error: BaseException) -> None:
         """The request cannot go on, nor can its group."""
-        if not isinstance(error, (GenerationError, EngineClosed, OutOfMemory)):
+        if not isinstance(error, (GenerationError, EngineClosed, OutOfMemory, StructureError)):
             cause = error
             error = GenerationError(f"a step failed with {type(cause).__name__}: {str(cause)[:300]}; the request ended, the engine goes on")
             error.__cause__ = cause

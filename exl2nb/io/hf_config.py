@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from exl2nb.core.errors import ConfigError, ModelNotFound
-from exl2nb.core.files import read_regular
+from exl2nb.core.files import placeholder, read_regular
 
 LIMIT_BYTES = 16 << 20
 _KINDS: dict[str, type | tuple[type, ...]] = {
@@ -101,6 +101,8 @@ def read_json(path: Path, *, limit_bytes: int = LIMIT_BYTES, error: Callable[[st
         fail(f"a file that cannot be read ({problem.strerror})", "a readable one")
     if len(raw) > limit_bytes:
         fail(f"more than {limit_bytes} bytes", f"at most {limit_bytes}")
+    if (found := placeholder(raw)) is not None:
+        raise error(f"{path}: found {found}")
     try:
         value = json.loads(raw.decode("utf-8"), object_pairs_hook=unique, parse_constant=constant)
     except (ConfigError, type(error("x"))):
@@ -118,8 +120,17 @@ def _contents(directory: Path) -> str:
 
 
 READ = ("exl2", "gptq")
-# where GPTQ tools leave their settings; what stands in the first ones wins
-_BESIDE = ("quantize_config.json", "quant_config.json")
+_BESIDE = ("quantize_config.json", "quant_config.json")  # where GPTQ tools leave their settings
+# settings that change how GPTQ tensors are read, with all their names
+_SETTINGS: dict[str, tuple[str, ...]] = {
+    "bits": ("bits", "w_bit", "wbits"),
+    "group_size": ("group_size", "q_group_size"),
+    "checkpoint_format": ("checkpoint_format", "format"),
+    "sym": ("sym",),
+    "desc_act": ("desc_act",),
+    "pack_dtype": ("pack_dtype",),
+    "dynamic": ("dynamic",),
+}
 _ORIGINAL = "take the original unquantised model, and convert it with exl2nb where you want it small"
 # quant_method in config.json: name of the format, and what to do
 _REFUSED = {
@@ -172,7 +183,7 @@ def with_quantization(directory: str | os.PathLike[str], config: Mapping[str, An
         The config with `quantization_config` and a `quant_method` in it, "exl2" or "gptq"; without both for a plain model.
 
     Raises:
-        ConfigError: another format, or files that name different ones; says which file names what, and what to do.
+        ConfigError: another format, or two statements of one setting that differ; says which file states what, and what to do.
     """
     directory = Path(directory)
     blocks = {name: read_json(directory / name) for name in reversed(_BESIDE) if (directory / name).is_file()}
@@ -184,10 +195,37 @@ def with_quantization(directory: str | os.PathLike[str], config: Mapping[str, An
     if len(set(methods.values())) > 1:
         said = ", ".join(f"{name} says {method}" for name, method in methods.items())
         raise ConfigError(f"{directory}: {said}; expected one method for one model: remove the file that does not belong to these weights")
-    merged = {key: value for block in blocks.values() for key, value in block.items()}
     method = next(iter(methods.values()))
     refuse(directory / next(iter(methods)), method)
+    if method == "gptq":
+        _check_agreement(directory, blocks)
+    merged: dict[str, Any] = {}
+    for block in blocks.values():
+        merged |= {key: value for key, value in block.items() if value is not None or key not in merged}  # null states nothing
     return {**config, "quantization_config": {**merged, "quant_method": method}}
+
+
+def _check_agreement(directory: Path, blocks: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise ConfigError where a setting is stated twice with different values, in two files or under two names.
+
+    Other loaders disagree about which file wins. A wrong checkpoint_format shifts every zero point by one and gives noise without an error.
+    """
+    for setting, names in _SETTINGS.items():
+        stated = [(file, name, block[name]) for file, block in blocks.items() for name in names if block.get(name) is not None]
+        values = [str(value).removeprefix("torch.") if setting == "pack_dtype" else value for _, _, value in stated]
+        if all(value == values[0] and isinstance(value, bool) == isinstance(values[0], bool) for value in values):
+            continue
+        said = ", ".join(f"{file} says {name} {str(value)[:60]}" for file, name, value in stated)
+        raise ConfigError(
+            f"{directory}: {said}; expected one value of {setting} for one model: correct or remove the statement that does not "
+            "belong to these weights"
+        )
+    quantizers = {file: str(meta.get("quantizer")) for file, block in blocks.items() if isinstance(meta := block.get("meta"), Mapping)}
+    if len({"gptqmodel" in quantizer.lower() for quantizer in quantizers.values()}) > 1:  # decides how zero points are unpacked
+        said = ", ".join(f"{file} says meta.quantizer {quantizer[:60]}" for file, quantizer in quantizers.items())
+        raise ConfigError(
+            f"{directory}: {said}; expected one quantizer for one model: remove the file that does not belong to these weights"
+        )
 
 
 def refuse(where: object, method: str) -> None:

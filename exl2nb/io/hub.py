@@ -82,6 +82,10 @@ def display_name(folder: Path, revision: str | None = None) -> str:
         >>> display_name(Path("hub/models--owner--name/snapshots/" + "0" * 40), "4.0bpw"), display_name(Path("models/name-exl2"))
         ('owner/name@4.0bpw', 'name-exl2')
     """
+    if folder.name in ("", ".."):  # ".", "..", "a/.." name the folder by its place; a link keeps its own name
+        folder = folder.resolve()
+    if not folder.name:  # the root of a drive
+        return str(folder)
     commit, snapshots, place = folder.name, folder.parent, folder.parent.parent
     if snapshots.name != "snapshots" or not place.name.startswith("models--"):
         return folder.name
@@ -90,6 +94,17 @@ def display_name(folder: Path, revision: str | None = None) -> str:
     asked = revision or ("main" if "main" in known else known[0] if known else commit)
     shown = asked[:12] if re.fullmatch("[0-9a-f]{40}", asked) else asked
     return place.name.removeprefix("models--").replace("--", "/") + ("" if shown == "main" else f"@{shown}")
+
+
+def label(path_or_id: str | os.PathLike[str]) -> str:
+    """The last part of a folder's path or of a hub id, for titles and default names.
+
+    Example:
+        >>> label("owner/name"), label("models/name-exl2/")
+        ('name', 'name-exl2')
+    """
+    path = Path(name_of(path_or_id)).expanduser()
+    return display_name(path) if path.name in ("", "..") else path.name
 
 
 def check_id(text: str) -> str:

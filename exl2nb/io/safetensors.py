@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from exl2nb.core.errors import FormatError, ModelNotFound
+from exl2nb.core.files import placeholder
 from exl2nb.io.atomic import atomic_write
 
 # In the order in which writers sort tensors (last first): wide types come first in the data, so everything stays aligned.
@@ -111,6 +112,8 @@ def read_header(path: Path, descriptor: int) -> tuple[dict[str, TensorInfo], dic
         FormatError: a rule is broken. Names file, tensor, found and expected.
     """
     size = os.fstat(descriptor).st_size
+    if (found := placeholder(_pread(descriptor, min(size, 512), 0))) is not None:
+        raise FormatError(f"{path}: found {found}")
     if size < 8:
         fail(path, None, f"a file of {size} bytes", "at least the 8 bytes of the header's length")
     length = int.from_bytes(_pread(descriptor, 8, 0), "little")

@@ -125,7 +125,7 @@ def load(
         check_integer("load: stream_from", stream_from, 0, GPU_CHUNK)  # a step has no more tokens of prompts
     check_flag("load: vision", vision)
     check_flag("load: generation_config", generation_config)
-    with showing(progress, f"load {Path(hub.name_of(path)).name}") as sink:
+    with showing(progress, f"load {hub.label(path)}") as sink:
         folder = hub.resolve(path, revision=revision, progress=sink)
         with _fitting(folder, f"{_gib(sum(file.stat().st_size for file in folder.glob('*.safetensors') if file.is_file()))} of weights"):
             sizes = {"context": context, "cache": cache, "cache_tokens": cache_tokens}
@@ -269,7 +269,7 @@ def _fitting(folder: Path, needed: str) -> AbstractContextManager[None]:
     from exl2nb.ops import out_of_memory
 
     todo = "close other models, use fewer bits per weight, a smaller context= or cache='q4'"
-    return out_of_memory.naming(f"{folder.name} does not fit", todo, needed=needed)
+    return out_of_memory.naming(f"{hub.label(folder)} does not fit", todo, needed=needed)
 
 
 def _gib(nbytes: int) -> str:

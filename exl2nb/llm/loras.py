@@ -109,7 +109,7 @@ class Loras:
         check_range("loras.load: scale", scale, -MAX_WEIGHT, MAX_WEIGHT)
         with showing(progress, "load an adapter") as sink:
             folder = hub.resolve(path, revision, sink, adapter=True)
-        name = Path(hub.name_of(path)).name if name is None else name
+        name = hub.label(path) if name is None else name
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise OptionError(f"loras.load: name is {shown(name)}; expected letters, digits, . _ and -, at most 64 of them")
         file, config = read_lora(folder, self._model.config), self._model.config

@@ -13,6 +13,7 @@ from pathlib import Path
 from exl2nb.core import env
 from exl2nb.core.errors import ConversionError, OptionError
 from exl2nb.core.progress import Sink
+from exl2nb.io import hub
 
 BPW = 2.5
 
@@ -49,7 +50,7 @@ def copy_of(folder: Path, *, device: str, progress: Sink | None) -> Path:
             return copy
         if "found an EXL2 model" in str(error):
             todo = f"convert the model it was made from to {BPW} bits per weight (`exl2nb convert`), and give that directory as draft"
-            raise OptionError(f"load: draft is 'self' and {folder.name} is quantised already; {todo}") from error
+            raise OptionError(f"load: draft is 'self' and {hub.label(folder)} is quantised already; {todo}") from error
         raise
     return copy
 

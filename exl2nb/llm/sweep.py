@@ -111,7 +111,7 @@ def sweep(
         >>> ex.sweep("model", [2.5, 4.0], "swept", cache=["fp16", "q4"]).to_frame()  # doctest: +SKIP
     """
     from exl2nb.converter.job import ConversionJob
-    from exl2nb.io.hub import resolve
+    from exl2nb.io.hub import label, resolve
 
     if on not in PLACES:
         raise OptionError(f"sweep: on is {shown(on)}; expected one of {', '.join(PLACES)}")
@@ -136,7 +136,7 @@ def sweep(
             for rate, result in _run(tasks, on=on, workers=workers):
                 found[rate] = result
                 meter.step(detail=f"{rate:g} bits per weight")
-    return Sweep(model=source.name, rows=tuple(row for rate in rates for row in found[rate]))
+    return Sweep(model=label(source), rows=tuple(row for rate in rates for row in found[rate]))
 
 
 def _run(tasks: Mapping[float, Task], *, on: str, workers: int) -> Iterator[tuple[float, list[dict[str, Any]]]]:

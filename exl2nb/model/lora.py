@@ -27,6 +27,7 @@ from exl2nb.model.config import ModelConfig
 from exl2nb.model.fields import Fields
 from exl2nb.model.layers import MLP
 from exl2nb.model.layout import Linear, head_linear, layer_linears, layer_norms
+from exl2nb.model.lora_settings import Adapted, Contents, check_agreement, check_supported, scales
 from exl2nb.model.model import Model, Network
 from exl2nb.model.store import fused_linears, row_order
 from exl2nb.ops.gpu import unpack_half
@@ -35,18 +36,9 @@ from exl2nb.ops.lora import Adapter, LoraChange, LoraPart
 SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MAX_RANK = 4096
 MAX_NAME = 1024  # characters of a tensor's name
-# of alpha_pattern: entries, those of them with wildcards, and characters of one. Each wildcard is tried on each module.
-MAX_PATTERNS, MAX_WILDCARDS, MAX_PATTERN = 4096, 64, 200
 _STACKS = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "up"}  # the matrix that a role is a part of
 _ORDER = ("q", "k", "v", "o", "gate", "up", "down")
-# Fields of adapter_config.json that change what the weights mean, and that are not supported: refused where they are set.
-REFUSED = (
-    "layer_replication", "trainable_token_indices", "target_parameters", "alora_invocation_tokens", "use_qalora", "use_bdlora",
-    "velora_config", "arrow_config", "monteclora_config",
-)  # fmt: skip
 _LORA = re.compile(r"(.+)\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)(?:\.default)?(?:\.(weight|bias))?")
-_PATTERN = re.compile(r"\^?((?:[\w-]|\\?\.|\.\*|\\d\+|\\d)+)\$?")
-_PIECE = re.compile(r"(?:\.\*)+|\\d\+?|\\?\.|[\w-]+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,18 +85,22 @@ def read_lora(directory: Path, config: ModelConfig) -> LoraFile:
         config: of the model.
 
     Raises:
-        ModelNotFound: one of the files is missing. FormatError: another method than LoRA; a module that the model does not have, or whose
-        kind cannot be adapted here; a tensor of a wrong shape, missing beside its other half, or not finite. ConfigError: a setting that
-        cannot be used.
+        ModelNotFound: one of the files is missing.
+        FormatError: another method than LoRA, or an option of PEFT that is not supported. A module that the model does not have, or whose
+            kind cannot be adapted here. A tensor of a wrong shape, missing beside its other half, or not finite. Settings that name
+            tensors which the file does not have, or tensors that the settings rule out.
+        ConfigError: a setting that cannot be used.
     """
     _check_files(directory)
     settings = Fields(read_json(directory / SETTINGS), str(directory / SETTINGS))
-    scale_of = _scales(settings)
+    check_supported(settings)
+    scale_of = scales(settings)
     reader = _Reader(config, directory / WEIGHTS)
     with SafetensorsFile(directory / WEIGHTS) as file:
         for name in file.names():
             reader.take(name, file.info(name).shape, lambda name=name: file.read(name))
     targets, vectors = reader.finish(scale_of)
+    check_agreement(settings, reader.contents())
     digest = blake2b(digest_size=16)
     for key, target in sorted(targets.items()):
         digest.update(f"{key} {target.scale!r}".encode())
@@ -124,12 +120,16 @@ def adapter_bytes(directory: Path, config: ModelConfig, *, strips: bool = False)
         ModelNotFound, FormatError: as `read_lora`, but for what only the numbers tell.
     """
     _check_files(directory)
+    settings = Fields(read_json(directory / SETTINGS), str(directory / SETTINGS))
+    check_supported(settings)
     reader = _Reader(config, directory / WEIGHTS)
     with SafetensorsFile(directory / WEIGHTS) as file:
         for name in file.names():
             shape = file.info(name).shape
             reader.take(name, shape, lambda shape=shape: torch.empty(shape, device="meta"))
-    return reader.nbytes(strips=strips)
+    nbytes = reader.nbytes(strips=strips)
+    check_agreement(settings, reader.contents())
+    return nbytes
 
 
 def _check_files(directory: Path) -> None:
@@ -176,55 +176,6 @@ def save_lora(
     with atomic_write(folder / SETTINGS) as file:
         file.write(json.dumps(settings, indent=2).encode())
     return folder
-
-
-def _scales(settings: Fields) -> Callable[[str, int], float]:
-    """Module name and rank -> scale."""
-    kind = settings.text("peft_type")
-    if kind != "LORA":
-        raise FormatError(f"{settings.where}: peft_type is {kind[:40]!r}; expected LORA: other methods are not supported")
-    for name in REFUSED:
-        if settings.raw.get(name):
-            raise FormatError(f"{settings.where}: {name} is set; adapters that use it are not supported")
-    alpha = settings.number("lora_alpha", low=-1e6, high=1e6)
-    patterns = settings.raw.get("alpha_pattern") or {}
-    if not isinstance(patterns, dict) or len(patterns) > MAX_PATTERNS:
-        raise settings.refuse("alpha_pattern", type(patterns).__name__, f"an object of at most {MAX_PATTERNS} entries")
-    names: dict[str, tuple[int, float]] = {}  # the end of a module's name -> number of its entry, alpha: the first entry counts
-    wildcards: list[tuple[int, float, re.Pattern[str]]] = []
-    for number, (text, value) in enumerate(patterns.items()):
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not abs(value) <= 1e6:
-            raise settings.refuse("alpha_pattern", value, "numbers")
-        found = _pattern(text, settings)
-        if isinstance(found, str):
-            names.setdefault(found, (number, float(value)))
-        elif len(wildcards) == MAX_WILDCARDS:
-            raise settings.refuse("alpha_pattern", "more", f"at most {MAX_WILDCARDS} entries with wildcards")
-        else:
-            wildcards.append((number, float(value), found))
-    squared = settings.flag("use_rslora", default=False)
-
-    def scale(module: str, rank: int) -> float:
-        parts = module.split(".")
-        fitting = [names[end] for end in (".".join(parts[i:]) for i in range(len(parts))) if end in names]
-        fitting += [(number, value) for number, value, pattern in wildcards if pattern.fullmatch(module)]
-        return min(fitting, default=(0, alpha))[1] / (rank**0.5 if squared else rank)
-
-    return scale
-
-
-def _pattern(text: str, settings: Fields) -> str | re.Pattern[str]:
-    """A key of alpha_pattern: the end of a name, or a pattern for whole names, in which . without * means itself.
-
-    Only what cannot take more than a few hundred steps on the name of a module is let through: names, wildcards and digits.
-    """
-    found = _PATTERN.fullmatch(text) if len(text) <= MAX_PATTERN else None
-    if found is None or text.count(".*") + text.count("+") > 3:
-        raise settings.refuse("alpha_pattern", text, "names of modules, in which .* and \\d+ may stand at most three times")
-    pieces = [".*" if piece.startswith(".*") else piece for piece in _PIECE.findall(found[1])]
-    if not any(piece == ".*" or piece.startswith(r"\d") for piece in pieces):
-        return "".join(piece.removeprefix("\\") for piece in pieces)
-    return re.compile(r"(?:.*\.)?" + "".join(r"\." if piece == "." else piece for piece in pieces))
 
 
 class _Reader:
@@ -349,6 +300,29 @@ class _Reader:
         if "A" not in found or "B" not in found or found["A"].shape[0] != found["B"].shape[1]:
             shapes = {side: tuple(tensor.shape) for side, tensor in found.items()}
             raise FormatError(f"{self.path}: module {module!r}: found {shapes}; expected lora_A (r, K) and lora_B (N, r) with one r")
+
+    def contents(self) -> Contents:
+        """What the file has, for comparison with its settings."""
+        names = self.config.names
+        modules = {key: any(linear.bias for linear in linears) for key, linears in self.modules.items()}
+        others = {name.rpartition(".")[0] for name in self.norms} | {names.embed}
+        adapted = {
+            self.written[module]: Adapted(
+                layer=self.modules[module][0].layer if module in self.modules else -1,
+                rank=len(found["A"]) if "A" in found else None,
+                magnitude="magnitude_vector" in found,
+                bias="B_bias" in found,
+                embedding=module == names.embed,
+            )
+            for module, found in self.halves.items()
+        }
+        return Contents(
+            file=str(self.path),
+            modules=modules | {name: False for name in others},
+            adapted=adapted,
+            vectors=frozenset(self.vectors),
+            tied=self.config.tie_word_embeddings,
+        )
 
     def nbytes(self, *, strips: bool) -> int:
         """As `changes` keeps it: products in fp16, a gain (DoRA) and a bias of every op that has one, and norms, in fp32."""

@@ -9,6 +9,7 @@ import torch
 
 from exl2nb.core.errors import FormatError, OptionError
 from exl2nb.io.hf_config import read_config, with_quantization
+from exl2nb.io.hub import label
 from exl2nb.model.archs import parse_config
 from exl2nb.model.inspect import Inspection, Matrix, inspect
 from exl2nb.model.store import ModelStore, open_store
@@ -51,7 +52,7 @@ class Weights:
         """
         if key not in self.matrices:
             some = ", ".join(list(self.matrices)[:3])
-            raise OptionError(f"{self.inspection.path.name}: no EXL2 matrix {key!r}; there are {len(self.matrices)}, such as {some}")
+            raise OptionError(f"{label(self.inspection.path)}: no EXL2 matrix {key!r}; there are {len(self.matrices)}, such as {some}")
         if key not in self._slices:
             self._slices = {key: Exl2Slices(self._store, key)}  # the last one is enough
         return self._slices[key]

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from exl2nb.generator.request import Completion
 from exl2nb.server.errors import ApiError, api_error, body_of
-from exl2nb.server.fields import Body, Text, no_effect, refuse
+from exl2nb.server.fields import Body, Text, allow_zero_top_p, no_effect, refuse
 from exl2nb.server.openai import check_model, merged, new_id, reason, submit_chat
 from exl2nb.server.pictures import with_pictures
 from exl2nb.server.state import State, Ticket, aside, results
@@ -32,6 +32,11 @@ class CountBody(Body):
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = Field(None, description="format: a JSON schema; effort: a variable of the chat template")
+    cache_control: Any = no_effect("equal beginnings are always shared")
+    speed: Any = no_effect()
+    user_profile_id: Any = no_effect()
+    workspace_id: Any = no_effect()
 
 
 class MessagesBody(CountBody):
@@ -42,8 +47,10 @@ class MessagesBody(CountBody):
     stop_sequences: Annotated[list[Text], Field(max_length=256)] | None = None
     temperature: float | None = Field(None, ge=0, le=1)
     top_k: int | None = Field(None, ge=0)
-    top_p: float | None = Field(None, gt=0, le=1)
+    top_p: float | None = Field(None, ge=0, le=1)
     metadata: Any = no_effect()
+    diagnostics: Any = no_effect()
+    inference_geo: Any = no_effect()
     service_tier: Any = no_effect()
     container: Any = Field(None, description="refused")
     mcp_servers: Any = Field(None, description="refused")
@@ -64,6 +71,9 @@ async def messages(request: Request, body: MessagesBody) -> Any:
         for name in ("max_tokens", "temperature", "top_k", "top_p"):
             if (value := getattr(body, name)) is not None:
                 options[name] = value
+        allow_zero_top_p(options)
+        if (schema := _output_schema(body.output_config or {})) is not None:
+            options["schema"] = schema
         if body.stop_sequences:
             options["stop"] = [text for text in body.stop_sequences if text]
         if state.options.request_timeout_s is not None:
@@ -191,15 +201,36 @@ def _options(body: CountBody) -> dict[str, Any]:
             raise ApiError(400, f"tool_choice is {str(choice)[:80]}; expected type auto, any, none, or tool with a name")
         options["tool_choice"] = kinds[choice["type"]]
         options["parallel_tool_calls"] = choice.get("disable_parallel_tool_use") is not True
+    variables: dict[str, Any] = {}
     if (body.thinking or {}).get("type") == "disabled":
-        options["template_options"] = {"enable_thinking": False}
+        variables["enable_thinking"] = False
+    if (effort := (body.output_config or {}).get("effort")) is not None:
+        variables["reasoning_effort"] = effort
+    if variables:
+        options["template_options"] = variables
     return options
 
 
+def _output_schema(config: dict[str, Any]) -> dict[str, Any] | None:
+    """The JSON schema of the answer, or None where the answer is free.
+
+    Raises:
+        ApiError: 400, the format is not a JSON schema.
+    """
+    if (form := config.get("format")) is None:
+        return None
+    if not isinstance(form, dict) or form.get("type") != "json_schema" or not isinstance(form.get("schema"), dict):
+        raise ApiError(400, f"output_config.format is {str(form)[:80]}; expected {{'type': 'json_schema', 'schema': {{...}}}}")
+    return form["schema"]
+
+
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
-    if tool.get("type", "custom") != "custom":
+    if (tool.get("type") or "custom") != "custom":
         raise ApiError(400, f"tools: type {str(tool.get('type'))[:40]!r} is not supported; expected 'custom'")
-    return {"name": tool.get("name"), "description": tool.get("description"), "parameters": tool.get("input_schema")}
+    schema = tool.get("input_schema")
+    if isinstance(schema, dict):  # Anthropic's specification lets these two be null
+        schema = {key: value for key, value in schema.items() if value is not None or key not in ("properties", "required")}
+    return {"name": tool.get("name"), "description": tool.get("description"), "parameters": schema}
 
 
 def _text(blocks: Sequence[Any], where: str) -> str:

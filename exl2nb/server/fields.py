@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Annotated, Any
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, GetJsonSchemaHandler, ValidationError, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
-from exl2nb.sampling.params import MAX_ID
+from exl2nb.sampling.params import MAX_ID, MAX_SEED
 from exl2nb.server.errors import ApiError, invalid_request
 
 MAX_TEXT = 1 << 20
@@ -33,9 +35,40 @@ def no_effect(why: str = "") -> Any:
 
 
 class Body(BaseModel):
-    """A request body: an unknown field is an error, and so is one that is given under two names with two values."""
+    """A request body.
+
+    An unknown field is an error. A field that is given under two names with two values is an error. A field that is null has its default.
+    """
 
     model_config = ConfigDict(extra="forbid", populate_by_name=True, allow_inf_nan=False, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_for_nulls(cls, given: Any) -> Any:
+        """Leave out the fields that are null, and replace lone surrogates.
+
+        OpenAI's specification makes nearly every field nullable, and clients that serialize a whole object send null for all unset fields.
+        """
+        if not isinstance(given, dict):
+            return given
+        fields = cls.model_fields
+        required = {name for alias, name in own_names(cls).items() if fields[name].is_required()}
+        try:
+            return {name: with_valid_text(value) for name, value in given.items() if value is not None or name in required}
+        except RecursionError:
+            raise ValueError("is nested too deeply") from None
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Say in the OpenAPI document that a field with a default may be null."""
+        made = handler(schema)
+        whole = handler.resolve_ref_schema(made)
+        required = whole.get("required", ())
+        for name, one in whole.get("properties", {}).items():
+            if name not in required and "type" in one and one["type"] != "null":
+                about = {key: one.pop(key) for key in ("title", "description", "default") if key in one}
+                whole["properties"][name] = {"anyOf": [one, {"type": "null"}], **about}
+        return made
 
     @model_validator(mode="before")
     @classmethod
@@ -161,6 +194,9 @@ class Sampling(_Off, _WithoutEffect):
                 del given[name]
         if given.get("top_k") == -1:  # other servers: all of the vocabulary, whatever the model's default is
             given["top_k"] = 0
+        if given.get("seed", 0) < 0:  # OpenAI's seeds are signed 64-bit integers
+            given["seed"] %= MAX_SEED + 1
+        allow_zero_top_p(given)
         if (mode := given.pop("mirostat_mode", 0)) not in (0, 2):
             refuse(mode, "mirostat_mode", "is not known; expected 0 (off) or 2")
         if mode == 2:
@@ -196,6 +232,28 @@ class Sampling(_Off, _WithoutEffect):
             if theirs in given:
                 given[name] = given.pop(theirs)
         return given
+
+
+def with_valid_text(value: Any) -> Any:
+    """Replace each lone surrogate in the strings of a JSON value by a question mark, as the tokenizer does.
+
+    JSON can spell a lone surrogate, for example where a client has cut a text within an emoji. It has no UTF-8 form, and pydantic,
+    the mask engine and the answer's own JSON would each refuse it with another message.
+    """
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode("utf-8", "replace").decode("utf-8")
+    if isinstance(value, list):
+        return value if set(map(type, value)) <= {int, float} else [with_valid_text(one) for one in value]  # ids are many
+    if isinstance(value, dict):
+        return {with_valid_text(key): with_valid_text(one) for key, one in value.items()}
+    return value
+
+
+def allow_zero_top_p(options: dict[str, Any]) -> None:
+    """Replace `top_p` 0, which OpenAI's API accepts, by its limit: only the most probable token is kept."""
+    if options.get("top_p") == 0:
+        del options["top_p"]
+        options["top_k"] = 1
 
 
 def refuse(value: Any, name: str, why: str) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from anyio import to_thread
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse
-from pydantic import Field
+from fastapi.responses import JSONResponse, Response
+from pydantic import Field, field_validator
 
 from exl2nb.generator.handle import Handle
 from exl2nb.generator.request import Completion, Token
@@ -23,7 +23,7 @@ from exl2nb.server.errors import ApiError, api_error, body_of
 from exl2nb.server.fields import Body, Inputs, Sampling, Text, named, no_effect, refuse, with_preset
 from exl2nb.server.pictures import with_pictures
 from exl2nb.server.state import INLINE_CHARACTERS, State, Ticket, aside, results
-from exl2nb.server.stream import MARK, Events, EventStream, Frame, event
+from exl2nb.server.stream import MARK, MEDIA_TYPE, Events, EventStream, Frame, event
 from exl2nb.tokenizer.instruct import INSTRUCT
 from exl2nb.tokenizer.reply import Delta
 
@@ -45,10 +45,12 @@ class Common(Sampling):
     metadata: Any = no_effect()
     safety_identifier: Any = no_effect()
     prompt_cache_key: Any = no_effect("equal beginnings are always shared")
+    prompt_cache_retention: Any = no_effect("equal beginnings are always shared")
+    prompt_cache_options: Any = no_effect("equal beginnings are always shared")
     service_tier: Any = no_effect()
     cache_prompt: Any = no_effect("equal beginnings are always shared")
     truncation_length: Any = no_effect("a prompt that is too long is refused")
-    store: bool | None = Field(None, description="false; true is refused")
+    store: bool | None = no_effect("nothing is stored")
 
     def options(self, state: State) -> dict[str, Any]:
         """Generation options, the preset included.
@@ -57,7 +59,6 @@ class Common(Sampling):
             ApiError: 400, a field that means nothing here; 404, another model.
         """
         lora = check_model(state, self.model) if self.lora is None else self.lora
-        refuse(self.store or None, "store", "can only be false: nothing is stored")
         if unknown := set(self.stream_options or {}) - {"include_usage", "include_obfuscation"}:
             refuse(True, f"stream_options.{sorted(unknown)[0]}", "is not known; expected include_usage")
         preset = state.preset[1]
@@ -88,11 +89,17 @@ class Common(Sampling):
 class CompletionBody(Common):
     """POST /v1/completions."""
 
-    prompt: Inputs
+    prompt: Inputs | None = Field(description="null: the beginning of a document")
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=100)
     suffix: str | None = Field(None, description="refused: the models fill in no middle")
-    best_of: int | None = Field(None, description="1; more is refused")
+    best_of: int | None = Field(None, description="1 or n; more is refused")
+
+    @field_validator("logprobs", mode="before")
+    @classmethod
+    def _no_logprobs(cls, value: Any) -> Any:
+        """Read false as null: the field of chat completions with this name is a flag, and 0 asks for the tokens' own logprobs."""
+        return None if value is False else value
 
 
 class ChatBody(Common):
@@ -108,6 +115,8 @@ class ChatBody(Common):
     function_call: Any = Field(None, description="refused: give tool_choice")
     modalities: list[str] | None = Field(None, description='["text"]')
     audio: Any = Field(None, description="refused")
+    prediction: Any = no_effect("it could only make the answer faster")
+    verbosity: str | None = no_effect("say it in the prompt")
     reasoning_effort: str | None = Field(None, description="a variable of the chat template; 'none' also switches thinking off")
     reasoning_budget: int | None = named("reasoning_budget", "thinking_budget", "thinking_budget_tokens")
     template: str | None = named("template", "prompt_template", "chat_template")
@@ -141,13 +150,14 @@ async def completions(request: Request, body: CompletionBody) -> Any:
     """Continue prompts."""
     state: State = request.app.state.server
     refuse(body.suffix or None, "suffix", "is not supported: this server fills in no middle")
-    refuse(body.best_of if body.best_of not in (None, 1) else None, "best_of", "is not supported; take n and choose")
+    refuse(body.best_of if body.best_of not in (None, 1, body.n) else None, "best_of", "is not supported; take n and choose")
     ticket = state.admit(request, "completions")
     try:
         options = body.options(state)
         prompts = prompts_of(body.prompt)
-        if options["max_tokens"] == 0 and body.echo:
-            return JSONResponse(await _scored(state, ticket, body, prompts))
+        if options["max_tokens"] == 0:
+            result = await _scored(state, ticket, body, prompts)
+            return Response(event(result) + event("[DONE]"), media_type=MEDIA_TYPE) if body.stream else JSONResponse(result)
         if body.logprobs is not None:
             options["top_logprobs"] = body.logprobs
         if body.stream and body.echo:
@@ -378,6 +388,8 @@ def named_template(state: State, name: str) -> str:
 
 def prompts_of(value: Any) -> list[Any]:
     """Each prompt of a request: texts, or lists of ids."""
+    if value is None:  # OpenAI: as from the beginning of a new document
+        return [""]
     if isinstance(value, str) or (value and isinstance(value[0], int)):
         return [value]
     if not value:
@@ -563,13 +575,14 @@ async def _prompt_scores(state: State, body: CompletionBody, prompts: Sequence[A
 
 
 async def _scored(state: State, ticket: Ticket, body: CompletionBody, prompts: Sequence[Any]) -> dict[str, Any]:
-    """max_tokens 0 with echo: the prompts and their log probabilities alone."""
-    scores = await _prompt_scores(state, body, prompts)
+    """Answer a request with max_tokens 0: empty texts, or with echo the prompts and their log probabilities."""
+    scores = await _prompt_scores(state, body, prompts) if body.echo else [None] * len(prompts)
     choices, count = [], 0
     for index, (prompt, scored) in enumerate(zip(prompts, scores)):
         text = prompt if isinstance(prompt, str) else state.llm.tokenizer.decode(prompt)
         count += len(await to_thread.run_sync(state.llm.tokenizer.encode, prompt)) if isinstance(prompt, str) else len(prompt)
-        choices.append({"index": index, "text": text, "finish_reason": "length", "logprobs": scored})
+        for number in range(index * body.n, (index + 1) * body.n):
+            choices.append({"index": number, "text": text if body.echo else "", "finish_reason": "length", "logprobs": scored})
     state.end(ticket)
     total = {"prompt_tokens": count, "completion_tokens": 0, "total_tokens": count}
     return {**_head("cmpl", "text_completion", state), "choices": choices, "usage": total}

@@ -37,7 +37,9 @@ class ResponsesBody(ChatBody):
     conversation: Any = Field(None, description="refused: nothing is stored")
     background: bool | None = Field(None, description="false; true is refused")
     include: list[str] | None = Field(None, description="no effect, but for what is not known here")
-    truncation: str | None = Field(None, description='"disabled"')
+    truncation: str | None = Field(
+        None, pattern="^(auto|disabled)$", description="no effect: a conversation that is too long is refused, never shortened"
+    )
     max_tool_calls: Any = Field(None, description="refused")
 
     @field_validator("metadata", "tools", "tool_choice")
@@ -54,7 +56,6 @@ async def responses(request: Request, body: ResponsesBody) -> Any:
     for name in ("previous_response_id", "conversation", "max_tool_calls"):
         refuse(getattr(body, name), name, "is not supported: this server stores nothing; send the whole conversation as input")
     refuse(body.background or None, "background", "can only be false")
-    refuse(body.truncation if body.truncation not in (None, "disabled") else None, "truncation", "can only be 'disabled'")
     refuse(body.n if body.n != 1 else None, "n", "can only be 1 here")
     ticket = state.admit(request, "responses")
     try:
@@ -91,7 +92,7 @@ def messages_of(body: ResponsesBody) -> list[dict[str, Any]]:
     """
     made: list[dict[str, Any]] = [{"role": "system", "content": body.instructions}] if body.instructions else []
     for number, item in enumerate([{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input):
-        kind = item.get("type", "message")
+        kind = item.get("type") or "message"
         if kind == "message" and isinstance(item.get("role"), str):
             made.append({"role": item["role"], "content": item.get("content")})
         elif kind == "function_call":
@@ -155,6 +156,7 @@ def _head(state: State, body: ResponsesBody) -> dict[str, Any]:
         "metadata": body.metadata or {},
         "output": [],
         "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "store": False,
         "tool_choice": body.tool_choice or "auto",
         "tools": body.tools or [],
         "usage": None,

@@ -13,6 +13,7 @@ from typing import Any
 import tokenizers
 
 from exl2nb.core.errors import TokenizerError
+from exl2nb.core.files import placeholder, read_regular
 from exl2nb.tokenizer.backend import parse
 
 SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
@@ -42,6 +43,13 @@ def convert(directory: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
     file = convertible(directory)
     assert file is not None, "asked for a checkpoint without any tokenizer"
     path = directory / file
+    for name in (file, *(("merges.txt",) if file == "vocab.json" else ())):
+        try:
+            found = placeholder(read_regular(directory / name, 512))
+        except OSError as error:
+            raise TokenizerError(f"{directory / name}: cannot be read ({error}); expected a regular file") from error
+        if found is not None:
+            raise TokenizerError(f"{directory / name}: found {found}")
     spm = file in SENTENCEPIECE
     try:
         packages = [importlib.import_module(name) for name in ("transformers", *(("sentencepiece", "google.protobuf") if spm else ()))]

@@ -13,6 +13,7 @@ import traitlets as t
 from exl2nb.core.errors import OptionError
 from exl2nb.core.options import shown
 from exl2nb.core.show import colour
+from exl2nb.io import hub
 from exl2nb.widgets import bitgrid, static
 from exl2nb.widgets.base import ExlWidget
 from exl2nb.widgets.bitgrid import OUTSIDE
@@ -212,11 +213,12 @@ def _opened(sources: Any, original: Any) -> tuple[dict[str, Weights], str]:
     quantised: list[tuple[str, Path]] = []
     for label, path in pairs:
         if any(matrix.format == "exl2" for matrix in inspect(path).matrices):
-            quantised.append((bitgrid.plain(label or path.name)[:40], path))
+            quantised.append((bitgrid.plain(label or hub.label(path))[:40], path))
         elif base is None:
             base = path
         else:
-            raise OptionError(f"WeightHistogram: {shown(label or path.name)} is not quantised with EXL2, and there is an original already")
+            name = shown(label or hub.label(path))
+            raise OptionError(f"WeightHistogram: {name} is not quantised with EXL2, and there is an original already")
     if not 1 <= len(quantised) <= MOST or len({label for label, _ in quantised}) < len(quantised):
         raise OptionError(f"WeightHistogram: got {len(quantised)} EXL2 models; expected 1 to {MOST}, each with a label of its own")
     found: dict[str, Weights] = {}

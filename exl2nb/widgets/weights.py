@@ -15,6 +15,7 @@ import traitlets as t
 
 from exl2nb.core.errors import OptionError
 from exl2nb.core.show import diverging, ink
+from exl2nb.io.hub import label
 from exl2nb.widgets import bitgrid, static
 from exl2nb.widgets.base import ExlWidget
 from exl2nb.widgets.bitgrid import OUTSIDE
@@ -142,8 +143,8 @@ class WeightBrowser(ExlWidget):
         self._at: tuple[Any, ...] | None = None
         super().__init__(**kwargs)
         with self.hold_sync():
-            self.title = self.title or bitgrid.plain(directory.name)
-            self._original = "" if where is None else bitgrid.plain(where.name)
+            self.title = self.title or bitgrid.plain(label(directory))
+            self._original = "" if where is None else bitgrid.plain(label(where))
             self._layers = list(self._keys)
             first = self.layer if "layer" in kwargs else next(iter(self._keys))
             self.look(layer=first, matrix=self.matrix, group=self.group, unit=self.unit, column=self.column)

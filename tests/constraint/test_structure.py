@@ -297,7 +297,7 @@ def test_answers_that_are_not_read():
         ("choice", ["yes", 3], "expected a list of texts"),
         ("grammar", "root ::= missing", "'missing' not found"),
         ("grammar", "start: missing", "unknown name"),
-        ("grammar", "what is this", "Expected ::= "),
+        ("grammar", "what is this", "expected ::="),
         ("grammar", "root ::= root", "no text is complete under it"),
     ],
 )

@@ -12,7 +12,15 @@ import torch
 
 import exl2nb
 from exl2nb.converter import calibration
-from exl2nb.converter.calibration import calibration_rows, check_known, check_like, read_calibration, split_rows, write_text
+from exl2nb.converter.calibration import (
+    calibration_rows,
+    check_known,
+    check_like,
+    read_calibration,
+    split_rows,
+    tuning_rows,
+    write_text,
+)
 from exl2nb.converter.sensitivity import sweep
 from exl2nb.converter.weights import DenseWeights
 from exl2nb.core.errors import CalibrationWarning, OptionError, TokenizerError
@@ -71,6 +79,32 @@ def test_pieces_have_the_ids_of_the_whole_text(monkeypatch):
     tokenizer, text = Tokenizer.load(DEMO_MODEL), (DEMO_MODEL / "calibration.txt").read_text()[:60000]
     monkeypatch.setattr(calibration, "PIECE", 500)
     assert calibration._encoded(tokenizer, text) == tokenizer.encode(text)
+
+
+@pytest.mark.parametrize(
+    ("words", "rows", "length", "hint"),
+    [
+        (4, 1, 64, "found 5; give more text"),
+        (40, 1, 64, "found 41; give more text, or use length=41"),
+        (40, 2, 64, "found 41; give more text, or use length=20"),
+        (40, 3, 64, "found 41; give more text"),
+        (100, 2, 64, "found 101; use rows=1, a shorter length, or give more text"),
+    ],
+)
+def test_the_hint_is_not_what_was_given(words, rows, length, hint):
+    with pytest.raises(OptionError) as caught:
+        calibration_rows(Words(), " ".join(map(str, range(2, words + 2))), rows=rows, length=length)
+    assert str(caught.value).endswith(hint)
+
+
+@pytest.mark.parametrize(
+    ("rows", "hint"), [(1, "give more text, or use length=51"), (4, "use rows=1, a shorter length, or give more text")]
+)
+def test_the_hint_counts_no_rows_that_are_added(rows, hint):
+    text = " ".join(map(str, range(2, 155 if rows == 1 else 194)))
+    with pytest.raises(OptionError) as caught:
+        tuning_rows(Words(), text, rows=rows, tuning=0, choosing=2, extra=0, length=64 if rows == 1 else 60)
+    assert str(caught.value).endswith(hint)
 
 
 def test_short_text_is_used_whole():

@@ -41,6 +41,10 @@ def test_reads_on_when_tokens_are_long():
 
 
 def test_too_short_a_text_says_what_would_fit():
+    with pytest.raises(OptionError, match=r"2 rows of 20 need 40 tokens, found 11; use rows of at most 5 tokens or give more text"):
+        token_rows(Letters(), "abcdefghij", rows=2, length=20)
+    with pytest.raises(OptionError, match=r"20 rows of 20 need 400 tokens, found 11; give more text"):
+        token_rows(Letters(), "abcdefghij", rows=20, length=20)
     with pytest.raises(OptionError, match=r"3 rows of 5 need 15 tokens, found 11; use at most 2 rows of 5"):
         token_rows(Letters(), "abcdefghij", rows=3, length=5)
     with pytest.raises(OptionError, match="rows of at most 4 tokens"):

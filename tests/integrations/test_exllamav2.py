@@ -265,7 +265,9 @@ def test_tokenizer(parts):
     assert ids.dtype == torch.int64 and ids[0, 0] == 1 and ids[0, -1] == 2 and (ids == 1).sum() == 1
     assert (tokenizer.encode("It was<s>", encode_special_tokens=True) == 1).sum() == 1
     both, offsets = tokenizer.encode(["It was", "She"], return_offsets=True)
-    assert both.shape[0] == 2 and offsets.tolist() == [[0], [tokenizer.num_tokens("She") - both.shape[1]]]
+    assert both.shape[0] == 2 and offsets.tolist() == [0, tokenizer.num_tokens("She") - both.shape[1]]
+    alone, offset = tokenizer.encode("It was", return_offsets=True)
+    assert alone.shape[0] == 1 and offset.tolist() == [0]
     assert tokenizer.decode(both) == ["It was", "She"]
     assert tokenizer.decode(tokenizer.encode("It was")[0]) == "It was"
     assert tokenizer.single_id("</s>") == 2 and tokenizer.single_token(7).tolist() == [[7]]

@@ -30,7 +30,7 @@ def test_not_a_model(tmp_path):
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        ("", "invalid JSON"),
+        ("", "an empty file"),
         ("[]", "found a JSON list"),
         ('{"a": 1, "a": 2}', "the key 'a' twice"),
         ('{"a": NaN}', "constant NaN"),
@@ -96,9 +96,65 @@ def test_settings_of_older_tools(tmp_path):
     files(tmp_path, quantize_config={"bits": 4, "group_size": 128, "desc_act": True})
     found = with_quantization(tmp_path, {})["quantization_config"]
     assert found == {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True}
-    both = {"quantization_config": {"quant_method": "gptq", "bits": 8, "checkpoint_format": "gptq_v2"}}
+    both = {"quantization_config": {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"}}
     merged = with_quantization(tmp_path, both)["quantization_config"]
     assert (merged["bits"], merged["checkpoint_format"]) == (4, "gptq_v2")
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"checkpoint_format": "gptq"}, {"checkpoint_format": "gptq_v2"}),
+        ({"checkpoint_format": "gptq"}, {"format": "gptq_v2"}),
+        ({"format": "gptq_v2"}, {"checkpoint_format": "gptq"}),
+        ({"bits": 8}, {"bits": 4}),
+        ({"bits": 8}, {"w_bit": 4}),
+        ({"bits": 8}, {"wbits": 4}),
+        ({"group_size": 128}, {"group_size": -1}),
+        ({"group_size": 128}, {"q_group_size": 32}),
+        ({"sym": True}, {"sym": False}),
+        ({"desc_act": True}, {"desc_act": False}),
+        ({"pack_dtype": "int32"}, {"pack_dtype": "int16"}),
+        ({"dynamic": {"+:.*down.*": {"bits": 8}}}, {"dynamic": {"+:.*up.*": {"bits": 8}}}),
+    ],
+)
+@pytest.mark.parametrize("files_of_both", [("config", "quantize_config"), ("config", "quant_config"), ("quantize_config", "quant_config")])
+def test_settings_that_two_files_state_differently(tmp_path, first, second, files_of_both):
+    one, other = files_of_both
+    blocks = {one: {"quant_method": "gptq", **first}, other: {"quant_method": "gptq", **second}}
+    config = {"quantization_config": blocks.pop("config")} if one == "config" else {}
+    files(tmp_path, **blocks)
+    with pytest.raises(ConfigError) as caught:
+        with_quantization(tmp_path, config)
+    for file, stated in ((one, first), (other, second)):
+        ((name, value),) = stated.items()
+        assert f"{file}.json says {name} {value}" in str(caught.value)
+
+
+def test_one_file_with_two_names_of_a_setting(tmp_path):
+    block = {"quant_method": "gptq", "checkpoint_format": "gptq", "format": "gptq_v2"}
+    with pytest.raises(ConfigError, match="config.json says checkpoint_format gptq, config.json says format gptq_v2"):
+        with_quantization(tmp_path, {"quantization_config": block})
+
+
+def test_a_null_states_nothing(tmp_path):
+    nulls = {"bits": None, "group_size": None, "sym": None, "desc_act": None, "checkpoint_format": None, "format": None, "dynamic": None}
+    stated = {"bits": 4, "group_size": 32, "sym": False, "desc_act": True, "checkpoint_format": "gptq_v2", "pack_dtype": "torch.int32"}
+    files(tmp_path, quantize_config=nulls | {"pack_dtype": "int32"})
+    merged = with_quantization(tmp_path, {"quantization_config": {"quant_method": "gptq", **stated}})["quantization_config"]
+    assert {name: merged[name] for name in stated if name != "pack_dtype"} == {k: v for k, v in stated.items() if k != "pack_dtype"}
+    files(tmp_path, quantize_config=stated)
+    merged = with_quantization(tmp_path, {"quantization_config": {"quant_method": "gptq", **nulls}})["quantization_config"]
+    assert {name: merged[name] for name in stated} == stated
+
+
+def test_quantizers_that_unpack_zeros_differently(tmp_path):
+    files(tmp_path, quantize_config={"bits": 4, "meta": {"quantizer": ["gptqmodel:1.1.0"]}})
+    own = {"quant_method": "gptq", "bits": 4, "meta": {"quantizer": ["optimum:1.2"]}}
+    with pytest.raises(ConfigError, match="meta.quantizer .*optimum.*meta.quantizer .*gptqmodel"):
+        with_quantization(tmp_path, {"quantization_config": own})
+    own["meta"] = {"quantizer": ["gptqmodel:2.0"]}
+    assert with_quantization(tmp_path, {"quantization_config": own})["quantization_config"]["bits"] == 4
 
 
 @pytest.mark.parametrize(

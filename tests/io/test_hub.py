@@ -36,6 +36,24 @@ def test_a_snapshot_is_called_by_owner_name_and_revision(tmp_path):
     assert hub.display_name(tmp_path / "my-model") == "my-model"
 
 
+def test_a_folder_has_a_name_however_it_is_written(tmp_path, monkeypatch):
+    folder = tmp_path / "model"
+    (folder / "inside").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(folder)
+    monkeypatch.setenv("HOME", str(folder))
+    monkeypatch.chdir(folder)
+    for text in (".", "./", "./.", "inside/..", str(folder), f"{folder}/", f"{folder}//", f"{folder}/.", "../model", "~", "~/", "~/."):
+        assert hub.display_name(hub.resolve(text)) == hub.label(text) == "model", text
+    assert hub.display_name(hub.resolve("..")) == hub.label("..") == tmp_path.name
+    assert hub.label("inside") == hub.label("~/inside") == "inside"
+    assert hub.display_name(hub.resolve(tmp_path / "link")) == "link"  # the user's own name for it
+    assert hub.display_name(hub.resolve("../link/..")) == tmp_path.name
+    assert hub.display_name(hub.resolve("/")) == hub.label("/") == "/"
+    monkeypatch.chdir(tmp_path / "link")
+    assert hub.display_name(hub.resolve(".")) == "model"
+    assert hub.label("owner/name") == "name"
+
+
 @pytest.mark.parametrize("text", ["/no/such/folder", "./x", "../x/y", "a/b/c", "a", "a/../b", "a b/c", "", "https://x/y", "a/b\n"])
 def test_not_a_hub_id(text, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: pytest.fail("asked the hub"))

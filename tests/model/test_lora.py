@@ -14,9 +14,9 @@ from exl2nb.io.safetensors import save as save_tensors
 from exl2nb.model.batch import Batch, Span
 from exl2nb.model.fields import Fields
 from exl2nb.model.loader import load_model
-from exl2nb.model.lora import _scales as scales
 from exl2nb.model.lora import adapter_bytes, change_sizes, changes, read_lora
 from exl2nb.model.lora_merge import merge
+from exl2nb.model.lora_settings import scales
 from exl2nb.ops.lora import INSIDE, LoraStrips
 
 from .test_model import error, run

@@ -148,7 +148,6 @@ def test_samplers_under_everybodys_names(client, llm):
         ({"logit_bias": {"a": 1}}, "logit_bias: expected token ids"),
         ({"skip_special_tokens": False}, "skip_special_tokens can only be true"),
         ({"cfg_scale": 2}, "needs a negative_prompt"),
-        ({"store": True}, "nothing is stored"),
         ({"preset": "x"}, "preset 'x' is not known"),
         ({"min_tokens": 9, "max_tokens": 2}, "min_tokens is 9"),
     ],

@@ -56,6 +56,7 @@ def test_values_of_the_file(client, llm, route):
     dynamic = {"min_temp": 0.5, "max_temp": 1.5}
     assert say(client, route, **dynamic) == wanted(llm, **dynamic, top_k=3, top_p=0.8)
     assert say(client, route, preset="calm") == wanted(llm, temperature=0)
+    assert say(client, route, top_p=0) == wanted(llm, temperature=0)  # OpenAI's spelling; the default of top_p does not undo it
 
 
 @pytest.mark.parametrize(("route", "options"), [(ROUTES[0], LIBRARY), (ROUTES[1], LIBRARY), (ROUTES[2], RAW)])

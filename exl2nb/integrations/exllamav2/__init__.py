@@ -9,7 +9,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from typing import Any
 
+from exl2nb.integrations.exllamav2.absent import refuse_import
 from exl2nb.integrations.exllamav2.model import (
     ExLlamaV2,
     ExLlamaV2Cache,
@@ -46,6 +48,10 @@ _ALIASES = {
     "exllamav2.generator.filters": "exl2nb.integrations.exllamav2.filters",
     "exllamav2.generator.filters.base": "exl2nb.integrations.exllamav2.filters",
     "exllamav2.generator.sampler": "exl2nb.integrations.exllamav2.sampler",
+    "exllamav2.generator.hooks": "exl2nb.integrations.exllamav2.sampler",
+    "exllamav2.generator.dynamic_embeddings": "exl2nb.integrations.exllamav2.vision",
+    "exllamav2.tokenizer.tokenizer": "exl2nb.integrations.exllamav2.model",
+    "exllamav2.version": "exl2nb.integrations.exllamav2",
 }
 
 
@@ -70,6 +76,11 @@ def install() -> bool:
     for name, target in _ALIASES.items():
         sys.modules[name] = importlib.import_module(target)
     return True
+
+
+def __getattr__(name: str) -> Any:
+    """Say why a name of exllamav2 is missing."""
+    refuse_import("exllamav2", name)
 
 
 def uninstall() -> None:

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from exl2nb.core.errors import OptionError, StructureError
+from exl2nb.integrations.exllamav2.absent import Documented, table
 from exl2nb.integrations.exllamav2.model import ExLlamaV2, ExLlamaV2Tokenizer
 from exl2nb.sampling.constraint import Allowed
 
 
-class ExLlamaV2Filter:
+class ExLlamaV2Filter(Documented):
     """Base of filters: override `begin`, `feed` and `next`.
 
     Args:
         model, tokenizer: as exllamav2 passes them.
     """
 
+    absent: ClassVar = table(masks="prepare_logit_mask mask_logits background_prepare_logit_mask")
+    allow_return_type_list = True
+
     def __init__(self, model: ExLlamaV2, tokenizer: ExLlamaV2Tokenizer) -> None:
         self.model, self.tokenizer = model, tokenizer
+        self.sequence_str, self.background_result = "", None
 
     def clone(self, c: Any = None) -> ExLlamaV2Filter:
         """An independent copy."""
@@ -37,6 +42,24 @@ class ExLlamaV2Filter:
     def next(self) -> tuple[Iterable[int] | None, Iterable[int]]:
         """Ids that may follow, None = all; and those of them that end the text. Here: everything, and nothing ends it."""
         return None, ()
+
+    def use_background_worker(self) -> bool:
+        """Ignored: the engine calls `next` when it needs the mask."""
+        return False
+
+    def can_mask_logits(self) -> bool:
+        """Ignored: the engine calls `next`."""
+        return False
+
+    def background_next(self, pool: Any) -> None:
+        """Nothing: see `use_background_worker`."""
+
+    def background_drop(self) -> None:
+        """Nothing: see `use_background_worker`."""
+
+    def get_next(self, mask: bool = False) -> tuple[Iterable[int] | None, Iterable[int]]:
+        """`next`."""
+        return self.next()
 
 
 class ExLlamaV2PrefixFilter(ExLlamaV2Filter):

@@ -8,7 +8,7 @@ import random
 import threading
 import time
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from exl2nb.core.errors import OptionError
 from exl2nb.core.options import shown
 from exl2nb.generator.handle import Handle
 from exl2nb.generator.request import Completion, Token
+from exl2nb.integrations.exllamav2.absent import Documented, NotOffered, table
 from exl2nb.integrations.exllamav2.filters import (
     ExLlamaV2Filter,
     ExLlamaV2PrefixFilter,
@@ -24,7 +25,7 @@ from exl2nb.integrations.exllamav2.filters import (
     FilterStructure,
 )
 from exl2nb.integrations.exllamav2.model import MULTIPLE, ExLlamaV2, ExLlamaV2CacheBase, ExLlamaV2Lora, ExLlamaV2Tokenizer
-from exl2nb.integrations.exllamav2.sampler import ExLlamaV2Sampler
+from exl2nb.integrations.exllamav2.sampler import ExLlamaV2PostSamplingHook, ExLlamaV2PostSamplingResult, ExLlamaV2Sampler
 from exl2nb.integrations.exllamav2.vision import ExLlamaV2MMEmbedding, placed_prompt
 
 __all__ = [
@@ -34,6 +35,9 @@ __all__ = [
     "ExLlamaV2DynamicJob",
     "ExLlamaV2DynamicJobAsync",
     "ExLlamaV2Filter",
+    "ExLlamaV2MMEmbedding",
+    "ExLlamaV2PostSamplingHook",
+    "ExLlamaV2PostSamplingResult",
     "ExLlamaV2PrefixFilter",
     "ExLlamaV2Sampler",
     "ExLlamaV2SelectFilter",
@@ -51,7 +55,7 @@ REASONS = {
 Settings = ExLlamaV2Sampler.Settings
 
 
-class ExLlamaV2DynamicJob:
+class ExLlamaV2DynamicJob(Documented):
     """One prompt and its settings.
 
     Args:
@@ -64,8 +68,20 @@ class ExLlamaV2DynamicJob:
         identifier: comes with every result.
         embeddings: pictures that the prompt was encoded with.
         max_skips, filter_prefer_eos, decode_special_tokens: ignored. Unknown keywords: refused.
+
+    Attributes:
+        full_completion, new_tokens, is_finished, cached_pages, cached_tokens, accepted_draft_tokens, rejected_draft_tokens: so far.
+        generator: that runs it, None before it is enqueued.
     """
 
+    absent: ClassVar = table(
+        loop="get_max_seq_len get_input_ids_list receive_logits receive_sample prepare_for_queue current_new_pages_required prefill"
+        " get_block_index allocate_pages deallocate_pages all_unique_hashes allocated_pages alt_rope_embed alt_rope_offset checkpoint"
+        " banned_strings_utf32_buffer banned_strings_utf32_offsets held_k_probs held_k_tokens held_logits held_probs held_text held_token"
+        " held_tokens ngram_position ngrams non_sequential_pages prefix_token rng sequences skips stop_strings_utf32_buffer"
+        " stop_strings_utf32_offsets total_pages",
+        results="time_enqueue time_first_prefill time_first_token time_last_token",
+    )
     _serials = itertools.count(1)
 
     def __init__(
@@ -109,11 +125,77 @@ class ExLlamaV2DynamicJob:
             self.options["banned_strings"] = list(banned_strings)
         self.stops = [stop for stop in stop_conditions or () if stop is not None]
         self.filters, self.return_probs, self.return_top = filters, return_probs, return_top_tokens
+        self.gen_settings, self.max_new_tokens, self.min_new_tokens = self.settings, max_new_tokens, min_new_tokens
+        self.return_top_tokens, self.return_logits, self.max_skips = return_top_tokens, return_logits, max_skips
+        self.banned_strings, self.decode_special_tokens = list(banned_strings or ()), decode_special_tokens
+        self.filter_prefer_eos = filter_prefer_eos
+        self.generator: ExLlamaV2DynamicGenerator | None = None
+        self.cancelled = False
         self.identifier = identifier
         self.serial_number = next(self._serials)
         self.handle: Handle | None = None
         self.text = ""
         self._started = False
+        self._seen, self._ended = 0, dict[str, Any]()
+
+    @property
+    def stop_tokens(self) -> set[int]:
+        """Ids that end it."""
+        return {stop for stop in self.stops if isinstance(stop, int)}
+
+    @property
+    def stop_tokens_list(self) -> list[int]:
+        """The same, sorted."""
+        return sorted(self.stop_tokens)
+
+    @property
+    def stop_strings(self) -> set[str]:
+        """Texts that end it."""
+        return {stop for stop in self.stops if isinstance(stop, str)}
+
+    @property
+    def stop_strings_list(self) -> list[str]:
+        """The same, sorted."""
+        return sorted(self.stop_strings)
+
+    @property
+    def full_completion(self) -> str:
+        """The answer so far."""
+        return self.text
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens of the answer so far."""
+        return self._ended.get("new_tokens", self._seen)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether its last result was read, or it was cancelled."""
+        return bool(self._ended) or self.cancelled
+
+    def is_prefill_done(self) -> bool:
+        """Whether the answer has begun."""
+        return self._seen > 0 or self.is_finished
+
+    @property
+    def cached_pages(self) -> int:
+        """Pages of the prompt that were cached; 0 before the end."""
+        return self._ended.get("cached_pages", 0)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompt that were cached; 0 before the end."""
+        return self._ended.get("cached_tokens", 0)
+
+    @property
+    def accepted_draft_tokens(self) -> int:
+        """Draft tokens that were accepted; 0 before the end."""
+        return self._ended.get("accepted_draft_tokens", 0)
+
+    @property
+    def rejected_draft_tokens(self) -> int:
+        """Draft tokens that were not; 0 before the end."""
+        return self._ended.get("rejected_draft_tokens", 0)
 
     def request(self, generator: ExLlamaV2DynamicGenerator) -> tuple[list[int], dict[str, Any]]:
         """Prompt and options of `llm.stream`."""
@@ -156,12 +238,13 @@ class ExLlamaV2DynamicJob:
         ended = self.handle.done  # asked before the chunks are taken: the last ones arrive before the end
         while (chunk := self.handle.poll()) is not None:
             self.text += chunk.text
+            self._seen += len(chunk.tokens)
             results.append({**base, "stage": "streaming", "text": chunk.text, **self._tokens(chunk.tokens)})
         if ended:
             completion = self.handle.result()
             left = completion.text[len(self.text) :]
-            self.text = completion.text
-            results.append({**base, "stage": "streaming", **({"text": left} if left else {}), **self._last(completion)})
+            self.text, self._ended = completion.text, self._last(completion)
+            results.append({**base, "stage": "streaming", **({"text": left} if left else {}), **self._ended})
         return results
 
     def _tokens(self, tokens: Sequence[Token]) -> dict[str, Any]:
@@ -204,7 +287,7 @@ class ExLlamaV2DynamicJob:
         return found
 
 
-class ExLlamaV2DynamicGenerator:
+class ExLlamaV2DynamicGenerator(Documented):
     """Runs jobs in the engine's batch; the model is loaded here if it is not yet.
 
     Args:
@@ -212,7 +295,22 @@ class ExLlamaV2DynamicGenerator:
         max_seq_len: at most the config's. draft_model, draft_cache: a smaller model that proposes tokens. num_draft_tokens: up to 7.
         use_ngram_draft, max_ngram: tokens proposed from the text itself.
         max_batch_size, max_chunk_size, max_q_size, paged, threads, filter_background_eval: ignored: the engine decides. Unknown: refused.
+
+    Attributes:
+        page_size, max_pages, max_total_tokens: of the cache.
+        max_batch_size, max_chunk_size: of the engine.
+        pending_jobs, active_jobs: jobs that have not begun, and those that have.
+        current_loras: as set.
     """
+
+    absent: ClassVar = table(
+        loop="get_paged_params iterate_ngram_gen iterate_draftmodel_gen iterate_gen iterate_start_jobs access_serial all_pages"
+        " defrag_buffer defrag_buffers draft_ids_pinned draft_input_ids_pinned filter_pool filter_queue job_serial"
+        " last_defrag_serial logits_pinned"
+        " referenced_pages unreferenced_pages sampling_pool print_page_list validate_cache",
+    )
+    page_size = MULTIPLE
+    paged = True
 
     def __init__(
         self,
@@ -253,6 +351,36 @@ class ExLlamaV2DynamicGenerator:
             self.speculation = {"kind": "ngram", "max_tokens": min(num_draft_tokens, 7)}
         self.jobs: list[ExLlamaV2DynamicJob] = []
         self.loras: dict[str, float] = {}
+        self.current_loras: list[ExLlamaV2Lora] = []
+        self.draft_model, self.draft_cache, self.num_draft_tokens = draft_model, draft_cache, num_draft_tokens
+        self.use_ngram_draft, self.max_ngram = use_ngram_draft, max_ngram
+        self.max_sampling_threads, self.min_sampling_threads = max_sampling_threads, min_sampling_threads
+        self.max_total_tokens = cache.max_seq_len * cache.batch_size
+        self.max_pages = self.max_total_tokens // MULTIPLE
+        self.padded_vocab_size = -(-self.llm.config.vocab_size // 32) * 32
+
+    @property
+    def max_batch_size(self) -> int:
+        """Sequences that the engine runs together."""
+        return self.llm.engine.loop.scheduler.max_sequences
+
+    @property
+    def max_chunk_size(self) -> int:
+        """Tokens of prompts in one step."""
+        return self.llm.engine.loop.scheduler.max_chunk
+
+    @property
+    def pending_jobs(self) -> list[ExLlamaV2DynamicJob]:
+        """Jobs without a result."""
+        return [job for job in self.jobs if not job._started]
+
+    @property
+    def active_jobs(self) -> list[ExLlamaV2DynamicJob]:
+        """Jobs with a result that have not ended."""
+        return [job for job in self.jobs if job._started]
+
+    def defrag_cache(self) -> None:
+        """Nothing: pages need no order here."""
 
     def warmup(self) -> None:
         """Run one short job."""
@@ -273,6 +401,7 @@ class ExLlamaV2DynamicGenerator:
         for name in self.loras.keys() - {one.name for one in several}:
             self.llm.loras.unload(name)
         self.loras = {one.name: one.lora_scaling for one in several}
+        self.current_loras = several
 
     def num_remaining_jobs(self) -> int:
         """Jobs that have not ended."""
@@ -289,11 +418,13 @@ class ExLlamaV2DynamicGenerator:
                 handle.cancel()
             raise
         for one, one.handle in zip(several, handles):
+            one.generator = self
             self.jobs.append(one)
         return [one.serial_number for one in several] if isinstance(job, list) else several[0].serial_number
 
     def cancel(self, job: ExLlamaV2DynamicJob) -> None:
         """End a job; it gives no more results."""
+        job.cancelled = True
         if job.handle is not None:
             job.handle.cancel()
         if job in self.jobs:
@@ -408,7 +539,7 @@ class ExLlamaV2DynamicGenerator:
         return self.generate(prompt, max_new_tokens, **options)
 
 
-class ExLlamaV2BaseGenerator:
+class ExLlamaV2BaseGenerator(Documented):
     """`generate_simple` over the same jobs.
 
     Args:
@@ -418,6 +549,12 @@ class ExLlamaV2BaseGenerator:
     def __init__(self, model: ExLlamaV2, cache: ExLlamaV2CacheBase, tokenizer: ExLlamaV2Tokenizer, **options: Any) -> None:
         self._jobs = ExLlamaV2DynamicGenerator(model, cache, tokenizer, **options)
         self.model, self.cache, self.tokenizer = model, cache, tokenizer
+        self.sequence_ids: Tensor | None = None
+        self.abort_event: threading.Event | None = None
+
+    def full(self) -> bool:
+        """Whether the stream has as many tokens as the model can take."""
+        return self.sequence_ids is not None and self.sequence_ids.shape[-1] >= self.model.config.max_seq_len
 
     @property
     def llm(self) -> Any:
@@ -466,7 +603,26 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
 
     Args:
         model, cache, tokenizer: of exllamav2's kinds. draft_model, draft_cache, num_speculative_tokens: see the dynamic generator.
+
+    Attributes:
+        speculative_ngram: may be set: tokens are proposed from the text itself.
+        speculative_ngram_min, speculative_ngram_max, speculative_ngram_max_inf, speculative_ngram_threshold, speculative_prob_threshold:
+            may be set and are ignored: the engine decides how many tokens pay.
+        settings, filters, banned_strings, return_probabilities, return_top_tokens, return_logits: of the last stream.
+        stop_tokens, stop_strings: as `set_stop_conditions` was given them.
     """
+
+    absent: ClassVar = table(
+        loop="strings_to_utf32 ban_checkpoint banned_strings_utf32_buffer banned_strings_utf32_offsets blocked_position blocked_tokens"
+        " current_blocked_tokens first_token future_logits future_tokens heal_next_token held_logits held_pprobs held_probs held_ptokens"
+        " held_text held_tokens indexed_embeddings input_mask max_fallback_tokens ngram ngram_preloaded no_logits no_pprobs no_probs"
+        " no_ptokens no_tokens position_offsets remaining_tokens reuse_logits"
+        " stop_strings_utf32_buffer"
+        " stop_strings_utf32_offsets tail_decode_tokens",
+        results="accepted_draft_tokens total_draft_tokens total_tokens",
+    )
+    speculative_ngram_min, speculative_ngram_max, speculative_ngram_max_inf, speculative_ngram_threshold = 1, 5, 3, 1
+    speculative_prob_threshold = 0.25
 
     def __init__(
         self,
@@ -478,14 +634,55 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         num_speculative_tokens: int = 5,
     ) -> None:
         super().__init__(model, cache, tokenizer, draft_model=draft_model, draft_cache=draft_cache, num_draft_tokens=num_speculative_tokens)
-        self.sequence_ids: Tensor | None = None
+        self.draft_model, self.draft_cache, self.num_speculative_tokens = draft_model, draft_cache, num_speculative_tokens
         self._stops: list[int | str] = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         self._job: ExLlamaV2DynamicJob | None = None
         self._results: list[dict[str, Any]] = []
+        self.settings: Settings | None = None
+        self.filters: list[Any] = []
+        self.banned_strings: list[str] = []
+        self.filter_prefer_eos = self.decode_special_tokens = self.return_probabilities = self.return_logits = False
+        self.return_top_tokens = 0
 
     def set_stop_conditions(self, stop_conditions: Sequence[int | str] | set[int | str]) -> None:
         """What ends a stream."""
         self._stops = list(stop_conditions)
+
+    @property
+    def stop_tokens(self) -> set[int]:
+        """Ids that end a stream."""
+        return {stop for stop in self._stops if isinstance(stop, int)}
+
+    @property
+    def stop_strings(self) -> set[str]:
+        """Texts that end a stream."""
+        return {stop for stop in self._stops if isinstance(stop, str)}
+
+    @property
+    def active_loras(self) -> list[ExLlamaV2Lora]:
+        """Adapters of the stream."""
+        return self._jobs.current_loras
+
+    @property
+    def speculative_ngram(self) -> bool:
+        """Whether tokens are proposed from the text itself; counts for the next stream."""
+        speculation = self._jobs.speculation
+        return isinstance(speculation, dict) and speculation["kind"] == "ngram"
+
+    @speculative_ngram.setter
+    def speculative_ngram(self, value: bool) -> None:
+        if value and self.draft_model is not None:
+            raise OptionError("speculative_ngram: a draft model is set as well; leave one out")
+        if self.draft_model is None:
+            self._jobs.speculation = {"kind": "ngram", "max_tokens": min(self.num_speculative_tokens, 7)} if value else "off"
+
+    def ngram_preload(self, input_ids: Tensor) -> None:
+        """Nothing: drafts come from the text and from earlier requests, and never change the answer."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if (why := self.absent.get(name)) is not None:
+            raise NotOffered(f"{type(self).__name__}.{name} cannot be set here: {why}")
+        super().__setattr__(name, value)
 
     def begin_stream_ex(
         self,
@@ -526,6 +723,9 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
             banned_strings=banned_strings, filters=filters,
         )  # fmt: skip
         self._results = []
+        self.settings, self.filters, self.filter_prefer_eos = gen_settings, filters or [], filter_prefer_eos
+        self.banned_strings, self.decode_special_tokens, self.abort_event = banned_strings or [], decode_special_tokens, abort_event
+        self.return_probabilities, self.return_top_tokens, self.return_logits = return_probabilities, return_top_tokens, return_logits
         self._jobs.enqueue(self._job)
 
     def begin_stream(
@@ -573,15 +773,35 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         return found["chunk"], found["eos"], found["chunk_token_ids"]
 
 
-class ExLlamaV2DynamicGeneratorAsync:
+class ExLlamaV2DynamicGeneratorAsync(Documented):
     """The dynamic generator for event loops.
 
     Args:
         options: of `ExLlamaV2DynamicGenerator`.
+
+    Attributes:
+        generator: the dynamic one.
+        jobs: its jobs -> those of event loops.
     """
+
+    absent: ClassVar = table(loop="condition iteration_task")
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self.generator = ExLlamaV2DynamicGenerator(*arguments, **options)
+        self._made: dict[ExLlamaV2DynamicJob, ExLlamaV2DynamicJobAsync] = {}
+
+    @property
+    def jobs(self) -> dict[ExLlamaV2DynamicJob, ExLlamaV2DynamicJobAsync]:
+        """Jobs that have not ended."""
+        self._made = {job: self._made[job] for job in self.generator.jobs if job in self._made}
+        return dict(self._made)
+
+    def enqueue(self, job: ExLlamaV2DynamicJobAsync) -> None:
+        """Queue a job; one that was made with this generator is queued already."""
+        if job.job in self.jobs:
+            return
+        self.generator.enqueue(job.job)
+        self._made[job.job] = job
 
     async def close(self) -> None:
         """End all jobs."""
@@ -592,17 +812,19 @@ class ExLlamaV2DynamicGeneratorAsync:
         await job.cancel()
 
 
-class ExLlamaV2DynamicJobAsync:
+class ExLlamaV2DynamicJobAsync(Documented):
     """A job that is iterated: `async for result in job`.
 
     Args:
         generator: the async one. options: of `ExLlamaV2DynamicJob`.
     """
 
+    absent: ClassVar = table(loop="queue put_result")
+
     def __init__(self, generator: ExLlamaV2DynamicGeneratorAsync, *arguments: Any, **options: Any) -> None:
-        self._generator = generator.generator
-        self.job = ExLlamaV2DynamicJob(*arguments, **options)
-        self._generator.enqueue(self.job)
+        self.generator, self._generator = generator, generator.generator
+        self.job, self.cancelled = ExLlamaV2DynamicJob(*arguments, **options), False
+        generator.enqueue(self)
 
     async def __aiter__(self) -> AsyncIterator[dict[str, Any]]:
         try:
@@ -618,4 +840,5 @@ class ExLlamaV2DynamicJobAsync:
 
     async def cancel(self) -> None:
         """End it; its pages are free again."""
+        self.cancelled = True
         self._generator.cancel(self.job)

@@ -2,24 +2,56 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from exl2nb.core.errors import OptionError
+from exl2nb.integrations.exllamav2.absent import Documented, refuse, table
 from exl2nb.integrations.exllamav2.model import ExLlamaV2Tokenizer
+
+
+@dataclass
+class ExLlamaV2PostSamplingResult:
+    """What exllamav2 hands to a hook; for annotations, since `Settings.post_sampling_hooks` is refused."""
+
+    sampled_token: Tensor | None = None
+    sampled_prob: Tensor | None = None
+    candidate_tokens: Tensor | None = None
+    candidate_probs: Tensor | None = None
+    logits: Tensor | None = None
+    feed_filters: bool = True
+
+
+ExLlamaV2PostSamplingHook = Callable[[ExLlamaV2PostSamplingResult], None]
+
+
+def _refused(name: str) -> Any:
+    def call(*_: Any, **__: Any) -> None:
+        refuse(f"ExLlamaV2Sampler.{name}", "sampling")
+
+    call.__doc__ = "Refuse.\n\nRaises:\n    NotOffered: always; says what to use instead."
+    return staticmethod(call)
 
 
 class ExLlamaV2Sampler:
     """Holds `Settings`; sampling itself is the engine's."""
 
+    sample = _refused("sample")
+    apply_dry = _refused("apply_dry")
+    get_dry_default_sequence_breaker_tokens = _refused("get_dry_default_sequence_breaker_tokens")
+    get_default_xtc_mask_tokens = _refused("get_default_xtc_mask_tokens")
+    get_xtc_mask_tensor = _refused("get_xtc_mask_tensor")
+
     @dataclass
-    class Settings:
+    class Settings(Documented):
         """The settings by their old names and defaults."""
 
+        absent: ClassVar = table(loop="ngram_trie ngram_index ngram_history")
         token_repetition_penalty: float = 1.025
         token_repetition_range: int = -1
         token_repetition_decay: int = 0

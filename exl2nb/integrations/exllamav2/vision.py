@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
 
 from exl2nb.core.errors import OptionError
+from exl2nb.integrations.exllamav2.absent import Documented, table
 from exl2nb.io import hub
 from exl2nb.llm.load import pick_device
 from exl2nb.model.loader import read_model_config
@@ -19,12 +23,20 @@ if TYPE_CHECKING:
 FIRST_ID = 1_000_000_000
 
 
-class ExLlamaV2VisionTower:
+class ExLlamaV2VisionTower(Documented):
     """The tower of a model that sees.
 
     Args:
         config: prepared.
     """
+
+    absent: ClassVar = table(
+        layers="archparams modules pre_project pre_project_idx position_emb_func preprocess_func postprocess_func video_preprocess_func"
+        " video_postprocess_func rope_cos rope_sin p_maxedge",
+        forward="forward forward_chunk process",
+        devices="load_autosplit load_autosplit_gen",
+        parallel="load_tp load_tp_gen tp_context",
+    )
 
     def __init__(self, config: ExLlamaV2Config) -> None:
         self.config, self._encoder = config, None
@@ -70,23 +82,42 @@ class ExLlamaV2VisionTower:
         return ExLlamaV2MMEmbedding(self.encoder, tokenizer, Picture.video(video), text_alias)
 
 
-class ExLlamaV2MMEmbedding:
+class ExLlamaV2MMEmbedding(Documented):
     """A picture in a prompt.
 
     Attributes:
         text_alias: what stands for it in texts. first_index: its first id; mm_length: how many ids it has.
     """
 
+    absent: ClassVar = table(pictures="embeddings model pre_tokens post_tokens thw_grid get_size_in_bytes")
     _next = FIRST_ID
 
     def __init__(self, encoder: VisionEncoder, tokenizer: ExLlamaV2Tokenizer, picture: Picture, text_alias: str | None) -> None:
         self.encoder, self.picture = encoder, picture
+        self.metadata: dict[str, Any] = {}  # for the caller
         self.mm_length = encoder.tokens(picture)
         self.first_index = ExLlamaV2MMEmbedding._next
         ExLlamaV2MMEmbedding._next += self.mm_length
         self.text_alias = text_alias or f"<$EMB_{self.first_index}$>"
         mark = encoder.mark(tokenizer.inner.piece, video=picture.is_video)
         self.expanded = encoder.expanded(mark, [picture], tokenizer.inner.piece)
+
+    @property
+    def length(self) -> int:
+        """How many ids it has."""
+        return self.mm_length
+
+    def get_ids(self) -> list[int]:
+        """Its ids."""
+        return list(range(self.first_index, self.first_index + self.mm_length))
+
+    def get_ids_tensor(self) -> Tensor:
+        """Its ids as int64 `(1, n)`."""
+        return torch.tensor([self.get_ids()], dtype=torch.int64)
+
+    def get_vision_token_range(self) -> tuple[int, int]:
+        """Its first id, and the one behind its last."""
+        return self.first_index, self.first_index + self.mm_length
 
     @property
     def _token(self) -> int:
