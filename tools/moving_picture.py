@@ -46,7 +46,7 @@ def shot(page: Page, ms: int) -> Frame:
 
 def playground(page: Page, llm: ex.LLM, theme: str) -> Iterator[Frame]:
     """An answer of 60 tokens, one token a frame."""
-    widget = ex.widgets.Playground(llm, prompt=PROMPT, max_tokens=60, seed=7)
+    widget = ex.widgets.Playground(llm, prompt=PROMPT, max_tokens=60, temperature=0.8, top_p=0.95, seed=7)
     host = MockHost(page, "playground", state_of(widget, _has_model=True), theme=theme)
     yield shot(page, 500)
     done = llm.generate(PROMPT, max_tokens=60, temperature=0.8, top_p=0.95, seed=7, top_logprobs=3)

@@ -124,7 +124,7 @@ def examples(llm: Any, low: Any) -> dict[str, Any]:
     import exl2nb as ex
 
     w, measured, sides = ex.widgets, ex.demo_measurement(), {"16 bits": llm, "4 bits": low}
-    play = w.Playground(llm, prompt=ASK, max_tokens=60, seed=7)
+    play = w.Playground(llm, prompt=ASK, max_tokens=60, temperature=0.8, top_p=0.95, seed=7)
     play.start().wait()
     caches = w.CacheExplorer(llm, prompt=ASK, modes=["q8", "q4"], max_tokens=16, needle={"sentences": 4}, free=2 * 10**9)
     caches.start().wait().hide_needle().wait()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from exl2nb.cli.console import Console
-from exl2nb.cli.models import add_load_options, add_lora_option, add_model, lora_options, open_llm
+from exl2nb.cli.models import add_generation_config_option, add_load_options, add_lora_option, add_model, lora_options, open_llm
 from exl2nb.cli.sampling import add_options, facts, given_options
 
 if TYPE_CHECKING:
@@ -84,6 +84,7 @@ def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
         "--template", metavar="NAME|FILE", help="chat template in place of the model's own: chatml, llama2 ..., or Jinja file"
     )
     parser.add_argument("--context", type=int, help="tokens of the whole conversation")
+    add_generation_config_option(parser)
     add_options(parser)
 
 
@@ -93,13 +94,17 @@ def run_chat(args: argparse.Namespace, console: Console) -> int:
     own = {} if template is None else {"template": template}
     messages: list[dict[str, Any]] = [{"role": "system", "content": args.system}] if args.system else []
     lines = iter(args.message) if args.message else _lines(console)
-    with open_llm(args, console.sink, context=args.context, cache=args.cache) as llm:
+    options = given_options(args)
+    wanted = args.generation_config is not False
+    with open_llm(args, console.sink, context=args.context, cache=args.cache, generation_config=wanted) as llm:
         llm.render_chat(
             [*messages, {"role": "user", "content": ""}], template=template
         )  # a model without a template says so before anybody types
+        if (added := llm.sampling_defaults.beside(options)) and not console.quiet:
+            console.err.write(f"[sampling] {added}\n")
         for line in lines:
             messages.append({"role": "user", "content": line})
-            completion = stream_text(llm.chat(messages, stream=True, **own, **lora_options(llm), **given_options(args)), console)
+            completion = stream_text(llm.chat(messages, stream=True, **own, **lora_options(llm), **options), console)
             messages.append({"role": "assistant", "content": completion.text})
             console.say()
             if console.json_mode:

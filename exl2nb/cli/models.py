@@ -177,6 +177,12 @@ def _json_object(text: str) -> dict[str, Any]:
     return value
 
 
+def add_generation_config_option(parser: argparse.ArgumentParser) -> None:
+    """--no-generation-config."""
+    text = "do not use the sampling values of the model's generation_config.json as defaults"
+    parser.add_argument("--no-generation-config", dest="generation_config", action="store_const", const=False, help=text)
+
+
 def add_cache_option(parser: argparse.ArgumentParser, default: str) -> None:
     """--cache, checked before anything is loaded."""
     text = f"how K and V are stored: fp32, fp16, fp8, q8, q6 (K 8 bits, V 4), q4, or bits apart as k8v4 (default {default})"

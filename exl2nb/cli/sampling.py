@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from exl2nb.sampling.defaults import NEUTRAL
 from exl2nb.sampling.params import PRESETS
 
 if TYPE_CHECKING:
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
 OPTIONS: dict[str, tuple[type, str]] = {
     "max_tokens": (int, "most new tokens (default 256)"),
-    "temperature": (float, "0 = always the most probable token (default 1)"),
+    "temperature": (float, "0 = always the most probable token (default 1; of a chat: as generation_config.json says, else 0.7)"),
     "top_k": (int, "keep the k most probable tokens; 0 = all"),
     "top_p": (float, "keep the most probable tokens up to this probability; 1 = all"),
     "min_p": (float, "keep tokens with this share of the best one's probability; 0 = all"),
@@ -51,7 +52,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add `--max-tokens`, `--temperature` and so on, `--stop`, and the options for structured answers."""
     _add(parser, OPTIONS)
     parser.add_argument("--stop", action="append", metavar="TEXT", help="end at this text; may be given again")
-    parser.add_argument("--preset", choices=sorted(PRESETS), help="a set of sampling options; options given with it override it")
+    parser.add_argument("--preset", choices=sorted(PRESETS), help="a whole set of sampling options; options given with it override it")
     more = parser.add_argument_group("more sampling", "the definitions stand in exl2nb.sampling")
     _add(more, MORE)
     text = "presence and frequency penalties count the prompt, too"
@@ -70,7 +71,7 @@ def given_options(args: argparse.Namespace) -> dict[str, Any]:
     from exl2nb.eval.text import read_text
 
     names = (*OPTIONS, *MORE, "temperature_last", "penalty_prompt", "stop", "regex", "choice")
-    options = dict(PRESETS[args.preset]) if args.preset else {}
+    options = {**NEUTRAL, **PRESETS[args.preset]} if args.preset else {}  # a preset is whole: no default of the model adds to it
     options |= {name: value for name in names if (value := getattr(args, name)) is not None}
     options |= {name: read_text(Path(path)) for name in FILES if (path := getattr(args, name)) is not None}
     if args.ban:
@@ -92,6 +93,8 @@ def facts(completion: Completion) -> dict[str, Any]:
         "text": completion.text,
         "finish_reason": completion.finish_reason,
         "seed": completion.seed,
+        "sampling": completion.sampling.changed,
+        "sampling_defaults": {**completion.sampling_defaults.values, "source": completion.sampling_defaults.source},
         "prompt_tokens": timings.prompt_tokens,
         "new_tokens": timings.new_tokens,
         "first_token_s": timings.first_token_s,

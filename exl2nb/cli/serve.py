@@ -10,7 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from exl2nb.cli.console import Console
-from exl2nb.cli.models import LOAD_OPTIONS, add_cache_option, add_load_options, add_lora_option, load_loras, locate, locate_demo
+from exl2nb.cli.models import (
+    LOAD_OPTIONS,
+    add_cache_option,
+    add_generation_config_option,
+    add_load_options,
+    add_lora_option,
+    load_loras,
+    locate,
+    locate_demo,
+)
 from exl2nb.core.errors import OptionError
 
 if TYPE_CHECKING:
@@ -46,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--on", choices=("here", "ray"), help="ray: replicas on a Ray cluster, or on one that is started here")
     parser.add_argument("--replicas", metavar="N|MIN:MAX", help="with --on ray: how many, or as many as requests need (default 1)")
     parser.add_argument("--replica-gpus", type=float, metavar="N", help="with --on ray: GPUs of a replica (default 1 where there are any)")
+    add_generation_config_option(parser)
     add_cache_option(parser, "fp16")
     parser.set_defaults(cache=None)
     parser.add_argument("--context", type=int, help="tokens of prompt and answer together")

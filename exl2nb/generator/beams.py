@@ -224,6 +224,7 @@ class Beams(Group):
             output.finish()
         ended = one.tokens[-1].id if one.tokens and one.tokens[-1].id in self._ends else output.stopped_by
         answer: dict[str, Any] = {"text": output.text, "tokens": tuple(output.tokens), "withheld": output.withheld, "stopped_by": ended}
+        answer["sampling"] = self.request.sampling
         timings = leader.timings(new_tokens=len(one.tokens), now=time.perf_counter())
         return Completion(finish_reason=one.reason, timings=timings, seed=leader.sampler.seed, score=one.score, **answer)
 

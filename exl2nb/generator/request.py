@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from exl2nb.core.errors import OptionError, StructureError
 from exl2nb.core.options import check_flag, check_keywords, check_range, shown
 from exl2nb.generator.speculation import Acceptance, Speculation
+from exl2nb.sampling.defaults import NAMES, NO_DEFAULTS, SamplingDefaults
 from exl2nb.sampling.params import SamplingParams, check_integer
 from exl2nb.tokenizer.reply import Reply, ReplyFormat
 
@@ -30,11 +31,22 @@ def completion_html(completion: Completion) -> str:
     shown, rest = completion.tokens[:MOST_TOKENS], completion.tokens[MOST_TOKENS:]
     tokens = "".join([_token_html(token, place < MOST_TITLES) for place, token in enumerate(shown)])
     tokens += html.escape("".join([token.text for token in rest]) if shown else completion.text)
+    settings = f"; {words}" if (words := settings_text(completion)) else ""
     return (
         f'<div style="white-space:pre-wrap;line-height:1.6">{prompt}{tokens}</div>'
         f'<div style="opacity:.6;font-size:85%">{completion.finish_reason}; {html.escape(str(completion.timings))}; '
-        f"seed {completion.seed}</div>"
+        f"seed {completion.seed}{html.escape(settings)}</div>"
     )
+
+
+def settings_text(completion: Completion) -> str:
+    """The sampling settings of an answer in words if defaults were among them; otherwise nothing."""
+    added = completion.sampling_defaults
+    if not added:
+        return ""
+    changed, values = completion.sampling.changed, added.values
+    given = ", ".join(f"{name} {changed[name]:g}" for name in NAMES if name in changed and name not in values)
+    return f"{given} as given, {added}" if given else str(added)
 
 
 def _token_html(token: Token, whole: bool) -> str:
@@ -89,6 +101,8 @@ class Request:
 
     pictures: of the prompt, encoded and placed; None = it has none. `llm.chat` makes it of messages with pictures.
 
+    sampling_defaults: the values in `sampling` that the caller did not give, and their source. `llm.chat` makes it.
+
     Raises:
         OptionError: a value out of range, or two that exclude each other.
     """
@@ -116,6 +130,7 @@ class Request:
     reply: ReplyFormat = PLAIN
     lora: LoraRow | None = None
     pictures: PromptPictures | None = None
+    sampling_defaults: SamplingDefaults = NO_DEFAULTS
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:
@@ -138,6 +153,8 @@ class Request:
             object.__setattr__(self, "speculation", Speculation.of(self.speculation))
         if not isinstance(self.reply, ReplyFormat):
             raise OptionError(f"reply is {shown(self.reply)}; expected a ReplyFormat; llm.chat makes one")
+        if not isinstance(self.sampling_defaults, SamplingDefaults):
+            raise OptionError(f"sampling_defaults is {shown(self.sampling_defaults)}; expected SamplingDefaults; llm.chat makes them")
         if self.lora is not None and not isinstance(self.lora, LoraRow):
             raise OptionError(f"lora is {shown(self.lora)}; expected adapters of a loaded model: give their names to llm.generate")
         if self.pictures is not None:
@@ -186,6 +203,11 @@ class Request:
     def guided(self) -> bool:
         """True where two prompts run in step."""
         return bool(self.negative_ids) and self.cfg_scale != 1.0
+
+    @property
+    def reported_sampling(self) -> SamplingParams:
+        """`sampling` without the caller's functions, which would keep a completion from being pickled."""
+        return replace(self.sampling, post_sampling=()) if self.sampling.post_sampling else self.sampling
 
     @property
     def stop_texts(self) -> tuple[str, ...]:
@@ -319,7 +341,8 @@ class Completion:
     (no room left), "cancelled", "timeout". stopped_by: the stop text, stop token or end-of-text token that ended it. withheld: tokens that
     a stop text took away. seed: reproduces the answer. rewinds: where banned texts made it go back. speculation: what it did, None
     where it was off. logits: raw, f32 `(tokens, V)`, if asked for. score: of a beam; beams: the best beams, this one first. structure:
-    the required structure, and whether it is complete. reply: of a chat: content, reasoning and tool calls.
+    the required structure, and whether it is complete. reply: of a chat: content, reasoning and tool calls. sampling: the sampling
+    settings that were used. sampling_defaults: those of its values that came from the defaults of a chat, and their source.
     """
 
     text: str
@@ -338,6 +361,8 @@ class Completion:
     structure: Structure | None = field(default=None, repr=False, compare=False)
     complete: bool = field(default=True, repr=False, compare=False)
     reply_format: ReplyFormat = field(default=PLAIN, repr=False, compare=False)
+    sampling: SamplingParams = field(default=NEUTRAL, compare=False)
+    sampling_defaults: SamplingDefaults = field(default=NO_DEFAULTS, compare=False)
 
     @cached_property
     def reply(self) -> Reply:
@@ -377,6 +402,7 @@ class Completion:
     def __repr__(self) -> str:
         shown = self.text if len(self.text) <= 60 else self.text[:57] + "..."
         more = f", {self.speculation}" if self.speculation is not None else "" if self.score is None else f", score {self.score:.4f}"
+        more += f", {words}" if (words := settings_text(self)) else ""
         return f"Completion({shown!r}, {len(self.tokens)} tokens, {self.finish_reason}, {self.timings.decode_tok_s:.0f} tok/s{more})"
 
     def _repr_html_(self) -> str:

@@ -340,6 +340,8 @@ class Sequence:
             "logits": logits,
             "structure": self.request.structure,
             "reply_format": self.request.reply,
+            "sampling": self.request.reported_sampling,
+            "sampling_defaults": self.request.sampling_defaults,
         }
 
 

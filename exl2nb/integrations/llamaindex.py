@@ -36,7 +36,8 @@ class Exl2LLM(CustomLLM):
 
     Args:
         llm: a loaded model, which stays its owner's.
-        max_tokens: of an answer. temperature: 0 = greedy.
+        max_tokens: of an answer.
+        temperature: 0 = greedy; None = 1 for texts, the model's default for chats.
         template: Jinja source or the name of an instruct format, for a model without a chat template.
         options: any other options of `llm.generate`; a call's own keywords come on top. An unknown one is an OptionError.
 
@@ -49,7 +50,7 @@ class Exl2LLM(CustomLLM):
     """
 
     max_tokens: int = Field(default=256, description="Most new tokens of an answer.", gt=0)
-    temperature: float = Field(default=1.0, description="0 = greedy.", ge=0)
+    temperature: float | None = Field(default=None, description="0 = greedy; None = the model's default.", ge=0)
     template: str | None = Field(default=None, description="Chat template in place of the model's own.")
     options: dict[str, Any] = Field(default_factory=dict, description="More options of every answer.")
     _llm: Any = PrivateAttr()
@@ -150,7 +151,7 @@ class Exl2LLM(CustomLLM):
         return run()
 
     def _given(self, kwargs: dict[str, Any], *, chat: bool = False) -> dict[str, Any]:
-        own = {"max_tokens": self.max_tokens, "temperature": self.temperature}
+        own = {"max_tokens": self.max_tokens, **({} if self.temperature is None else {"temperature": self.temperature})}
         template = {"template": self.template} if chat and self.template is not None else {}
         return {**own, **template, **self.options, **kwargs}
 

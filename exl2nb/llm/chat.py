@@ -14,10 +14,12 @@ from exl2nb.core.errors import ContextOverflow, OptionError, TokenizerError
 from exl2nb.core.options import check_flag, shown, spelled_out
 from exl2nb.core.warn import warn
 from exl2nb.generator.engine import Engine
-from exl2nb.llm.options import DEFAULTS, ConversationOptions
+from exl2nb.llm.options import CHAT_DEFAULT_OPTIONS, ConversationOptions
 from exl2nb.llm.pictures import take_pictures, with_parts
 from exl2nb.llm.requests import STRUCTURES, check_length
+from exl2nb.llm.sampling_defaults import with_defaults
 from exl2nb.model.model import Model
+from exl2nb.sampling.defaults import SamplingDefaults
 from exl2nb.sampling.params import check_integer
 from exl2nb.tokenizer.chat import MAX_TEMPLATE
 from exl2nb.tokenizer.detokenize import token_texts
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
 
 _OURS = ("messages", "source", "template", "special_tokens", "add_generation_prompt", "tools")  # given to every template
 FORMAT_OPTIONS = ("template", "tools", "template_options", "continue_final_message")
-CHAT_OPTIONS = (*FORMAT_OPTIONS, "tool_choice", "parallel_tool_calls", "reasoning_budget")
+CHAT_OPTIONS = (*FORMAT_OPTIONS, "tool_choice", "parallel_tool_calls", "reasoning_budget", "generation_config")
 _TAG = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")  # an added token of this form is no word and no white space
 _END = "\ue000end of the message\ue000"  # put behind a message that is continued, to find its end in the rendered prompt
 
@@ -49,6 +51,7 @@ _END = "\ue000end of the message\ue000"  # put behind a message that is continue
 class ChatMixin:
     """The part of `LLM` that renders prompts and starts conversations."""
 
+    sampling_defaults: SamplingDefaults
     tokenizer: Tokenizer
     model: Model
     engine: Engine
@@ -141,7 +144,7 @@ class ChatMixin:
         Raises:
             As `chat`.
         """
-        options = dict(options)
+        options = with_defaults(options, self.sampling_defaults, where=where)
         chat = {name: options.pop(name) for name in CHAT_OPTIONS if name in options}
         choice, parallel = chat.get("tool_choice", "auto"), chat.get("parallel_tool_calls", True)
         if not isinstance(choice, str):
@@ -287,7 +290,7 @@ class ChatMixin:
         made = rendered(prompt.text, self.tokenizer, talk)
         return replace(made, warnings=(*made.warnings, note)) if note else made
 
-    @spelled_out(ConversationOptions, DEFAULTS)
+    @spelled_out(ConversationOptions, CHAT_DEFAULT_OPTIONS)
     def conversation(self, *, system: str | None = None, **options: Unpack[ConversationOptions]) -> Conversation:
         """A conversation with this model: a tree of turns with `say`, `edit`, `regenerate`, `goto`, `save`.
 

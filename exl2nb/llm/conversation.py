@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from exl2nb.core.errors import ConfigError, OptionError
 from exl2nb.core.files import read_regular
-from exl2nb.core.options import check_path, spelled_out
+from exl2nb.core.options import check_flag, check_path, spelled_out
 from exl2nb.generator.handle import Handle
 from exl2nb.generator.request import Chunk, Completion, Request
 from exl2nb.io.atomic import atomic_write
-from exl2nb.llm.options import DEFAULTS, ConversationOptions
+from exl2nb.llm.options import CHAT_DEFAULT_OPTIONS, ConversationOptions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -178,7 +178,7 @@ def _integer(value: Any) -> bool:
 
 MAX_BYTES = 256 << 20
 FORMATS = ("template", "tools", "template_options")
-_CHAT = (*FORMATS, "tool_choice", "parallel_tool_calls", "reasoning_budget")
+_CHAT = (*FORMATS, "tool_choice", "parallel_tool_calls", "reasoning_budget", "generation_config")
 
 
 class Conversation:
@@ -202,7 +202,7 @@ class Conversation:
         (4, 2, 'It was a dark night.')
     """
 
-    @spelled_out(ConversationOptions, DEFAULTS)
+    @spelled_out(ConversationOptions, CHAT_DEFAULT_OPTIONS)
     def __init__(self, llm: LLM, *, system: str | None = None, **options: Unpack[ConversationOptions]) -> None:
         self._llm = llm
         self.options = _checked(options)
@@ -430,6 +430,7 @@ def _checked(options: Any) -> dict[str, Any]:
     Request.of((0,), where="conversation", **asked)
     if not isinstance(options.get("template"), (str, type(None))):
         raise OptionError(f"conversation: template is {str(options['template'])[:60]!r}; expected Jinja source")
+    check_flag("conversation: generation_config", options.get("generation_config", True))
     return dict(options)
 
 

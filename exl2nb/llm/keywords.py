@@ -33,11 +33,14 @@ class LoadOptions(TypedDict, total=False):
     rope_scaling: Mapping[str, Any] | None
     deterministic: bool | None
     vision: bool
+    generation_config: bool
     progress: Sink | Literal["auto"] | None
 
 
 PARALLEL = ("layers", "tensor")
 """How several devices share a model: each has whole layers, or a part of every layer."""
 
-LOAD_DEFAULTS: dict[str, Any] = {"parallel": "layers", "cache": "fp16", "max_sequences": 16, "vision": True, "progress": "auto"}
+LOAD_DEFAULTS: dict[str, Any] = {
+    "parallel": "layers", "cache": "fp16", "max_sequences": 16, "vision": True, "generation_config": True, "progress": "auto",
+}  # fmt: skip
 """Of the options that are not None."""

@@ -19,10 +19,12 @@ from exl2nb.generator.draft import DraftModel, check_same_tokenizer
 from exl2nb.io import hub
 from exl2nb.llm.keywords import PARALLEL
 from exl2nb.llm.model import GPU_CHUNK, LLM
+from exl2nb.llm.sampling_defaults import read_defaults
 from exl2nb.model.loader import load_model
 from exl2nb.model.model import Model, Span
 from exl2nb.model.rope import RopeOverride
 from exl2nb.model.streaming import Streaming
+from exl2nb.sampling.defaults import CHAT_DEFAULTS
 from exl2nb.sampling.params import check_integer
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
@@ -54,6 +56,7 @@ def load(
     rope_scaling: Mapping[str, Any] | None = None,
     deterministic: bool | None = None,
     vision: bool = True,
+    generation_config: bool = True,
     progress: Sink | Literal["auto"] | None = "auto",
     **unknown: Any,
 ) -> LLM:
@@ -93,6 +96,8 @@ def load(
             prompts; decoding one token a step, and everything on the CPU, always is. None = the variable
             EXL2NB_DETERMINISTIC, or False.
         vision: False: leave out the tower of a model that sees, and its memory; pictures are refused then.
+        generation_config: True: `llm.chat` and the Playground use the sampling values of the model's generation_config.json as their
+            defaults. False: they use the library's own, temperature 0.7 and top_p 0.95. `llm.sampling_defaults` shows them.
         progress: takes the events of stages "download" and "load". "auto": shown where you look (a widget in a notebook, a line on a
             terminal); None: silent.
 
@@ -119,6 +124,7 @@ def load(
     if stream_from is not None:
         check_integer("load: stream_from", stream_from, 0, GPU_CHUNK)  # a step has no more tokens of prompts
     check_flag("load: vision", vision)
+    check_flag("load: generation_config", generation_config)
     with showing(progress, f"load {hub.label(path)}") as sink:
         folder = hub.resolve(path, revision=revision, progress=sink)
         with _fitting(folder, f"{_gib(sum(file.stat().st_size for file in folder.glob('*.safetensors') if file.is_file()))} of weights"):
@@ -134,13 +140,17 @@ def load(
     try:
         tokenizer = Tokenizer.load(folder)
         tokenizer.templates.prepare()
+        defaults = read_defaults(folder) if generation_config else CHAT_DEFAULTS
         _check_vocabulary(tokenizer, model, folder)
         tokens = min(model.context, CONTEXT) if context is None else context
         held = max(tokens, CACHE_TOKENS) if cache_tokens is None else max(tokens, cache_tokens)
         with _fitting(folder, f"{_gib(model.cache_spec(held, mode=cache).total_bytes)} for the cache of {held} tokens"):
             sizes = {"context": tokens, "cache_tokens": held, "max_sequences": max_sequences}
             encoder = _tower(folder, model) if vision and model.config.files.passed else None
-            llm = LLM(model, tokenizer, path=folder, cache=cache, name=hub.display_name(folder, revision), vision=encoder, **sizes)
+            llm = LLM(
+                model, tokenizer, path=folder, cache=cache, name=hub.display_name(folder, revision), vision=encoder,
+                sampling_defaults=defaults, **sizes,
+            )  # fmt: skip
     except BaseException:
         model.close()
         raise

@@ -24,12 +24,13 @@ from exl2nb.llm.chat import ChatMixin
 from exl2nb.llm.inside import InsideMixin
 from exl2nb.llm.keywords import LOAD_DEFAULTS, LoadOptions
 from exl2nb.llm.loras import Loras
-from exl2nb.llm.options import DEFAULTS, ChatOptions, GenerateOptions, RequestOptions
+from exl2nb.llm.options import CHAT_DEFAULT_OPTIONS, DEFAULTS, ChatOptions, GenerateOptions, RequestOptions
 from exl2nb.llm.requests import compile_structure, request_of, sample_options
 from exl2nb.llm.scoring import ScoringMixin
 from exl2nb.model.facts import unusual
 from exl2nb.model.loader import fingerprint
 from exl2nb.model.model import Model
+from exl2nb.sampling.defaults import CHAT_DEFAULTS, SamplingDefaults
 from exl2nb.sampling.params import SamplingParams, check_integer
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
@@ -59,6 +60,8 @@ class LLM(ScoringMixin, InsideMixin, ChatMixin):
 
     cache: what the pages of the KV cache hold: `cache.snapshot()`, `cache.save(path)`, `cache.load(path)`, `cache.clear()`, `cache.reuse`.
     vision: the tower of a model that sees, or None: `chat` takes messages with pictures.
+    sampling_defaults: sampling options of `chat` that a request does not give, and where they come from: the model's
+    generation_config.json, or the library. `generate` and `stream` do not use them.
     loras: adapters: `loras.load(path, name=...)`, `loras.unload(name)`, `loras.list()`; a request takes one with lora="name", or several
     with lora={"name": 0.7, "other": 0.3}.
 
@@ -90,8 +93,10 @@ class LLM(ScoringMixin, InsideMixin, ChatMixin):
         max_sequences: int,
         name: str = "",
         vision: VisionEncoder | None = None,
+        sampling_defaults: SamplingDefaults = CHAT_DEFAULTS,
     ) -> None:
         self.vision, self._warned = vision, set[str]()
+        self.sampling_defaults = sampling_defaults
         self.path, self.model, self.tokenizer = path, model, tokenizer
         self._name = name or display_name(path)
         spec = model.cache_spec(cache_tokens, mode=cache)
@@ -307,7 +312,7 @@ class LLM(ScoringMixin, InsideMixin, ChatMixin):
     def chat(self, messages: Messages | str, *, stream: Literal[False] = False, **options: Unpack[ChatOptions]) -> Completion: ...
     @overload
     def chat(self, messages: Messages | str, *, stream: Literal[True], **options: Unpack[ChatOptions]) -> Handle: ...
-    @spelled_out(ChatOptions, DEFAULTS)
+    @spelled_out(ChatOptions, CHAT_DEFAULT_OPTIONS)
     def chat(self, messages: Messages | str, *, stream: bool = False, **options: Any) -> Completion | Handle:
         """Answer a conversation, in the format the model was trained on.
 
@@ -323,6 +328,10 @@ class LLM(ScoringMixin, InsideMixin, ChatMixin):
                 function's name. parallel_tool_calls: several in one answer. Arguments of every call fit their schema.
                 continue_final_message: the last message is the assistant's, and the answer continues it.
                 reasoning_budget: tokens after which the reasoning is ended.
+                generation_config: False: do not use the values of the model's generation_config.json for this answer.
+
+        Sampling options that are not given are those of `llm.sampling_defaults`: the values of the model's generation_config.json, or
+        temperature 0.7 and top_p 0.95. `completion.sampling` has what was used, `completion.sampling_defaults` what was added.
 
         Returns:
             `completion.reply` has the answer taken apart: content, reasoning, tool_calls; `handle.deltas()` the same while it comes.
@@ -343,7 +352,7 @@ class LLM(ScoringMixin, InsideMixin, ChatMixin):
         handle = self._submit(prompt, "chat", asked, stream=stream)
         return handle if stream else handle.result()
 
-    @spelled_out(ChatOptions, DEFAULTS)
+    @spelled_out(ChatOptions, CHAT_DEFAULT_OPTIONS)
     async def achat(self, messages: Messages | str, **options: Unpack[ChatOptions]) -> Completion:
         """`chat` for event loops."""
         prompt, asked = self.chat_request(messages, options, where="achat")
@@ -458,7 +467,8 @@ class LLM(ScoringMixin, InsideMixin, ChatMixin):
         state = ", closed" if self.engine.closed else ""
         return (
             f"LLM({self.name}: {config.architecture}, {config.num_layers} layers, {self.weight_bytes / 2**20:.1f} MiB of weights, "
-            f"context {self.context}, {self.cache_bytes / 2**20:.1f} MiB of {self.engine.spec.mode} cache{state})"
+            f"context {self.context}, {self.cache_bytes / 2**20:.1f} MiB of {self.engine.spec.mode} cache, "
+            f"chat with {self.sampling_defaults}{state})"
         )
 
     def _repr_html_(self) -> str:
@@ -471,6 +481,7 @@ class LLM(ScoringMixin, InsideMixin, ChatMixin):
             "cache": f"{spec.num_tokens} tokens, {spec.mode}, {self.cache_bytes / 2**20:.1f} MiB",
             "pages": f"{self.engine.pages.num_free} of {spec.num_pages} free",
         }
+        rows["chat sampling"] = str(self.sampling_defaults)
         rows["chat template"] = ", ".join(sorted(self.tokenizer.templates.templates)) or "none"
         if notable := unusual(config):
             rows["unusual"] = "; ".join(notable)

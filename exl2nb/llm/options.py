@@ -10,6 +10,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from exl2nb.generator.request import Chunk, Request
+from exl2nb.sampling.defaults import NAMES
 from exl2nb.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -104,6 +105,7 @@ class ConversationOptions(RequestOptions, total=False):
     tool_choice: str
     parallel_tool_calls: bool
     reasoning_budget: int
+    generation_config: bool
 
 
 class ChatOptions(ConversationOptions, total=False):
@@ -114,3 +116,5 @@ class ChatOptions(ConversationOptions, total=False):
 
 DEFAULTS: dict[str, Any] = {field.name: field.default for cls in (SamplingParams, Request) for field in fields(cls)}
 """Of the options that have one."""
+CHAT_DEFAULT_OPTIONS: dict[str, Any] = {name: value for name, value in DEFAULTS.items() if name not in NAMES} | {"generation_config": True}
+"""The same for `chat` and `conversation`, where the model decides about the others."""

@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for editors and type checkers; at run time `__getattr__` below does it
+    from exl2nb.sampling.defaults import SamplingDefaults as SamplingDefaults
     from exl2nb.sampling.explanation import Explanation as Explanation
     from exl2nb.sampling.filters import CHAIN as CHAIN
     from exl2nb.sampling.params import SamplingParams as SamplingParams
@@ -22,10 +23,11 @@ _PUBLIC = {
     "Draw": "replay",
     "Explanation": "explanation",
     "Replay": "replay",
+    "SamplingDefaults": "defaults",
     "SamplingParams": "params",
     "explain": "replay",
 }
-__all__ = ["CHAIN", "Draw", "Explanation", "Replay", "SamplingParams", "explain"]
+__all__ = ["CHAIN", "Draw", "Explanation", "Replay", "SamplingDefaults", "SamplingParams", "explain"]
 
 
 def __getattr__(name: str) -> Any:

@@ -115,7 +115,10 @@ class _Off(Body):
 
 
 class Sampling(_Off, _WithoutEffect):
-    """Every sampler; a field that is not given is neutral. Field for field as `SamplingParams` and `Request`."""
+    """Every sampler, field for field as `SamplingParams` and `Request`.
+
+    A field that is not given has the default that the model recommends, else it is neutral.
+    """
 
     max_tokens: int | None = named("max_tokens", "max_completion_tokens", "max_new_tokens", "max_length", "n_predict", "num_predict")
     min_tokens: int | None = named("min_tokens", "min_length")
@@ -186,12 +189,14 @@ class Sampling(_Off, _WithoutEffect):
                 refuse(value, name, "is not offered; leave it out")
         for name in (*_WithoutEffect.model_fields, "preset", "add_bos_token"):  # the last two count elsewhere
             given.pop(name, None)
-        for name in ("penalty_range", "dry_range", "top_k", "seed"):
-            if given.get(name) == -1:  # other servers: all of the text, all of the vocabulary, any seed
+        for name in ("penalty_range", "dry_range", "seed"):
+            if given.get(name) == -1:  # other servers: all of the text, any seed
                 del given[name]
         if given.get("seed", 0) < 0:  # OpenAI's seeds are signed 64-bit integers
             given["seed"] %= MAX_SEED + 1
         allow_zero_top_p(given)
+        if given.get("top_k") == -1:  # other servers: all of the vocabulary, whatever the model's default is
+            given["top_k"] = 0
         if (mode := given.pop("mirostat_mode", 0)) not in (0, 2):
             refuse(mode, "mirostat_mode", "is not known; expected 0 (off) or 2")
         if mode == 2:

@@ -17,6 +17,8 @@ from pydantic import Field, field_validator
 from exl2nb.generator.handle import Handle
 from exl2nb.generator.request import Completion, Token
 from exl2nb.llm.requests import sample_options
+from exl2nb.llm.sampling_defaults import with_defaults
+from exl2nb.sampling.defaults import NO_DEFAULTS
 from exl2nb.server.errors import ApiError, api_error, body_of
 from exl2nb.server.fields import Body, Inputs, Sampling, Text, named, no_effect, refuse, with_preset
 from exl2nb.server.pictures import with_pictures
@@ -355,7 +357,7 @@ def tool_choice(value: Any) -> str:
 
 async def submit_chat(state: State, ticket: Ticket, messages: Sequence[Any], options: dict[str, Any], *, n: int, stream: bool) -> None:
     """Render a conversation and queue its `n` answers; options as of `llm.chat`."""
-    options = dict(options)
+    options = {"generation_config": state.options.generation_config, **options}
     if "template" not in options and state.template is not None:
         options["template"] = state.template
     elif "template" in options and options["template"] not in INSTRUCT:
@@ -472,7 +474,8 @@ def _head(prefix: str, kind: str, state: State) -> dict[str, Any]:
 
 
 def _submit_completions(state: State, ticket: Ticket, body: CompletionBody, prompts: Sequence[Any], options: dict[str, Any]) -> None:
-    llm, own = state.llm, dict(options)
+    llm, given = state.llm, {"generation_config": state.options.generation_config, **options}
+    own = with_defaults(given, llm.sampling_defaults, where="completions", fallback=NO_DEFAULTS)  # as vLLM; never the library's own values
     for prompt in prompts:
         if body.add_bos_token is False and isinstance(prompt, str):
             prompt = llm.tokenizer.encode(prompt, add_special=False)

@@ -38,6 +38,8 @@ class ServerOptions:
     remote_images: fetch pictures that a request names by address; False = they must be in the request, as data URLs. Whoever may call the
     server can then make it ask any address that it reaches.
     docs: serve /docs and /openapi.json.
+    generation_config: sampling options that a request does not give have the values of the model's generation_config.json; False = they
+    do not. Without such values a chat has temperature 0.7 and top_p 0.95, and /v1/completions temperature 1.
 
     stream_interval_ms: tokens of a stream that come within it join in one event, so that a screen still sees about 30 events a second. The
     first token of an answer goes out at once, the last ones with its end. 0 = an event per token, which costs more than a small model.
@@ -63,6 +65,7 @@ class ServerOptions:
     preset: str | None = None
     remote_images: bool = False
     docs: bool = True
+    generation_config: bool = True
     stream_interval_ms: float = 33.0
 
     def __post_init__(self) -> None:
@@ -71,7 +74,7 @@ class ServerOptions:
         check_integer("port", self.port, 0, 65535)
         for name in ("api_keys", "admin_keys", "cors_origins", "allowed_hosts"):
             object.__setattr__(self, name, _texts(name, getattr(self, name)))
-        for name in ("allow_no_key", "remote_images", "docs"):
+        for name in ("allow_no_key", "remote_images", "docs", "generation_config"):
             check_flag(name, getattr(self, name))
         check_integer("max_body_bytes", self.max_body_bytes, 1024, 1 << 30)
         check_integer("max_queue", self.max_queue, 1, 1 << 20)

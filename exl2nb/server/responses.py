@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -12,6 +12,8 @@ from fastapi.responses import JSONResponse
 from pydantic import Field, field_validator
 
 from exl2nb.generator.request import Completion
+from exl2nb.llm.sampling_defaults import with_defaults
+from exl2nb.sampling.defaults import NEUTRAL
 from exl2nb.server.errors import ApiError, api_error, body_of
 from exl2nb.server.fields import Text, refuse
 from exl2nb.server.openai import ChatBody, chat_options, merged, new_id, reason, submit_chat, system_messages, usage
@@ -69,7 +71,7 @@ async def responses(request: Request, body: ResponsesBody) -> Any:
         options = given.options(state) | chat_options(given)
         messages = messages_of(body)
         await submit_chat(state, ticket, messages, options, n=1, stream=body.stream)
-        head = _head(state, body)
+        head = _head(state, body) | sampling_of(state, options)
         if body.stream:
             numbered = _Numbered()
             return EventStream(state, ticket, _events(ticket, head, numbered), numbered.failed)
@@ -134,6 +136,13 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {key: value for key, value in tool.items() if key in ("name", "description", "parameters")}}
 
 
+def sampling_of(state: State, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The temperature and top_p that an answer is sampled with; OpenAI repeats them also where the request gives none."""
+    given = {"generation_config": state.options.generation_config, **options}
+    used = with_defaults(given, state.llm.sampling_defaults, where="responses")
+    return {name: used.get(name, NEUTRAL[name]) for name in ("temperature", "top_p")}
+
+
 def _head(state: State, body: ResponsesBody) -> dict[str, Any]:
     return {
         "id": new_id("resp"),
@@ -148,8 +157,6 @@ def _head(state: State, body: ResponsesBody) -> dict[str, Any]:
         "output": [],
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "store": False,
-        "temperature": body.temperature,
-        "top_p": body.top_p,
         "tool_choice": body.tool_choice or "auto",
         "tools": body.tools or [],
         "usage": None,

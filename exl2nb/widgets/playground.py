@@ -13,6 +13,7 @@ import traitlets as t
 from exl2nb.core.errors import OptionError
 from exl2nb.core.log import logger
 from exl2nb.core.options import check_keywords
+from exl2nb.sampling.defaults import CHAT_DEFAULTS, NAMES, NEUTRAL, SamplingDefaults
 from exl2nb.sampling.explanation import Explanation
 from exl2nb.sampling.params import SamplingParams, check_integer
 from exl2nb.sampling.replay import Replay
@@ -124,7 +125,9 @@ class Playground(ExlWidget, ChatMode, SamplerTraits):
     Traits, also keywords (synced with the page both ways):
         prompt: text to continue. Default "".
         max_tokens: largest number of tokens in one run. Default 128.
-        temperature, top_k, top_p, min_p, repetition_penalty, seed: as in `SamplingParams`. Default 0.8, 0, 0.95, 0, 1, None.
+        temperature, top_k, top_p, min_p, repetition_penalty: as in `SamplingParams`. Default: `llm.sampling_defaults`, which the page
+            names, too: the values of the model's generation_config.json, else temperature 0.7 and top_p 0.95.
+        seed: as in `SamplingParams`. Default None.
         typical_p, xtc_probability, dry_multiplier, mirostat and every other number or switch of `SamplingParams`, neutral by default.
         view: "probability" or "rank", which tints the tokens, or "plain". Default "probability".
         chat: hold a conversation instead, in the model's chat format: `say`, `again`, `edit`, `go`. Default False; not changed later.
@@ -147,9 +150,9 @@ class Playground(ExlWidget, ChatMode, SamplerTraits):
 
     prompt = t.Unicode("").tag(sync=True, option=True)
     max_tokens = t.Int(128).tag(sync=True, option=True)
-    temperature = t.Float(0.8).tag(sync=True, option=True)
+    temperature = t.Float(CHAT_DEFAULTS.temperature).tag(sync=True, option=True)
     top_k = t.Int(0).tag(sync=True, option=True)
-    top_p = t.Float(0.95).tag(sync=True, option=True)
+    top_p = t.Float(CHAT_DEFAULTS.top_p).tag(sync=True, option=True)
     min_p = t.Float(0.0).tag(sync=True, option=True)
     repetition_penalty = t.Float(1.0).tag(sync=True, option=True)
     seed = t.Int(None, allow_none=True).tag(sync=True, option=True)
@@ -164,6 +167,7 @@ class Playground(ExlWidget, ChatMode, SamplerTraits):
     _model_label = t.Unicode("").tag(sync=True)
     _has_model = t.Bool(False).tag(sync=True)
     _sees = t.Bool(False).tag(sync=True)
+    _defaults = t.Unicode("").tag(sync=True)
 
     def __init__(self, llm: Any = None, *, result: Any = None, **kwargs: Any) -> None:
         self._background, self._stream = Background("Playground"), None  # first: `close` needs them, also where this constructor raises
@@ -173,12 +177,14 @@ class Playground(ExlWidget, ChatMode, SamplerTraits):
         self._feed = Feed(self.send, brief=brief_rows, whole=items_from)
         self._survival = Survival(self.send)
         self._run_settings: dict[str, Any] = {}
-        super().__init__(**kwargs)
+        defaults = getattr(llm, "sampling_defaults", CHAT_DEFAULTS)
+        super().__init__(**{**_start_values(defaults, kwargs), **kwargs})
         self._checked_settings()
         self._check_chat()
         with self.hold_sync():
             self._has_model, self._model_label = llm is not None, _label(llm)
             self._sees = getattr(llm, "vision", None) is not None
+            self._defaults = "" if llm is None else str(defaults)
         if result is not None:
             self._take(result)
 
@@ -430,6 +436,12 @@ class Playground(ExlWidget, ChatMode, SamplerTraits):
 def items_from(tokens: Sequence[Any]) -> list[TokenItem]:
     """Whole rows of what the feed holds."""
     return [token if type(token) is TokenItem else token_item(token) for token in tokens]
+
+
+def _start_values(defaults: SamplingDefaults, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the first values of the controls: the model's defaults, except those that another given option excludes."""
+    others = {name: value for name, value in given.items() if name not in NAMES}  # temperature=0 leaves the other sliders alone
+    return {**NEUTRAL, **defaults.beside(others).values}
 
 
 def _label(llm: Any) -> str:

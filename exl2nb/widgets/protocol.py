@@ -309,7 +309,7 @@ class ChatGo(TypedDict):
 
 
 class PlaygroundState(SamplerValues):
-    """Synced traits of Playground. text and _tokens are set once, when a run ends."""
+    """Synced traits of Playground. text and _tokens are set once, when a run ends. _defaults: the model's sampling defaults in words."""
 
     status: Status
     error: str
@@ -335,6 +335,7 @@ class PlaygroundState(SamplerValues):
     _model_label: str
     _has_model: bool
     _sees: bool
+    _defaults: str
     _protocol: int
     _static: bool
 

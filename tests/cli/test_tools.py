@@ -26,6 +26,7 @@ from exl2nb.io.safetensors import SafetensorsFile, save
 from exl2nb.llm import predict
 from exl2nb.ops import _load, kernel_code, prefill_attention
 from exl2nb.ops.kernel_code import NoCompiler
+from exl2nb.sampling.defaults import NEUTRAL
 from exl2nb.sampling.params import SamplingParams
 
 DATA = Path(__file__).parents[1] / "data"
@@ -412,7 +413,7 @@ def test_names_and_values():
 
 
 def test_presets_and_overrides():
-    assert parse("--preset", "balanced", "--top-p", "0.5") == {"temperature": 0.8, "top_p": 0.5}
+    assert parse("--preset", "balanced", "--top-p", "0.5") == {**NEUTRAL, "temperature": 0.8, "top_p": 0.5}
 
 
 def test_files_are_read(tmp_path):

@@ -52,6 +52,15 @@ def test_chats(model, llm):
     )
 
 
+def test_without_a_temperature(llm):
+    """Chats have the model's defaults; texts stay at temperature 1."""
+    plain = Exl2LLM(llm, max_tokens=24, template="chatml", options={"seed": 3})
+    talk = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+    options = {"template": "chatml", "max_tokens": 24, "seed": 3}
+    assert plain.chat(TALK).message.content == llm.chat(talk, **options).text != llm.chat(talk, **options, temperature=1, top_p=1).text
+    assert plain.complete("It was").text == llm.generate("It was", max_tokens=24, seed=3, temperature=1).text
+
+
 def test_metadata(model, llm):
     assert model.metadata.model_dump(include={"context_window", "num_output", "is_chat_model", "model_name"}) == {
         "context_window": 1024,

@@ -21,7 +21,7 @@ from exl2nb.sampling.params import SamplingParams
 def test_names_are_those_of_the_dataclasses():
     sampling, request = ([field.name for field in fields(cls)] for cls in (SamplingParams, Request))
     assert list(SamplingOptions.__annotations__) == sampling
-    own = [name for name in request if name not in ("prompt_ids", "sampling", "stream", "n", "reply", "pictures")]
+    own = [name for name in request if name not in ("prompt_ids", "sampling", "stream", "n", "reply", "pictures", "sampling_defaults")]
     assert list(RequestOptions.__annotations__) == [*sampling, *own, "negative_prompt", *STRUCTURES]
     assert GenerateOptions.__annotations__.keys() - RequestOptions.__annotations__.keys() == {"on_chunk"}
     assert ChatOptions.__annotations__.keys() - RequestOptions.__annotations__.keys() == set(CHAT_OPTIONS)
@@ -55,5 +55,7 @@ def test_nothing_takes_nameless_options():
 def test_signatures_have_no_nameless_options():
     for name in ("generate", "stream", "agenerate", "astream", "explain", "chat", "achat", "batch"):
         parameters = inspect.signature(getattr(LLM, name)).parameters
-        assert parameters["temperature"].default == 1.0, name
+        of_the_model = name in ("chat", "achat")  # generation_config.json says
+        assert parameters["temperature"].default == (None if of_the_model else 1.0), name
+        assert ("generation_config" in parameters) == of_the_model, name
         assert all(one.kind is not inspect.Parameter.VAR_KEYWORD for one in parameters.values()), name

@@ -21,7 +21,7 @@ CELLS = {
     "start": f"import exl2nb as ex\nllm = ex.demo(progress=None)\nlow = ex.load({str(DATA)!r}, progress=None)\n"
     f"w, sides, ask = ex.widgets, {{'16 bits': llm, '4 bits': low}}, {ASK!r}",
     "playground": "play = w.Playground(llm, prompt=ask, max_tokens=60, seed=7)\nplay",
-    "playground after": "print(play.wait(30) == llm.generate(ask, max_tokens=60, seed=7, temperature=0.8, top_p=0.95).text)",
+    "playground after": "print(play.wait(30) == llm.generate(ask, max_tokens=60, seed=7, temperature=0.7, top_p=0.95).text)",
     "bitmap": f"browser = w.WeightBrowser({str(DATA)!r}, llm)\nmap_ = w.BitMap(low.path).link(browser)\nmap_",
     "bitmap after": "print(map_.selected, browser.layer, browser.matrix)",
     "weights": "browser",

@@ -51,7 +51,7 @@ def test_send_stream_again_and_switch(page):
     box.fill("Hello")
     page.keyboard.press("Control+Enter")
     sent = last_message(host)
-    assert (sent["type"], sent["text"], sent["settings"]["temperature"]) == ("chat_send", "Hello", 0.8)
+    assert (sent["type"], sent["text"], sent["settings"]["temperature"]) == ("chat_send", "Hello", 0.7)
     host.put(status="running", _turns=TURNS[:1])
     assert box.input_value() == "", "what was sent is a turn now"
     host.deliver(snapshot("Good"))

@@ -29,6 +29,15 @@ def host(page):
     return MockHost(page, "playground", state())
 
 
+def test_where_the_defaults_come_from(host, page):
+    """Said above the controls, and nowhere for a widget without a model."""
+    assert page.locator(".exl2nb-defaults").is_hidden()
+    words = "temperature 0.6, top_p 0.95 from generation_config.json"
+    MockHost(page, "playground", state(_defaults=words))
+    page.locator(".exl2nb-settings > summary").click()
+    assert page.locator(".exl2nb-defaults").inner_text() == f"Defaults: {words}"
+
+
 def text(page) -> str:
     return page.locator(".exl2nb-text").inner_text()
 
@@ -45,7 +54,7 @@ def test_a_run_from_click_to_done(host, page):
     page.get_by_role("button", name="Generate").click()
     generate = host.sent[-1]
     assert (generate["type"], generate["prompt"]) == ("generate", "A dark")
-    assert generate["settings"]["temperature"] == 0.8
+    assert generate["settings"]["temperature"] == 0.7
     stream(host)
     assert page.locator(".exl2nb-token").all_text_contents() == [item[0] for item in ITEMS]
     assert text(page).startswith("Once upon a dog ran.")

@@ -9,6 +9,7 @@ from fakes import FakeModel
 
 import exl2nb as ex
 from exl2nb.core.errors import EngineClosed, GenerationError, Interrupted, OptionError, OutOfPages
+from exl2nb.sampling.defaults import SamplingDefaults
 from exl2nb.sampling.params import SamplingParams
 from exl2nb.widgets import Playground
 from exl2nb.widgets.playground import TOP_TOKENS
@@ -175,9 +176,32 @@ def test_every_sampler_is_a_keyword_and_only_those_that_do_something_are_sent():
     play.wait()
     assert (play.mirostat, play.xtc_probability, "mirostat" in model.asked[1][1]) == (False, 0.5, False)
     with pytest.raises(OptionError, match="dynamic temperature"):
-        Playground(model, max_temp=1.5)
+        Playground(model, max_temp=1.5, temperature=0.8)
     with pytest.raises(OptionError, match="did you mean 'typical_p'"):
         Playground(model, typicalp=0.5)
+
+
+def test_the_controls_start_at_the_defaults_of_the_model(llm, monkeypatch):
+    """Without any they start where `llm.chat` does; a keyword always wins, and one that excludes a default switches that off."""
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+    def start(model, **options):
+        made = Playground(model, **options)
+        values = tuple(getattr(made, name) for name in names)
+        made.close()
+        return values, made.get_state("_defaults")["_defaults"]
+
+    library = (0.7, 0.95, 0, 0.0, 1.0), "temperature 0.7, top_p 0.95 (library default)"
+    assert start(llm) == start(FakeModel()) == library
+    assert start(None) == (library[0], "")
+    recommended = SamplingDefaults(temperature=0.6, top_k=20, repetition_penalty=1.05, source="generation_config.json")
+    monkeypatch.setattr(llm, "sampling_defaults", recommended)
+    words = "temperature 0.6, top_k 20, repetition_penalty 1.05 from generation_config.json"
+    assert start(llm) == ((0.6, 1.0, 20, 0.0, 1.05), words)
+    assert start(llm, chat=True, template="x") == start(llm)
+    assert start(llm, temperature=0, top_p=0.5)[0] == (0.0, 0.5, 20, 0.0, 1.05)
+    assert start(llm, max_temp=1.5)[0] == (1.0, 1.0, 20, 0.0, 1.05)
+    assert start(llm, mirostat=True)[0] == (1.0, 1.0, 0, 0.0, 1.05)
 
 
 def test_the_engine_takes_them(llm):

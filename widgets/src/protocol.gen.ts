@@ -221,7 +221,7 @@ export interface ChatGo {
   index: number;
 }
 
-/** Synced traits of Playground. text and _tokens are set once, when a run ends. */
+/** Synced traits of Playground. text and _tokens are set once, when a run ends. _defaults: the model's sampling defaults in words. */
 export interface PlaygroundState {
   typical_p: number;
   tfs: number;
@@ -272,6 +272,7 @@ export interface PlaygroundState {
   _model_label: string;
   _has_model: boolean;
   _sees: boolean;
+  _defaults: string;
   _protocol: number;
   _static: boolean;
 }

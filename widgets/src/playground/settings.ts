@@ -57,7 +57,9 @@ export class SettingsPanel {
     const grid = h("div", { class: "exl2nb-grid" }, ...CONTROLS.map((control) => this.control(control, readOnly)), this.seed(readOnly));
     const [more, refreshMore] = moreSamplers(playground, readOnly);
     this.refreshers.push(refreshMore);
-    this.element = h("details", { class: "exl2nb-settings" }, h("summary", {}, h("b", {}, "Sampling"), this.line), grid, more);
+    const defaults = playground.get("_defaults");
+    const note = h("p", { class: "exl2nb-hint exl2nb-defaults", hidden: !defaults }, `Defaults: ${defaults}`);
+    this.element = h("details", { class: "exl2nb-settings" }, h("summary", {}, h("b", {}, "Sampling"), this.line), note, grid, more);
     this.undo = playground.observe([...CONTROLS.map((control) => control.name), ...NAMES, "seed"], () => this.refresh());
     this.refresh();
   }
