@@ -192,11 +192,11 @@ class Sampling(_Off, _WithoutEffect):
         for name in ("penalty_range", "dry_range", "seed"):
             if given.get(name) == -1:  # other servers: all of the text, any seed
                 del given[name]
-        if given.get("top_k") == -1:  # other servers: all of the vocabulary, whatever the model's default is
-            given["top_k"] = 0
         if given.get("seed", 0) < 0:  # OpenAI's seeds are signed 64-bit integers
             given["seed"] %= MAX_SEED + 1
         allow_zero_top_p(given)
+        if given.get("top_k") == -1:  # other servers: all of the vocabulary, whatever the model's default is
+            given["top_k"] = 0
         if (mode := given.pop("mirostat_mode", 0)) not in (0, 2):
             refuse(mode, "mirostat_mode", "is not known; expected 0 (off) or 2")
         if mode == 2:
