@@ -58,7 +58,7 @@ class _Rules:
                 return json.dumps("")
             pair = f"/[A-Za-z0-9_.$-]+/ {json.dumps(':')} {self.anything()}"
             return f"({pair} ({json.dumps(',')} {pair})*)?"
-        parts: list[str] = []
+        parts: list[tuple[str, bool]] = []
         for key in sorted(properties):
             part = f"{self._literal(key + ':')} {self.value(properties[key], depth + 1)}"
             parts.append((part, key in required))
