@@ -33,7 +33,7 @@ void feed_drawn_ids(AsyncStep& s) {
 
 void execute(AsyncStep& s) {
   feed_drawn_ids(s);
-  FusedStep fused(s.program, s.batch, s.logits, {s.settings.data(), s.top, s.drawn}, s.threads);
+  FusedStep fused(s.program, s.batch, s.logits, {s.settings.data(), s.top, s.columns, s.drawn}, s.threads);
   s.fused.store(&fused);
   set_and_notify(s.state, 1);
   fused.run_on_all(1);  // thread 0 of the team is the caller that joins

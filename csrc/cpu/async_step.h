@@ -25,7 +25,7 @@ struct AsyncStep {
   const double* previous = nullptr;
   int64_t previous_width = 0;
   std::vector<draw::Settings> settings;
-  int64_t top;
+  int64_t top, columns;
   float* logits;
   double* drawn;                     // also identifies the step
   std::shared_ptr<void> keep_alive;  // owns the memory that the addresses above point to

@@ -155,24 +155,29 @@ int64_t choose(int64_t n, float highest, double all, const Settings& s, Scratch&
   return first + pass(std::min<int64_t>(kSumBlock, n - first), target - before, [&](int64_t i) { return double(t.w[first + i]); });
 }
 
-Drawn draw_row(const float* x, const uint32_t* bits, int64_t n, const Settings& s) {
+Drawn draw_row(const float* x, const uint32_t* bits, int64_t n, int64_t columns, const Settings& s) {
   static thread_local Scratch t;
-  t.most.resize((n + kMaxBlock - 1) / kMaxBlock);
-  const RowScan seen = kernels().scan(x, bits, n, t.most.data());
+  t.most.resize((columns + kMaxBlock - 1) / kMaxBlock);
+  RowScan seen = kernels().scan(x, bits, columns, t.most.data());
+  if (columns < n) {
+    t.some.resize((n - columns + kMaxBlock - 1) / kMaxBlock);
+    const RowScan rest = kernels().scan(x + columns, nullptr, n - columns, t.some.data());
+    seen.highest = std::max(seen.highest, rest.highest), seen.bad |= rest.bad;
+  }
   if (seen.bad || !(seen.highest > -INFINITY)) return {-1, NAN, 0, 0};
-  const double free = bits ? double(choices(bits, n)) : double(n);
+  const double free = bits ? double(choices(bits, columns)) : double(columns);
   if (!(seen.allowed > -INFINITY)) return {-2, NAN, 0, free};
   int64_t token;
   double all = 0;
   if (s.temperature < kCold || !std::isfinite(seen.allowed / float(s.temperature))) {
-    token = first_of(x, bits, n, seen.allowed, t.most);
+    token = first_of(x, bits, columns, seen.allowed, t.most);
   } else {
-    t.w.resize((n + kMaxBlock - 1) / kMaxBlock * kMaxBlock);
-    t.sums.resize((n + kSumBlock - 1) / kSumBlock);
-    all = kernels().weigh(x, bits, n, seen.allowed, float(s.temperature), t.w.data(), t.sums.data());
-    token = choose(n, seen.allowed, all, s, t);
+    t.w.resize((columns + kMaxBlock - 1) / kMaxBlock * kMaxBlock);
+    t.sums.resize((columns + kSumBlock - 1) / kSumBlock);
+    all = kernels().weigh(x, bits, columns, seen.allowed, float(s.temperature), t.w.data(), t.sums.data());
+    token = choose(columns, seen.allowed, all, s, t);
   }
-  if (s.temperature != 1 || bits) all = kernels().weigh(x, nullptr, n, seen.highest, 1.0f, nullptr, nullptr);
+  if (s.temperature != 1 || bits || columns < n) all = kernels().weigh(x, nullptr, n, seen.highest, 1.0f, nullptr, nullptr);
   const float value = x[token];
   const double rank = value == seen.highest ? 1.0 : 1.0 + double(kernels().above(x, n, value));
   return {double(token), double(value) - (double(seen.highest) + std::log(all)), rank, free};
@@ -189,8 +194,8 @@ void best_of(const float* x, int64_t n, const Drawn& drawn, int64_t top, double*
 
 }  // namespace
 
-void draw_into(const float* x, const uint32_t* bits, int64_t n, const Settings& s, int64_t top, double* out) {
-  const Drawn found = draw_row(x, bits, n, s);
+void draw_into(const float* x, const uint32_t* bits, int64_t n, int64_t columns, const Settings& s, int64_t top, double* out) {
+  const Drawn found = draw_row(x, bits, n, columns, s);
   std::memcpy(out, &found, sizeof found);
   if (top && found.id >= 0) best_of(x, n, found, top, out + 4);
   if (found.id < 0) std::fill(out + 4, out + 4 + 2 * top, -1.0);

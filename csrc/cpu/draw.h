@@ -41,15 +41,15 @@ struct Settings {
 };
 
 struct Drawn {
-  double id;       // -1: the largest logit is not finite; -2: the mask leaves no token
+  double id;       // -1: the largest logit is not finite; -2: no token may be chosen
   double logprob;  // of the raw row, as is rank
   double rank;     // 1 = the most probable
   double choices;  // tokens that the mask allows
 };
 
-// One row: `Drawn`, then id and log probability of the `top` <= n most probable tokens; -1 in place of these if nothing could be drawn.
-// out: 4 + 2 * top numbers.
-void draw_into(const float* x, const uint32_t* bits, int64_t n, const Settings& s, int64_t top, double* out);
+// One row of n logits: `Drawn`, then id and log probability of the `top` <= n most probable tokens; -1 in place of these if nothing could
+// be drawn. columns: 1 to n. The token is one of the first `columns`; log probabilities and ranks count all n. out: 4 + 2 * top numbers.
+void draw_into(const float* x, const uint32_t* bits, int64_t n, int64_t columns, const Settings& s, int64_t top, double* out);
 // Whether the settings are within their ranges.
 bool valid(const Settings& s);
 

@@ -470,7 +470,8 @@ class FusedStep::Worker {
   void draw() {
     const Draws& d = s_.draws;
     const int64_t width = 4 + 2 * d.top;
-    each(b_.R, [&](int64_t r) { draw::draw_into(s_.out + r * vocab_, nullptr, vocab_, d.settings[r], d.top, d.out + r * width); });
+    each(b_.R,
+         [&](int64_t r) { draw::draw_into(s_.out + r * vocab_, nullptr, vocab_, d.columns, d.settings[r], d.top, d.out + r * width); });
   }
 
   Shared& s_;

@@ -11,10 +11,11 @@ namespace exl2nb {
 
 constexpr int64_t kMaxFusedRows = 64;  // tokens, and rows of logits
 
-// Draws from the logits: one row of `settings` per row of logits. out: rows of 4 + 2 * top numbers, or null for no draw.
+// Draws from the first `columns` logits of each row: one row of `settings` per row of logits. out: rows of 4 + 2 * top numbers, or null for
+// no draw.
 struct Draws {
   const draw::Settings* settings = nullptr;
-  int64_t top = 0;
+  int64_t top = 0, columns = 0;
   double* out = nullptr;
 };
 

@@ -24,7 +24,9 @@ namespace exl2nb {
 int64_t num_threads() { return torch::stable::get_num_threads(); }
 
 // In ops_cpu_draw.cpp.
-Tensor draw_rows_cpu(const Tensor& logits, const Tensor& settings, const std::optional<Tensor>& bits, int64_t top);
+int64_t drawable_columns(const char* op, std::optional<int64_t> columns, int64_t V);
+Tensor draw_rows_cpu(const Tensor& logits, const Tensor& settings, const std::optional<Tensor>& bits, int64_t top,
+                     std::optional<int64_t> columns);
 
 namespace {
 
@@ -321,10 +323,10 @@ std::tuple<Tensor, Tensor> step_draw_cpu(const Tensor& program, const Tensor& id
                                          const Tensor& block_table, const Tensor& cu_seqlens, const Tensor& context_lens,
                                          const Tensor& logit_rows, std::vector<Tensor> k_pools, std::vector<Tensor> v_pools,
                                          const Tensor& settings, int64_t top, const std::optional<Tensor>& lora,
-                                         const std::optional<Tensor>& adapters) {
+                                         const std::optional<Tensor>& adapters, std::optional<int64_t> columns) {
   Tensor logits = decode_step_cpu(program, ids, positions, slots, block_table, cu_seqlens, context_lens, logit_rows, std::move(k_pools),
                                   std::move(v_pools), lora, adapters);
-  Tensor drawn = draw_rows_cpu(logits, settings, std::nullopt, std::min(top, logits.size(1)));
+  Tensor drawn = draw_rows_cpu(logits, settings, std::nullopt, std::min(top, logits.size(1)), columns);
   return {drawn, logits};
 }
 
@@ -355,7 +357,7 @@ std::tuple<Tensor, Tensor> draw_ahead_cpu(const Tensor& program, const Tensor& i
                                           const Tensor& logit_rows, std::vector<Tensor> k_pools, std::vector<Tensor> v_pools,
                                           const Tensor& settings, int64_t top, const std::optional<Tensor>& feed,
                                           const std::optional<Tensor>& previous, const std::optional<Tensor>& lora,
-                                          const std::optional<Tensor>& adapters) {
+                                          const std::optional<Tensor>& adapters, std::optional<int64_t> columns) {
   const char* op = "draw_ahead";
   auto step = std::make_shared<AsyncStep>();
   step->batch =
@@ -389,7 +391,7 @@ std::tuple<Tensor, Tensor> draw_ahead_cpu(const Tensor& program, const Tensor& i
   Tensor drawn = torch::stable::empty(sizes, ScalarType::Double), logits = empty_f32({b.R, vocab});
   step->drawn = static_cast<double*>(drawn.mutable_data_ptr());
   step->logits = out_f32(logits);
-  step->top = top;
+  step->top = top, step->columns = drawable_columns(op, columns, vocab);
   step->threads = std::max<int64_t>(2, num_threads());  // whoever waits for it, and the thread that runs it
   std::vector<Tensor> alive{program, drawn, logits};
   if (previous) alive.push_back(*previous);

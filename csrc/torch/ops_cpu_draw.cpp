@@ -16,7 +16,14 @@ namespace exl2nb {
 
 static constexpr int64_t kShared = 1 << 16;  // logits from which on waking another thread pays
 
-Tensor draw_rows_cpu(const Tensor& logits, const Tensor& settings, const std::optional<Tensor>& bits, int64_t top) {
+// How many of V columns may be drawn; null: all.
+int64_t drawable_columns(const char* op, std::optional<int64_t> columns, int64_t V) {
+  EXL2NB_CHECK(op, !columns || *columns >= 1, "columns is ", *columns, "; expected at least 1");
+  return std::min(columns.value_or(V), V);
+}
+
+Tensor draw_rows_cpu(const Tensor& logits, const Tensor& settings, const std::optional<Tensor>& bits, int64_t top,
+                     std::optional<int64_t> columns) {
   const char* op = "draw_rows";
   check_tensor(op, "logits", logits, ScalarType::Float, {-1, -1});
   const int64_t R = logits.size(0), V = logits.size(1);
@@ -29,6 +36,7 @@ Tensor draw_rows_cpu(const Tensor& logits, const Tensor& settings, const std::op
     mask = reinterpret_cast<const uint32_t*>(bits->const_data_ptr<int32_t>());
   }
   EXL2NB_CHECK(op, top >= 0 && top <= V, "top is ", top, "; expected 0 to ", V, ", the columns of logits");
+  const int64_t drawable = drawable_columns(op, columns, V);
   const int64_t width = 4 + 2 * top;
   const std::vector<int64_t> sizes{R, width};
   Tensor out = torch::stable::empty(sizes, ScalarType::Double);
@@ -40,8 +48,9 @@ Tensor draw_rows_cpu(const Tensor& logits, const Tensor& settings, const std::op
     EXL2NB_CHECK(op, draw::valid(wanted[r]), "settings of row ", r,
                  " are out of range; expected temperature, top_k >= 0, 0 < top_p <= 1, 0 <= min_p <= 1, ", "0 <= uniform < 1");
   }
-  for_each_task(R, R > 1 && R * V >= kShared,
-                [&](int64_t r) { draw::draw_into(x + r * V, mask ? mask + r * words : nullptr, V, wanted[r], top, drawn + r * width); });
+  for_each_task(R, R > 1 && R * V >= kShared, [&](int64_t r) {
+    draw::draw_into(x + r * V, mask ? mask + r * words : nullptr, V, drawable, wanted[r], top, drawn + r * width);
+  });
   return out;
 }
 

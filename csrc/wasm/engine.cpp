@@ -235,6 +235,7 @@ const double* draw_token(double temperature, double top_k, double top_p, double 
   const draw::Settings settings{temperature, top_k, top_p, min_p, uniform};
   if (!m.open || !draw::valid(settings) || top < 0 || size_t(top) > m.logits.size()) return nullptr;
   m.drawn.assign(size_t(4 + 2 * top), 0.0);
-  draw::draw_into(m.logits.data(), nullptr, int64_t(m.logits.size()), settings, top, m.drawn.data());
+  const auto vocab = int64_t(m.logits.size());
+  draw::draw_into(m.logits.data(), nullptr, vocab, vocab, settings, top, m.drawn.data());
   return m.drawn[0] < 0 ? nullptr : m.drawn.data();
 }

@@ -276,10 +276,11 @@ def continued(
     patch: Mapping[str, Edit] | None = None,
     layers: Mapping[int, Any] | None = None,
     cache: str = "fp32",
+    columns: int | None = None,
 ) -> list[int]:
     """Greedy continuation under edits, token by token on a cache of its own; arguments and errors as in `trace`.
 
-    An edit that is a tensor must fit any number of tokens: one row, or a function.
+    An edit that is a tensor must fit any number of tokens: one row, or a function. columns: only the first so many ids may be drawn.
     """
     row = check_ids(model, torch.tensor([list(ids)]))[0].tolist()
     total = min(len(row) + max_tokens, model.context)
@@ -298,7 +299,7 @@ def continued(
             logits = model.trace(batch, pool, edits=edits, borrowed=borrowed)
             start += len(piece)
             if not pieces and len(found) < max_tokens and start < total:
-                token = int(logits[-1].argmax())
+                token = int(logits[-1][:columns].argmax())
                 found.append(token)
                 if token not in stop:
                     pieces.append([token])

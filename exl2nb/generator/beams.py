@@ -96,7 +96,7 @@ class Beams(Group):
         self.request = members[0].request
         self._beams: list[_Beam] = []
         self._ended: list[_Ended] = []
-        self._ends = members[0].ends
+        self._ends, self._columns = members[0].ends, members[0].sampler.columns
         tokenizer = members[0].tokenizer
         self._text = partial(tokenizer.decode, skip_special=not visible_specials(tokenizer, self.request.stop_texts))
 
@@ -150,6 +150,8 @@ class Beams(Group):
         found: list[tuple[float, int, int]] = []
         for parent, (beam, row) in enumerate(zip(before, rows)):
             logprobs = _log_softmax(row)
+            if self._columns is not None:
+                logprobs[self._columns :] = -np.inf
             if len(beam.tokens) < self.request.sampling.min_tokens:
                 logprobs[[i for i in self._ends if i < len(logprobs)]] = -np.inf
             totals = np.float32(beam.total) + logprobs

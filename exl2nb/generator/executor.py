@@ -164,8 +164,7 @@ class HostExecutor:
         wanted: Sequence[Draw] = draws  # pyright: ignore[reportAssignmentType]
         if self._step_draw is None or batch.pictures is not None:
             return draw_batch(_on_host(self._model.forward(batch, self._cache)), wanted)
-        settings, top = draw_settings(wanted)
-        drawn, logits = self._step_draw(batch, self._cache, settings, top)
+        drawn, logits = self._step_draw(batch, self._cache, *draw_settings(wanted))
         return drawn_rows(drawn, wanted, logits)
 
     def copy(self, source: int, target: int) -> None:
@@ -206,8 +205,7 @@ class HostExecutor:
             assert self._last is not None, "what is fed was drawn by the launch before"
             fed = torch.from_numpy(step.feed), self._last.drawn
         draws: Sequence[Draw] = step.draws  # pyright: ignore[reportAssignmentType]
-        rows, top = draw_settings(draws)
-        self._last = begin(step.batch, self._cache, (rows, top), fed)
+        self._last = begin(step.batch, self._cache, draw_settings(draws), fed)
         self.lookahead = 1
         return _StepAhead(self._last, draws)
 

@@ -18,7 +18,7 @@ from exl2nb.generator.executor import Draw, PendingStep, Step
 from exl2nb.model.gpu import SHORT, mixes_adapters
 from exl2nb.model.model import DecodeInputs
 from exl2nb.ops import kernel_code, out_of_memory
-from exl2nb.ops.cuda_sample import ROW_BYTES, TOP, pack_row, sample_rows
+from exl2nb.ops.cuda_sample import ROW_BYTES, TOP, pack_row, report, sample_rows
 from exl2nb.ops.gpu import LoraBuffers, capturing, current_stream, launch_lock
 from exl2nb.sampling.draw import Sampled
 from exl2nb.sampling.state import SamplerState
@@ -42,10 +42,15 @@ def biased(params: SamplingParams) -> bool:
     return bool(params.logit_bias or params.banned_tokens or params.allowed_tokens)
 
 
-def writable(params: SamplingParams, vocab_size: int) -> bool:
-    """Whether `write_bias` can write a request: its ids are the model's, and they do not rule out every token."""
+def writable(params: SamplingParams, vocab_size: int, columns: int | None = None) -> bool:
+    """Whether `write_bias` can write a request: its ids are the model's, and they do not rule out every token.
+
+    columns: as in `SamplerState`.
+    """
+    count = vocab_size if columns is None else min(columns, vocab_size)
+    left = min(params.allowed_tokens, default=0) < count and sum(i < count for i in params.banned_tokens) < count
     ids = (*params.banned_tokens, *params.allowed_tokens, *(i for i, _ in params.logit_bias))
-    return max(ids, default=0) < vocab_size and len(params.banned_tokens) < vocab_size
+    return left and max(ids, default=0) < vocab_size
 
 
 def write_bias(bias: Tensor, draws: Sequence[Draw]) -> None:
@@ -164,7 +169,7 @@ class GpuExecutor:
     def can_draw(self, state: SamplerState, *, drafts: bool = False) -> bool:
         """Whether the sampling kernel knows every filter of the request; it counts tokens that were drawn, and no draft tokens."""
         drawn = DRAWN.issuperset(state.params.changed) and self._model.rope_switch is None
-        return drawn and writable(state.params, self._model.outputs) and not (drafts and penalised(state.params))
+        return drawn and writable(state.params, self._model.outputs, state.columns) and not (drafts and penalised(state.params))
 
     def launch(self, step: Step) -> PendingStep:
         """Enqueue a step; returns before it has run.
@@ -500,7 +505,8 @@ def packed_params(draws: Sequence[Draw]) -> np.ndarray:
             continue
         p, before, most = state.params, state, top
         penalties = p.repetition_penalty, p.presence_penalty, p.frequency_penalty
-        row = pack_row(p.temperature, p.top_p, p.min_p, *penalties, p.top_k, min(top, TOP), state.seed, number)
+        reported = report(min(top, TOP), state.columns or 0)
+        row = pack_row(p.temperature, p.top_p, p.min_p, *penalties, p.top_k, reported, state.seed, number)
         rows.append(row)
     return np.frombuffer(b"".join(rows), np.int32)
 

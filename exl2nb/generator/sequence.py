@@ -369,7 +369,7 @@ def choose(
         masked[allowed] = row[allowed]
     if banned:
         masked[list(banned)] = -np.inf
-    left = int(np.isfinite(masked).sum())
+    left = int(np.isfinite(masked[: state.columns]).sum())
     if not left:
         raise GenerationError(
             f"no token is allowed at one position ({len(banned)} banned by banned_strings or min_tokens); ban fewer texts"

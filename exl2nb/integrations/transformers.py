@@ -602,7 +602,9 @@ class _Drawing:
         self._ids, self._processors, self._sample = ids.cpu(), processors, sample
 
     def __call__(self, draw: Draw) -> int:
-        scores = self._processors(self._ids, torch.as_tensor(draw.logits)[None].clone())
+        logits = torch.as_tensor(draw.logits)[None].clone()
+        logits[:, draw.columns :] = -torch.inf
+        scores = self._processors(self._ids, logits)
         token = torch.multinomial(scores.softmax(-1), num_samples=1) if self._sample else scores.argmax(-1, keepdim=True)
         self._ids = torch.cat([self._ids, token], 1)
         return int(token)

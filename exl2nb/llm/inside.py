@@ -161,7 +161,9 @@ class Patched:
         stop = tuple(llm.tokenizer.eos_ids)
         from exl2nb.eval.trace import continued
 
-        found = continued(llm.engine.shared_model, ids, max_tokens=max_tokens, stop=stop, patch=edits, layers=layers, cache=cache)
+        columns = llm.tokenizer.highest_id + 1 or None
+        edited = {"patch": edits, "layers": layers, "cache": cache, "columns": columns}
+        found = continued(llm.engine.shared_model, ids, max_tokens=max_tokens, stop=stop, **edited)
         return llm.tokenizer.decode(found)
 
     def _check(self) -> None:

@@ -224,13 +224,13 @@ class Model:
         """Whether `step_draw` can run it: on the CPU, tokens drawn from raw logits."""
         return self.device == "cpu" and not self.config.logit_softcap
 
-    def step_draw(self, batch: Batch, cache: KVCache, settings: Tensor, top: int) -> tuple[Tensor, Tensor]:
-        """`forward`, and the draw of each logit row, in one call: what `ops.draw_rows` returns for these settings, and the logits."""
+    def step_draw(self, batch: Batch, cache: KVCache, settings: Tensor, top: int, columns: int | None = None) -> tuple[Tensor, Tensor]:
+        """`forward`, and the draw of each logit row, in one call: what `ops.draw_rows` returns for these arguments, and the logits."""
         self._prepare(batch, cache)
         if self.rope_switch is not None:
             batch = self._with_rope_rows(batch)
         _kept, lora = self._lora(batch)
-        return step_draw(self._code, *TENSORS(batch), cache.k, cache.v, settings, top, *lora)
+        return step_draw(self._code, *TENSORS(batch), cache.k, cache.v, settings, top, *lora, columns)
 
     @property
     def runs_ahead(self) -> bool:
@@ -240,20 +240,22 @@ class Model:
         routed = any(isinstance(layer.mlp, RoutedMLP) for layer in self._network.layers)
         return not routed and self.rope_switch is None
 
-    def draw_ahead(self, batch: Batch, cache: KVCache, draw: tuple[Tensor, int], fed: tuple[Tensor, Tensor] | None = None) -> Ahead:
+    def draw_ahead(
+        self, batch: Batch, cache: KVCache, draw: tuple[Tensor, int, int | None], fed: tuple[Tensor, Tensor] | None = None
+    ) -> Ahead:
         """Begin a step that draws its tokens, and return before it has run; errors as in `forward`.
 
         Args:
             batch: at most `ops.ahead.MOST_ROWS` tokens; it may be overwritten afterwards. cache: as in `forward`.
-            draw: settings and number of alternatives, as `ops.draw_rows` takes them.
+            draw: settings, number of alternatives and columns, as `ops.draw_rows` takes them.
             fed: feed and previous, as `ops.draw_ahead` takes them; None = all tokens are in the batch.
         """
         self._prepare(batch, cache)
         program = self._program
         assert program is not None
-        feed, previous = fed or (None, None)
+        (settings, top, columns), (feed, previous) = draw, fed or (None, None)
         kept, lora = self._lora(batch)
-        drawn, logits = draw_ahead(self._code, *TENSORS(batch), cache.k, cache.v, *draw, feed, previous, *lora)
+        drawn, logits = draw_ahead(self._code, *TENSORS(batch), cache.k, cache.v, settings, top, feed, previous, *lora, columns)
         return Ahead(drawn, logits, (program, kept))
 
     def forward_gpu(self, batch: Batch, cache: KVCache, *, ids: Tensor | None = None) -> Tensor:

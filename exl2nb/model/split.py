@@ -191,16 +191,16 @@ class SplitModel(Model):
         """Whether the host draws, from the logits of the last part."""
         return self.draw_device == "cpu"
 
-    def step_draw(self, batch: Batch, cache: KVCache, settings: Tensor, top: int) -> tuple[Tensor, Tensor]:
+    def step_draw(self, batch: Batch, cache: KVCache, settings: Tensor, top: int, columns: int | None = None) -> tuple[Tensor, Tensor]:
         """As `Model.step_draw`; the last part draws where it is captured on a GPU. The next step overwrites the logits.
 
         They are on the host only where a row has no distribution, or where the host draws.
         """
-        logits, drawn = self._in_turn(batch, cache, draw=None if top else settings)
+        logits, drawn = self._in_turn(batch, cache, draw=None if top else (settings, columns))
         if drawn is not None:
             return drawn, logits
         logits = _fetched(logits)
-        return ops.draw_rows(logits, settings, None, min(top, logits.shape[1])), logits
+        return ops.draw_rows(logits, settings, None, min(top, logits.shape[1]), columns), logits
 
     @property
     def runs_ahead(self) -> bool:
@@ -287,12 +287,12 @@ class SplitModel(Model):
         *,
         ids: Tensor | None = None,
         by_ops: Callable[[Part, Batch, CachePart], Tensor] | None = None,
-        draw: Tensor | None = None,
+        draw: tuple[Tensor, int | None] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """What the last part returns for a batch on the host, and what it draws by settings `draw`, if it can.
+        """What the last part returns for a batch on the host, and what it draws by `draw`, if it can.
 
         Args:
-            ids: on a GPU, in place of the batch's. by_ops: runs a part. draw: as `step_draw` takes them.
+            ids: on a GPU, in place of the batch's. by_ops: runs a part. draw: settings and columns, as `step_draw` takes them.
         """
         with self.in_order():
             self._prepare(batch, cache)
@@ -322,7 +322,7 @@ class SplitModel(Model):
         *,
         ids: Tensor | None = None,
         by_ops: Callable[[Part, Batch, CachePart], Tensor] | None = None,
-        draw: Tensor | None = None,
+        draw: tuple[Tensor, int | None] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Parts [first, last), the stream x in front of them; what they return and draw."""
         tokens = len(batch.input_ids)
@@ -338,7 +338,7 @@ class SplitModel(Model):
                 with ops.on_device(part.span.device):
                     before = x if first + index else None
                     if draw is not None and graph.draws:
-                        x, drawn = graph.draw(tokens, before, draw)
+                        x, drawn = graph.draw(tokens, before, *draw)
                         return (self.capped(x), None) if drawn is None else (x, drawn)
                     if part.span.lent:
                         stream, number = self._lent[part.piece]
@@ -750,18 +750,20 @@ class Captured:
         self._lines[:, :n] = batch.input_ids.numpy(), batch.positions.numpy(), batch.context_lens.numpy()
         self._table[:n, : batch.block_table.shape[1]] = batch.block_table.numpy()
 
-    def draw(self, n: int, x: Tensor | None, settings: Tensor) -> tuple[Tensor, Tensor | None]:
-        """`run` with the draw of every row, settings and result as `ops.draw_rows` has them. First the logits, on the GPU.
+    def draw(self, n: int, x: Tensor | None, settings: Tensor, columns: int | None) -> tuple[Tensor, Tensor | None]:
+        """`run` with the draw of every row; settings, columns and result as `ops.draw_rows` has them. First the logits, on the GPU.
 
         None in place of the result: a row has no distribution.
         """
-        packed = pack_cuts(settings.tolist())
+        vocab = self._out.shape[1]
+        columns = vocab if columns is None else min(columns, vocab)
+        packed = pack_cuts(settings.tolist(), columns)
         self._settings[: len(packed)] = np.frombuffer(packed, np.uint8)
         self._replay(n, x).synchronize()
         rows, drawn = self._tokens[:n], np.empty((n, 4))
         if rows[:, 0].min() < 0:
             return self._out[:n], None
-        drawn[:, 0], drawn[:, 1], drawn[:, 2], drawn[:, 3] = rows[:, 0], rows[:, 2].view(np.float32), rows[:, 1], self._out.shape[1]
+        drawn[:, 0], drawn[:, 1], drawn[:, 2], drawn[:, 3] = rows[:, 0], rows[:, 2].view(np.float32), rows[:, 1], columns
         return self._out[:n], torch.from_numpy(drawn)
 
     def run(self, n: int, x: Tensor | None, launched: Callable[[], None] | None = None) -> Tensor:

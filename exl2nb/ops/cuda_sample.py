@@ -13,15 +13,18 @@ from exl2nb.ops._library import define
 
 TOP = 20
 """Alternatives that can be reported."""
-_FORMAT = struct.Struct("<6f2i2Q")
+_FORMAT = struct.Struct("<6fiI2Q")
 ROW_BYTES, pack_row = _FORMAT.size, _FORMAT.pack
-"""Size of a row's settings; their bytes from numbers in the order of `Row`."""
+"""Size of a row's settings; their bytes from numbers in the order of `Row`, where `report` stands for `top` and `columns`."""
 _MASK, _STRIDE = 2**64 - 1, 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One row's settings (SampleRow of `cuda/sampling/sample.h`), neutral by default. top: alternatives to report; counter: of the draw."""
+    """One row's settings (SampleRow of `cuda/sampling/sample.h`), neutral by default.
+
+    top: alternatives to report. columns: ids from here on are never drawn; 0 = off. counter: of the draw.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -31,12 +34,25 @@ class Row:
     frequency_penalty: float = 0.0
     top_k: int = 0
     top: int = 0
+    columns: int = 0
     seed: int = 0
     counter: int = 0
 
     def pack(self) -> bytes:
         """The 48 bytes that the kernel reads."""
-        return _FORMAT.pack(*(getattr(self, name) for name in self.__dataclass_fields__))
+        *numbers, top, columns, seed, counter = (getattr(self, name) for name in self.__dataclass_fields__)
+        return _FORMAT.pack(*numbers, report(top, columns), seed, counter)
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> Row:
+        """From the bytes that the kernel reads."""
+        *numbers, both, seed, counter = _FORMAT.unpack(packed)
+        return cls(**dict(zip(cls.__dataclass_fields__, (*numbers, both & 0xFF, both >> 8, seed, counter))))
+
+
+def report(top: int, columns: int) -> int:
+    """`Row.top` and `Row.columns` in one number: 8 and 24 bits."""
+    return top | columns << 8
 
 
 def pack_rows(rows: list[Row]) -> Tensor:
@@ -44,12 +60,15 @@ def pack_rows(rows: list[Row]) -> Tensor:
     return torch.frombuffer(bytearray(b"".join(row.pack() for row in rows)), dtype=torch.uint8).view(len(rows), _FORMAT.size)
 
 
-def pack_cuts(rows: list[list[float]]) -> bytes:
-    """Settings of greedy rows and rows with cuts, as `ops.draw_rows` takes them, for the kernel; each with the same random number."""
-    packed = list[bytes]()
+def pack_cuts(rows: list[list[float]], columns: int = 0) -> bytes:
+    """Settings of greedy rows and rows with cuts, as `ops.draw_rows` takes them, for the kernel; each with the same random number.
+
+    columns: as in `Row`, for all rows.
+    """
+    packed, reported = list[bytes](), report(0, columns)
     for temperature, top_k, top_p, min_p, uniform in rows:
         seed = _seed_of(uniform) if temperature else 0
-        packed.append(pack_row(temperature, top_p, min_p, 1.0, 0.0, 0.0, int(top_k), 0, seed, 0))
+        packed.append(pack_row(temperature, top_p, min_p, 1.0, 0.0, 0.0, int(top_k), reported, seed, 0))
     return b"".join(packed)
 
 
@@ -94,10 +113,11 @@ def _sample(
     top_ids = torch.full((len(logits), TOP), -1, dtype=torch.int32)
     top_logprobs = torch.full((len(logits), TOP), float("-inf"))
     for r, x in enumerate(logits):
-        row = Row(**dict(zip(Row.__dataclass_fields__, _FORMAT.unpack(bytes(params[r].tolist())))))
+        row = Row.unpack(bytes(params[r].tolist()))
         fine = bool(x.max().isfinite())
         z = _penalised(x, row, None if counts is None else counts[r])
-        token = _draw(z if bias is None else z + bias[r], row) if fine else 0
+        z = z if bias is None else z + bias[r]
+        token = _draw(z[: row.columns] if row.columns else z, row) if fine else 0
         logprobs = x.log_softmax(0)
         at = 0 if step is None else int(step[r])
         rank, logprob = int((x > x[token]).sum()) + 1 if fine else 1, logprobs[token : token + 1].view(torch.int32)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from exl2nb.ops.draw import NO_DISTRIBUTION, draw_rows
 from exl2nb.sampling.draw import Sampled, check_left, highest_logit, inverse_cdf, prob_of, report, uniform, weights_of
-from exl2nb.sampling.filters import ALL_TOKENS, CONSTRAINT, Candidates
+from exl2nb.sampling.filters import ALL_TOKENS, CONSTRAINT, PADDING, Candidates, Filter
 from exl2nb.sampling.params import SamplingParams
 from exl2nb.sampling.state import Bounds, SamplerState
 
@@ -29,9 +29,20 @@ def filtered(logits: np.ndarray, state: SamplerState) -> np.ndarray:
     Returns:
         f32 `(V,)`, -inf where a token is removed.
     """
-    for step in (CONSTRAINT, *state.chain.filters) if state.constraint is not None else state.chain.filters:
+    for step in filters_of(state, len(logits)):
         logits = step.apply(logits, state, ALL_TOKENS)
     return logits
+
+
+def filters_of(state: SamplerState, vocab_size: int) -> tuple[Filter, ...]:
+    """The filters of a request in order, masks of the model's padding and of the grammar included."""
+    padding = (PADDING,) if is_padded(state, vocab_size) else ()
+    return (*padding, *((CONSTRAINT,) if state.constraint is not None else ()), *state.chain.filters)
+
+
+def is_padded(state: SamplerState, vocab_size: int) -> bool:
+    """Whether a row of `vocab_size` logits ends in columns that have no token."""
+    return state.columns is not None and state.columns < vocab_size
 
 
 def sample(logits: Tensor, states: Sequence[SamplerState], *, top: Sequence[int] | None = None) -> list[Sampled]:
@@ -69,12 +80,16 @@ def draw_batch(logits: Tensor, draws: Sequence[tuple[SamplerState, int, int]]) -
     Returns:
         As `drawn_rows`.
     """
-    settings, top = draw_settings(draws)
-    return drawn_rows(draw_rows(logits, settings, None, min(top, logits.shape[1])), draws, logits)
+    settings, top, columns = draw_settings(draws)
+    return drawn_rows(draw_rows(logits, settings, None, min(top, logits.shape[1]), columns), draws, logits)
 
 
-def draw_settings(draws: Sequence[tuple[SamplerState, int, int]]) -> tuple[Tensor, int]:
-    """Arguments of `draw_rows` for a batch: the settings of each row, f64 `(R, 5)`, and how many alternatives to report."""
+def draw_settings(draws: Sequence[tuple[SamplerState, int, int]]) -> tuple[Tensor, int, int | None]:
+    """Arguments of `draw_rows` for a batch of requests with one tokenizer.
+
+    Returns:
+        The settings of each row, f64 `(R, 5)`; how many alternatives to report; `SamplerState.columns`.
+    """
     settings: list[float] = []  # one list: NumPy takes a microsecond for every row that is written by itself
     most, greedy = 0, True
     for state, number, top in draws:
@@ -88,7 +103,8 @@ def draw_settings(draws: Sequence[tuple[SamplerState, int, int]]) -> tuple[Tenso
             settings.append(0.0)
         if top > most:
             most = top
-    return _greedy_settings(len(draws)) if greedy else torch.from_numpy(np.array(settings, np.float64).reshape(-1, 5)), most
+    rows = _greedy_settings(len(draws)) if greedy else torch.from_numpy(np.array(settings, np.float64).reshape(-1, 5))
+    return rows, most, draws[0][0].columns if draws else None
 
 
 def drawn_rows(found: Tensor, draws: Sequence[tuple[SamplerState, int, int]], logits: Tensor) -> list[Sampled | np.ndarray]:
@@ -135,6 +151,8 @@ def _draw(row: np.ndarray, state: SamplerState) -> int:
     if chain.fused is not None:
         return int(_draw_fused(row, state)[0])
     ids: np.ndarray | None = None
+    if is_padded(state, len(row)):
+        row = PADDING.apply(row, state, ALL_TOKENS)
     if state.constraint is not None:  # adding -inf may as well come last: then a grammar that allows few tokens leaves the cuts a short row
         allowed = state.allowed()
         ids = allowed.few()
@@ -167,7 +185,7 @@ def _draw_fused(row: np.ndarray, state: SamplerState, top: int = 0) -> list[floa
         bits = torch.from_numpy(state.allowed().bits).unsqueeze(0)
     settings = torch.tensor([(*cuts, 0.0 if state.params.greedy else state.uniform())], dtype=torch.float64)
     row = np.require(row, np.float32, ("C", "W"))
-    found = draw_rows(torch.from_numpy(row).unsqueeze(0), settings, bits, min(top, len(row)))[0].tolist()
+    found = draw_rows(torch.from_numpy(row).unsqueeze(0), settings, bits, min(top, len(row)), state.columns)[0].tolist()
     if found[0] == NO_DISTRIBUTION and not state.chain.penalties:
         highest_logit(row)  # raises
     if found[0] < 0:

@@ -333,6 +333,16 @@ def _dry(x: np.ndarray, s: SamplerState, _: Candidates) -> np.ndarray:
     return dry(x, ids, multiplier=p.dry_multiplier, base=p.dry_base, breakers=s.breakers, **lengths)
 
 
+def without_padding(logits: np.ndarray, columns: int) -> np.ndarray:
+    """A copy with -inf from place `columns` on."""
+    out = logits.copy()
+    out[columns:] = -np.inf
+    return out
+
+
+# Before every chain of a model with more logits than its tokenizer has tokens. Ops that draw take `columns` instead.
+PADDING = Filter("padding", lambda x, s, _: without_padding(x, s.columns), ())
+
 # The grammar's mask, before every chain of a request that has a grammar.
 CONSTRAINT = Filter("constraint", lambda x, s, _: s.allowed().masked(x), ())
 

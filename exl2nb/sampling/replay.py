@@ -15,10 +15,11 @@ from torch import Tensor
 
 from exl2nb.core.errors import GenerationError, OptionError
 from exl2nb.core.options import make
+from exl2nb.sampling.chain import filters_of
 from exl2nb.sampling.constraint import Constraint
 from exl2nb.sampling.draw import check_left, highest_logit, inverse_cdf
 from exl2nb.sampling.explanation import Explanation, Step
-from exl2nb.sampling.filters import ALL_TOKENS, CONSTRAINT, entropy_temperature
+from exl2nb.sampling.filters import ALL_TOKENS, entropy_temperature
 from exl2nb.sampling.params import SamplingParams
 from exl2nb.sampling.state import SamplerState, Words, fresh_seed
 
@@ -82,9 +83,8 @@ def explain_state(row: np.ndarray, state: SamplerState, *, tokenizer: Pieces | N
     """`explain` for a request as it stands: f32 `(V,)`, and the state before the token is pushed. Neither is changed."""
     highest_logit(row)
     recorder = _Recorder(row)
-    filters = (CONSTRAINT, *state.chain.filters) if state.constraint is not None else state.chain.filters
     logits = row
-    for step in filters:
+    for step in filters_of(state, len(row)):
         check_left(logits.max())
         heat = _division(step.name, logits, state)
         logits = step.apply(logits, state, ALL_TOKENS)
@@ -229,11 +229,12 @@ class Draw:
 
     Attributes:
         id: the token that was drawn; an earlier function may have changed it. logits: f32 `(V,)`, raw; to be copied, not kept or changed.
-        index: which new token of its request it is, from 0.
+        index: which new token of its request it is, from 0. columns: ids from here on have no token and cannot be taken.
     """
 
     def __init__(self, token_id: int, logits: np.ndarray, state: SamplerState) -> None:
         self.id, self.logits, self.index = token_id, logits, state.count
+        self.columns = len(logits) if state.columns is None else min(state.columns, len(logits))
         self._state = state
 
     @cached_property
@@ -271,8 +272,8 @@ def after_draw(token_id: int, logits: np.ndarray, state: SamplerState) -> int:
             raise GenerationError(f"a post_sampling function raised {type(error).__name__}: {error}") from error
         if answer is None:
             continue
-        if isinstance(answer, bool) or not isinstance(answer, (int, np.integer)) or not 0 <= answer < len(logits):
-            raise OptionError(f"a post_sampling function returned {answer!r}; expected None or a token id from 0 to {len(logits) - 1}")
+        if isinstance(answer, bool) or not isinstance(answer, (int, np.integer)) or not 0 <= answer < draw.columns:
+            raise OptionError(f"a post_sampling function returned {answer!r}; expected None or a token id from 0 to {draw.columns - 1}")
         draw.id = int(answer)
         draw.__dict__.pop("candidates", None)
     if draw.id != token_id and state.constraint is not None and draw.id not in state.allowed():

@@ -114,9 +114,14 @@ class Tally:
 
 
 class Words(Protocol):
-    """What sampling needs of a tokenizer: DRY's breakers and XTC's line breaks are given as text."""
+    """What sampling needs of a tokenizer: DRY's breakers and XTC's line breaks are text, and ids without a token are not drawn."""
 
     eos_ids: frozenset[int]
+
+    @property
+    def highest_id(self) -> int:
+        """The highest id that has a token; -1 if there is none."""
+        ...
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Text to ids."""
@@ -204,10 +209,14 @@ def fresh_seed() -> int:
 class SamplerState:
     """The changing half of sampling, one per request; `SamplingParams` is the fixed half.
 
+    Attributes:
+        columns: tokens are drawn from the first so many logits; None = all. Rows may be shorter.
+
     Args:
         params: the fixed half.
         prompt_ids: they count as seen for the repetition penalty and DRY.
-        tokenizer: of the model; used by DRY and XTC only. None = texts among their settings have no effect.
+        tokenizer: of the model; ids beyond its highest one are padding of the model's head and are never drawn. DRY and XTC encode texts
+            with it. None = every column may be drawn, and texts among the settings of DRY and XTC have no effect.
         end_ids: tokens that end the text, masked by min_tokens.
         constraint: the grammar of this request, at its beginning.
     """
@@ -230,6 +239,7 @@ class SamplerState:
         self.end_ids = np.fromiter(end_ids, np.int64)
         self.constraint = constraint
         self.forced = False  # whether the grammar left the last draw no choice
+        self.columns = tokenizer.highest_id + 1 if tokenizer is not None and tokenizer.highest_id >= 0 else None
         self._tokenizer = tokenizer
         self._past_mu: list[float] = []
         self._tracks = any(f.name in _LOOKS_BACK for f in self.chain.penalties)

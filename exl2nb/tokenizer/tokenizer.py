@@ -207,9 +207,13 @@ class Tokenizer:
         """Whether `encode` puts BOS before a text."""
         return self.bos_id is not None and self.encode("a")[:1] == [self.bos_id]
 
-    @cached_property
+    @property
     def highest_id(self) -> int:
         """The highest id that has a token; -1 for an empty vocabulary. Embeddings may have more rows (padding) or fewer."""
+        return self._highest_id
+
+    @cached_property
+    def _highest_id(self) -> int:
         return max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1)
 
     @cached_property

@@ -64,6 +64,25 @@ def test_bits_of_a_step_and_a_draw(options, threads):
         assert same_bits([*ops.step_draw(net.program.code, *batch, *pools, wanted, 3), *pools[0], *pools[1]], expected), n
 
 
+def test_columns_beyond_the_last_token(threads):
+    """Both ops, and their references, draw from the first columns alone."""
+    net, batch, wanted = Net(pages=2 * len(CONTEXTS)), decodes(IDS), settings(len(CONTEXTS))
+    logits = net.run(*batch, *filled(net))
+    columns = max(1, int(logits.argmax(1).min()))  # no row may draw its most probable token
+    expected = ops.draw_rows(logits, wanted, None, 2, columns)
+    assert expected[:, 0].max() < columns <= expected[:, 4].min()
+    for n in (1, 2):
+        threads(n)
+        code, lora = net.program.code, (None, None)
+        drawn, _ = ops.draw_ahead(code, *batch, *filled(net), wanted, 2, None, None, *lora, columns)
+        ops.join_ahead(drawn)
+        assert torch.equal(drawn, expected)
+        assert torch.equal(ops.step_draw(code, *batch, *filled(net), wanted, 2, *lora, columns)[0], expected)
+    for name, more in (("step_draw", ()), ("draw_ahead", (None, None))):
+        slow = REFERENCES[name](code, *batch, *filled(net), wanted, 2, *more, *lora, columns)[0]
+        assert torch.equal(slow[:, [0, 2, 3, 4]], expected[:, [0, 2, 3, 4]])
+
+
 @pytest.mark.parametrize("dense", [False, True])
 def test_some_rows_of_prompts(dense, threads):
     """Sequences of unequal length, logits of a few tokens, in another order."""

@@ -101,8 +101,46 @@ def test_the_reference_is_the_definition(settings):
     check("cpu", 300, settings, draws=20)
 
 
+def check_columns(device, vocab, columns, settings):
+    """Columns that are never drawn: as a bias of -inf there, which the settings without columns are compared with."""
+    g = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(12, vocab, generator=g) * 3
+    logits[:, columns:] += 40
+    biases = {name: settings[name] for name in ("banned_tokens", "allowed_tokens", "logit_bias") if name in settings}
+    plain = {name: value for name, value in settings.items() if name not in biases}
+    bias = bias_of(settings, 12, vocab)
+    shut = bias.clone()
+    shut[:, columns:] = -torch.inf
+
+    def drawn(columns, bias):
+        rows = [Row(seed=s, counter=len(TEXT), top=s % 4, columns=columns, **plain) for s in range(12)]
+        counts = history(vocab).repeat(12, 1).to(device)
+        found = run(logits.to(device), rows, counts=counts, bias=None if bias is None else bias.to(device))
+        unasked = torch.arange(20) >= torch.arange(12)[:, None] % 4
+        return [found[0].cpu(), *(t.cpu().masked_fill(unasked, 0) for t in found[1:])]
+
+    for got, wanted in zip(drawn(columns, bias if biases else None), drawn(0, shut)):
+        assert torch.equal(got, wanted)
+    ids = drawn(columns, bias if biases else None)[0][0, :, 0]
+    assert ids.min() >= 0
+    assert ids.max() < columns
+    for every in (vocab, vocab + 7):
+        for got, wanted in zip(drawn(every, bias if biases else None), drawn(0, bias if biases else None)):
+            assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_the_reference_leaves_out_columns(settings):
+    check_columns("cpu", 330, 301, settings)
+
+
 @gpu
 class TestOnTheGpu:
+    @pytest.mark.parametrize("settings", SETTINGS, ids=str)
+    @pytest.mark.parametrize(("vocab", "columns"), [(330, 301), (4099, 4098), (5000, 400), (151936, 151669), (262145, 262144)])
+    def test_columns_beyond_the_last_token(self, vocab, columns, settings):
+        check_columns("cuda", vocab, columns, settings)
+
     @pytest.mark.parametrize("settings", SETTINGS, ids=str)
     @pytest.mark.parametrize("vocab", [300, 4099, 32000, 128256, 262145])
     def test_tokens(self, vocab, settings):
@@ -212,10 +250,12 @@ class TestOnTheGpu:
 
 
 def test_packing_is_the_structs():
-    packed = pack_rows([Row(temperature=0.5, top_k=7, seed=2**64 - 1, counter=3)])
+    packed = pack_rows([Row(temperature=0.5, top_k=7, top=20, columns=151669, seed=2**64 - 1, counter=3)])
     assert packed.shape == (1, 48)
     assert packed[0, 24:28].view(torch.int32).item() == 7
+    assert packed[0, 28:32].tolist() == [20, *(151669).to_bytes(3, "little")]
     assert packed[0, 32:40].tolist() == [255] * 8
+    assert Row.unpack(bytes(packed[0].tolist())) == Row(temperature=0.5, top_k=7, top=20, columns=151669, seed=2**64 - 1, counter=3)
 
 
 @pytest.mark.parametrize("number", [0.0, 2.0**-53, 0.75, uniform(7, 3), 1 - 2.0**-53])
@@ -226,6 +266,8 @@ def test_cuts_bring_their_random_number(number):
     assert uniform(seed, 0) == number
     expected = pack_rows([Row(temperature=0.0), Row(temperature=0.8, top_k=40, top_p=0.9, min_p=0.05, seed=seed)])
     assert torch.equal(packed.view(2, 48), expected)
+    some = torch.frombuffer(bytearray(pack_cuts([[0.0, 0, 1.0, 0.0, 0.0]], 151669)), dtype=torch.uint8)
+    assert torch.equal(some.view(1, 48), pack_rows([Row(temperature=0.0, columns=151669)]))
 
 
 def test_results_into_memory_that_is_given():

@@ -49,6 +49,57 @@ def test_against_the_reference(vocab, share):
         assert torch.allclose(got[:, 1], wanted[:, 1], atol=2e-5)
 
 
+def likely_padding(count, vocab, columns):
+    """Rows of which every logit from `columns` on is larger than all others."""
+    x = rows(count, vocab)
+    x[:, columns:] += 40
+    return x
+
+
+@pytest.mark.parametrize("share", [None, 0.3])
+@pytest.mark.parametrize(("vocab", "columns"), [(2, 1), (70, 64), (70, 69), (513, 512), (5001, 4096), (5001, 31)])
+def test_columns_beyond_the_last_token(vocab, columns, share):
+    """The token of the row that ends there; log probability, rank and alternatives of the whole row."""
+    for cuts in CUTS:
+        x, bits = likely_padding(6, vocab, columns), None if share is None else masks(6, vocab, share)
+        short = None if bits is None else bits[:, : -(-columns // 32)].contiguous()
+        settings = torch.tensor([[*cuts, u] for u in (0.0, 0.11, 0.37, 0.62, 0.93, 0.999)], dtype=torch.float64)
+        got, wanted = (op(x, settings, bits, 2, columns) for op in (draw_rows, draw._draw_rows))
+        assert torch.equal(got[:, [0, 2, 3, 4, 6]], wanted[:, [0, 2, 3, 4, 6]]), cuts
+        assert torch.allclose(got[:, 1::2], wanted[:, 1::2], atol=2e-5)
+        alone = draw_rows(x[:, :columns].contiguous(), settings, short)
+        assert torch.equal(got[:, [0, 3]], alone[:, [0, 3]])
+        assert got[:, 0].max() < columns
+        assert got[:, 2].min() > vocab - columns
+        assert got[:, 4].min() >= columns
+        assert torch.allclose(got[:, 1], x.double().log_softmax(1)[torch.arange(6), got[:, 0].long()], atol=2e-5)
+
+
+def test_columns_of_the_whole_row_change_nothing():
+    x, bits = rows(len(CUTS), 5001), masks(len(CUTS), 5001, 0.3)
+    settings = torch.tensor([[*cuts, 0.37] for cuts in CUTS], dtype=torch.float64)
+    for mask_bits in (None, bits):
+        wanted = draw_rows(x, settings, mask_bits, 3)
+        for columns in (None, 5001, 10**9):
+            assert torch.equal(draw_rows(x, settings, mask_bits, 3, columns), wanted)
+            assert torch.equal(draw._draw_rows(x, settings, mask_bits, 3, columns)[:, 0], wanted[:, 0])
+
+
+def test_padding_alone_is_no_choice():
+    """A row without a finite logit in front of the padding, a mask that allows padding only, and a padded logit that is no number."""
+    x = likely_padding(3, 100, 90)
+    x[0, :90], x[2, 95] = -torch.inf, torch.nan
+    bits = masks(3, 100, 1.0)
+    bits[1] = 0
+    bits[1, 2], bits[1, 3] = -(1 << 26), 0b1111  # 90 to 99
+    for cuts in (NEUTRAL, (0.0, 0.0, 1.0, 0.0)):
+        settings = torch.tensor([[*cuts, 0.5]] * 3, dtype=torch.float64)
+        for op in (draw_rows, draw._draw_rows):
+            found = op(x, settings, bits, 0, 90)
+            assert found[:, 0].tolist() == [-2, -2, -1]
+            assert found[:2, 3].tolist() == [90, 0]
+
+
 @pytest.mark.parametrize("vocab", [1, 15, 17, 64, 4096, 5001])
 def test_alternatives(vocab):
     """Those of the reference, many of them equal; the drawn token is the same as without them."""
@@ -160,6 +211,7 @@ def test_greedy_where_quotients_overflow(cuts, size):
         ({"bits": torch.zeros(2, 1, dtype=torch.int32)}, "bits"),
         ({"top": -1}, "top"),
         ({"top": 41}, "top"),
+        ({"columns": 0}, "columns is 0"),
     ],
 )
 def test_wrong_arguments_are_named(change, words):
@@ -168,6 +220,7 @@ def test_wrong_arguments_are_named(change, words):
         "settings": torch.tensor([[*NEUTRAL, 0.5]] * 2, dtype=torch.float64),
         "bits": None,
         "top": 0,
+        "columns": None,
         **change,
     }
     for op in (draw_rows, draw._draw_rows):

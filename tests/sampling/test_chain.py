@@ -13,10 +13,11 @@ from exl2nb.sampling.chain import filtered, preselect, sample, sample_row
 from exl2nb.sampling.draw import inverse_cdf, uniform
 from exl2nb.sampling.filters import ALL_TOKENS, Candidates, active_filters
 from exl2nb.sampling.params import SamplingParams
+from exl2nb.sampling.replay import explain_state
 from exl2nb.sampling.state import Bounds, SamplerState, prepare
 
 from . import numpy_reference as reference
-from .test_state import Countdown
+from .test_state import Countdown, Words
 
 PROMPT, NEW = [1, 4, 4, 30, 2, 7, 4, 30], [2, 7, 4, 30, 2, 9, 9]
 COMMON = {
@@ -255,6 +256,83 @@ def test_uniform_is_uniform():
     assert abs(counts - 600).max() < 120
     assert abs(np.corrcoef(draws[:-1], draws[1:])[0, 1]) < 0.03
     assert abs(np.corrcoef(draws[:4000], draws[4000:8000])[0, 1]) < 0.06
+
+
+# ---- logits beyond the tokenizer's last token
+
+PADDED = [
+    {"temperature": 0},
+    {},
+    {"temperature": 0.7, "top_k": 20},
+    {"top_p": 0.8},
+    {"min_p": 0.1},
+    {"typical_p": 0.7},
+    {"mirostat": True, "mirostat_tau": 3.0},
+    {"tfs": 0.9},
+    {"top_a": 0.2, "top_p": 0.95},
+    {"xtc_probability": 1.0, "xtc_threshold": 0.05},
+    {"skew": 0.5},
+    {"smoothing_factor": 0.3},
+    {"min_temp": 0.5, "max_temp": 1.5},
+    {"dry_multiplier": 1.0, "top_k": 30},
+    {"repetition_penalty": 1.3, "frequency_penalty": 0.2},
+    {"temperature": 0, "logit_bias": {295: 100.0}},
+    {"allowed_tokens": [3, 4, 295, 299], "top_p": 0.9},
+    {"banned_tokens": [5, 299]},
+    {"order": ["min_p", "temperature", "top_p"], "min_p": 0.05, "temperature": 2.0, "top_p": 0.9},
+]
+
+
+@pytest.mark.parametrize("grammar", [False, True])
+@pytest.mark.parametrize("kwargs", PADDED, ids=str)
+def test_padding_is_never_drawn(kwargs, grammar):
+    """The tokens of rows that end at the last token; log probability, rank and alternatives are those of the raw row."""
+    columns, size = 290, 300
+
+    def make(highest_id):
+        params = SamplingParams(**kwargs, seed=7)
+        constraint = Countdown() if grammar else None
+        return SamplerState(params, [5, 6, 5, 7], tokenizer=Words(highest_id), end_ids=[0, 298], constraint=constraint)
+
+    for seed in range(8):
+        x = logits(seed, size)
+        x[columns:] += 30
+        masked = x.copy()
+        masked[columns:] = -np.inf
+        raw = x.copy()
+        assert np.isfinite(filtered(x, make(columns - 1))).nonzero()[0].max() < columns
+        expected = sample_row(masked, make(size - 1)).id
+        found = sample_row(x, make(columns - 1), top=2)
+        assert found.id == expected < columns
+        assert found.rank > size - columns
+        assert found.logprob == pytest.approx(float(np.log(reference.softmax(raw.astype(np.float64))[found.id])), abs=1e-4)
+        assert min(token for token, _ in found.top) >= columns
+        explained = explain_state(x, make(columns - 1), tokenizer=Words())
+        assert explained.token == expected
+        assert [step.name for step in explained.steps[:2]] == ["logits", "padding"]
+        assert explained.steps[1].removed.tolist() == list(range(columns, size))
+        assert (x == raw).all()
+
+
+def test_rows_without_padding_have_no_step_for_it():
+    x = logits(1, 300)
+    for words in (None, Words(299), Words(400), Words(-1)):
+        state = SamplerState(SamplingParams(top_p=0.9, seed=1), tokenizer=words)
+        assert [step.name for step in explain_state(x, state).steps] == ["logits", "top_p"]
+        assert sample_row(x, state).id == sample_row(x, SamplerState(SamplingParams(top_p=0.9, seed=1))).id
+
+
+@pytest.mark.parametrize("kwargs", [{"temperature": 0}, {"top_k": 3}, {"typical_p": 0.5}])
+def test_padding_alone_leaves_nothing(kwargs):
+    state = SamplerState(SamplingParams(**kwargs, allowed_tokens=[295]), tokenizer=Words(289))
+    with pytest.raises(GenerationError, match="no token is left"):
+        sample_row(logits(1, 300), state)
+
+
+def test_a_function_cannot_take_padding():
+    state = SamplerState(SamplingParams(post_sampling=lambda draw: draw.columns), tokenizer=Words(289))
+    with pytest.raises(OptionError, match="returned 290; expected None or a token id from 0 to 289"):
+        sample_row(logits(1, 300), state)
 
 
 # ---- post_sampling

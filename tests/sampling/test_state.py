@@ -21,6 +21,9 @@ class Words:
 
     eos_ids = frozenset({0})
 
+    def __init__(self, highest_id=4999):
+        self.highest_id = highest_id
+
     def piece(self, token_id, /):
         return "<b>&"
 

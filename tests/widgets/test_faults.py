@@ -292,7 +292,7 @@ def hostile_widgets():
 class Words:
     """A tokenizer of which every token is hostile."""
 
-    eos_ids = ()
+    eos_ids, highest_id = (), 2
 
     def piece(self, _token):
         return HOSTILE

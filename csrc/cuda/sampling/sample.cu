@@ -85,8 +85,8 @@ struct Sampler {
   const float* logits;
   const uint16_t* counts;
   const float* bias;
-  int r, begin, end, lane, warp, histogram = 0;
-  bool penalised, altered;     // altered: by penalties or a bias
+  int r, begin, end, columns, lane, warp, histogram = 0;
+  bool penalised, altered;     // altered: by penalties, a bias or columns that are never drawn
   float highest, floor_value;  // of y = penalised / temperature
 
   __device__ __forceinline__ Sampler(const SampleArgs& args, SampleShared& shared, float* room) : a(args), sh(shared), kept(room) {
@@ -100,6 +100,7 @@ struct Sampler {
 
   __device__ __forceinline__ float penalise(float v, int id) const {
     if (!altered) return v;
+    if (id >= columns) return -INFINITY;
     if (penalised) v = counted(v, counts[id]);
     return bias ? __fadd_rn(v, bias[id]) : v;
   }
@@ -462,7 +463,8 @@ struct Sampler {
     row = a.params[r];
     pdl_wait();
     penalised = counts && (row.repetition_penalty != 1.f || row.presence_penalty != 0.f || row.frequency_penalty != 0.f);
-    altered = penalised || bias;
+    columns = row.columns ? min(static_cast<int>(row.columns), a.vocab) : a.vocab;
+    altered = penalised || bias || columns < a.vocab;
     read_logits();
     cluster.sync();
     const Summary all = together();
@@ -485,13 +487,13 @@ struct Sampler {
       cluster.sync();
       token = sh.token, value = sh.value;
     }
-    if (!bad && (drawn || altered)) {
+    if (!bad && (drawn || value < all.raw_max)) {
       const int above = count_above(value);
       if (threadIdx.x == 0) sh.above = above;
       cluster.sync();
       rank = 1 + static_cast<int>(cluster_sum(&sh.above));
     }
-    const int top = bad ? 0 : min(row.top, min(kMaxTop, a.vocab));
+    const int top = bad ? 0 : min(static_cast<int>(row.top), min(kMaxTop, a.vocab));
     if (top > 0 && (a.top_ids || a.top_logprobs)) list_top(top, log_total);
     if (leader) hand_over(next, bad ? -1 : token, rank, bad ? NAN : value - log_total);  // counts are not read after the last sync()
     cluster.sync();  // a CTA must not exit while others read its shared memory

@@ -13,7 +13,8 @@ struct SampleRow {
   float repetition_penalty;                   // 1 = off
   float presence_penalty, frequency_penalty;  // 0 = off
   int32_t top_k;                              // 0 = off
-  int32_t top;                                // most probable tokens to report, at most 20
+  uint32_t top : 8;                           // most probable tokens to report, at most 20
+  uint32_t columns : 24;                      // ids from here on are never drawn; 0 = off
   uint64_t seed, counter;                     // random number: sampling/draw.py, uniform(seed, counter)
 };
 static_assert(sizeof(SampleRow) == 48, "the host packs these bytes");

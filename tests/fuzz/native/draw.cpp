@@ -1,4 +1,5 @@
-// Samplers' settings, mask bits and rows of any numbers: a drawn id is one that the mask allows, and nothing is read beyond a row.
+// Samplers' settings, mask bits and rows of any numbers: a drawn id is one that the mask and the columns allow, and nothing is read beyond
+// a row.
 #include "fuzz.h"
 
 #include <cmath>
@@ -16,6 +17,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   s.temperature = in.ConsumeBool() ? number(0, 2) : 0, s.top_k = in.ConsumeBool() ? std::floor(number(0, 40)) : 0;
   s.top_p = in.ConsumeBool() ? number(0, 1) : 1, s.min_p = in.ConsumeBool() ? number(0, 1) : 0, s.uniform = number(0, 0.999);
   const int64_t n = in.ConsumeIntegralInRange(1, 700), words = (n + 31) / 32, top = in.ConsumeIntegralInRange<int64_t>(0, n < 20 ? n : 20);
+  const int64_t columns = in.ConsumeBool() ? in.ConsumeIntegralInRange<int64_t>(1, n) : n;
   const bool masked = in.ConsumeBool(), wild = in.ConsumeBool();
   const auto bits = values<uint32_t>(in, size_t(words));
   std::vector<float> x(static_cast<size_t>(n));
@@ -31,9 +33,9 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     HOLDS((bits[size_t(i / 32)] >> (i % 32) & 1) ? std::memcmp(&out[size_t(i)], &x[size_t(i)], 4) == 0 : out[size_t(i)] == -INFINITY);
   if (!draw::valid(s)) return 0;
   std::vector<double> drawn(size_t(4 + 2 * top));
-  draw::draw_into(x.data(), masked ? bits.data() : nullptr, n, s, top, drawn.data());
+  draw::draw_into(x.data(), masked ? bits.data() : nullptr, n, columns, s, top, drawn.data());
   const double id = drawn[0];
-  HOLDS(id == -2 || id == -1 || (id >= 0 && id < double(n) && id == std::floor(id)));
+  HOLDS(id == -2 || id == -1 || (id >= 0 && id < double(columns) && id == std::floor(id)));
   if (id >= 0 && masked) HOLDS(bits[size_t(id) / 32] >> (size_t(id) % 32) & 1);
   if (id >= 0) HOLDS(drawn[2] >= 1 && drawn[2] <= double(n));
   for (int64_t i = 0; id >= 0 && i < top; i++) HOLDS(drawn[size_t(4 + 2 * i)] >= 0 && drawn[size_t(4 + 2 * i)] < double(n));
