@@ -192,10 +192,9 @@ class ChatMixin:
         if template is None:
             return ChatTemplate.of(self.tokenizer.templates.pick(tools=bool(tools)), special)
         if isinstance(template, str) and template in INSTRUCT:
-            bos = (
-                self.tokenizer.piece(self.tokenizer.bos_id) if self.tokenizer.begins_with_bos and self.tokenizer.bos_id is not None else ""
-            )
-            return ChatTemplate.of(INSTRUCT[template].source, {**special, "bos_token": bos})
+            bos_id = self.tokenizer.bos_id if self.tokenizer.begins_with_bos else None
+            bos_text = "" if bos_id is None else self.tokenizer.piece(bos_id)
+            return ChatTemplate.of(INSTRUCT[template].source, {**special, "bos_token": bos_text})
         expected = f"expected Jinja source, a file of it, or one of {', '.join(INSTRUCT)}"
         if not isinstance(template, (str, os.PathLike)):
             raise OptionError(f"template is {str(template)[:80]!r}; {expected}")
@@ -229,11 +228,12 @@ class ChatMixin:
         named_format = INSTRUCT.get(named) if isinstance(named, str) else None
         stops: list[str | int] = list(named_format.stop) if named_format is not None else []
         ends, asked = turn_ends(template, self.tokenizer, self.model.config.vocab_size)
-        stops += ends
+        if options.get("ignore_eos") is not True:
+            stops += ends
         if asked and named_format is None and asked not in self._warned:
             self._warned.add(asked)
             warn(asked)
-        if stops and options.get("ignore_eos") is not True:
+        if stops:
             given = options.get("stop", ())
             options["stop"] = [*([given] if isinstance(given, (str, int)) else given or ()), *stops]
 

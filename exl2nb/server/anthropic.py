@@ -110,7 +110,7 @@ async def count_tokens(request: Request, body: CountBody) -> Any:
         talk = messages_of(body)
         if state.llm.vision is not None:
             talk = with_pictures(talk, remote=state.options.remote_images)
-        return len(state.llm.tokenizer.encode(state.llm.render_chat(talk, **given), add_special=False))
+        return len(state.llm.render(talk, **given).ids)
 
     return {"input_tokens": await aside(count, heavy=True)}
 

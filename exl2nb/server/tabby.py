@@ -326,7 +326,7 @@ async def encode(request: Request, body: EncodeBody) -> Any:
         if isinstance(body.text, str):
             return llm.tokenizer.encode(body.text, body.add_bos_token, parse_special=body.encode_special_tokens)
         talk = with_pictures(body.text, remote=state.options.remote_images) if llm.vision is not None else body.text
-        return llm.tokenizer.encode(llm.render_chat(talk, template=template), add_special=False)
+        return llm.render(talk, template=template).ids
 
     tokens = await aside(work, heavy=not isinstance(body.text, str) or len(body.text) > INLINE_CHARACTERS)
     return {"tokens": tokens, "length": len(tokens)}

@@ -106,7 +106,7 @@ def test_raw_logits_are_those_of_the_model(models):
     llm = models[0]
     done = llm.generate(PROMPT, max_tokens=12, ignore_eos=True, seed=1, return_logits=True, top_logprobs=4)
     before = llm.tokenizer.encode(PROMPT)
-    every = logits(llm.engine.shared_model, torch.tensor([before + ids_of(done)]))[0, len(before) - 1 : -1].numpy()
+    every = logits(llm.engine.shared_model, torch.tensor([before + ids_of(done)]))[0, len(before) - 1 : -1].cpu().numpy()
     assert done.logits.shape == (12, tokens(llm) + ROWS)
     np.testing.assert_allclose(done.logits, every, atol=0.05, rtol=1e-3)
     assert (done.logits.argmax(1) >= tokens(llm)).all()
