@@ -7,7 +7,7 @@ import re
 import secrets
 import string
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -158,10 +158,84 @@ class ToolFormat:
 
 
 _HERMES_AFTER = ("</tool_call>",)
-_DEEPSEEK = ("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "<｜tool▁sep｜>")
-_GRANITE_AFTER = ("<|/tool_call|>",)
-_DSML = ("</｜DSML｜invoke>", "</｜DSML｜function_calls>")
 _INVOKE = ("</invoke>", "</minimax:tool_call>")
+_GLM = ToolFormat(
+    name="glm",
+    seen=("<tool_call>", "<arg_key>"),
+    layout="tagged",
+    trigger="<tool_call>",
+    before="<tool_call>",
+    middle="\n",
+    after="</tool_call>",
+    head=r"\s*<tool_call>\s*([^\s<]+)(?=[\s<])\s*",
+    marks=_HERMES_AFTER,
+    tagged=TaggedArguments(before="<arg_key>", between="</arg_key>\n<arg_value>", after="</arg_value>\n"),
+)
+_MISTRAL_ARGS = ToolFormat(
+    name="mistral-args",
+    seen=("[TOOL_CALLS]", "[ARGS]"),
+    trigger="[TOOL_CALLS]",
+    before="[TOOL_CALLS]",
+    middle="[ARGS]",
+    after="",
+    between="",
+    head=r"\s*\[TOOL_CALLS\]\s*([^\s\[{]+)\s*(?:\[CALL_ID\](?P<id>[^\[]*))?\[ARGS\]\s*(?=\{)",
+    marks=("[ARGS]", "[CALL_ID]"),
+    id_length=9,
+)
+_DEEPSEEK = ToolFormat(
+    name="deepseek",
+    seen=("<｜tool▁calls▁begin｜>", "```json"),
+    trigger="<｜tool▁calls▁begin｜>",
+    opens="<｜tool▁calls▁begin｜>",
+    before="<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
+    middle="\n```json\n",
+    after="\n```<｜tool▁call▁end｜>",
+    closes="<｜tool▁calls▁end｜>",
+    head=r"\s*(?:<｜tool▁calls▁begin｜>)?\s*<｜tool▁call▁begin｜>\s*(?:function\s*<｜tool▁sep｜>)?([^\s<]+)\s*```json\s*(?=\{)",
+    marks=("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "<｜tool▁sep｜>"),
+    next_call="<｜tool▁call▁begin｜>",
+)
+
+
+def _json_list(name: str, trigger: str, closes: str, *, seen: tuple[str, ...] = (), **more: Any) -> ToolFormat:
+    """A family that writes a trigger and then a JSON list of objects with "name" and "arguments"."""
+    return ToolFormat(
+        name=name,
+        seen=seen or (trigger,),
+        trigger=trigger,
+        opens=f"{trigger}[",
+        before='{"name": "',
+        middle='", "arguments": ',
+        after="}",
+        between=", ",
+        closes=closes,
+        head=rf"\s*(?:{re.escape(trigger)})?" + _json_head(),
+        **more,
+    )
+
+
+def _dsml(name: str, block: str, *, seen: tuple[str, ...]) -> ToolFormat:
+    """DeepSeek's markup language, in which calls stand in a block of this name."""
+    opens, closes = f"<｜DSML｜{block}>", f"</｜DSML｜{block}>"
+    return ToolFormat(
+        name=name,
+        seen=seen,
+        layout="tagged",
+        trigger=opens,
+        opens=f"{opens}\n",
+        before='<｜DSML｜invoke name="',
+        middle='">\n',
+        after="</｜DSML｜invoke>\n",
+        between="",
+        closes=closes,
+        head=rf'\s*(?:{opens})?\s*<｜DSML｜invoke\s+name="([^"]+)">\s*',
+        marks=("</｜DSML｜invoke>", closes),
+        next_call="<｜DSML｜invoke",
+        tagged=TaggedArguments(before='<｜DSML｜parameter name="', between='" string="{kind}">', after="</｜DSML｜parameter>\n"),
+    )
+
+
 FORMATS: dict[str, ToolFormat] = {
     one.name: one
     for one in (
@@ -191,43 +265,15 @@ FORMATS: dict[str, ToolFormat] = {
             marks=("<tool_call|>", '<|"|>'),
             ends=("<|tool_response>",),
         ),
-        ToolFormat(
-            name="apriel",
-            seen=("<tool_calls>",),
-            trigger="<tool_calls>",
-            opens="<tool_calls>[",
-            before='{"name": "',
-            middle='", "arguments": ',
-            after="}",
-            between=", ",
-            closes="]</tool_calls>",
-            head=r"\s*(?:<tool_calls>)?" + _json_head(),
-            marks=("</tool_calls>",),
-        ),
-        ToolFormat(
+        _json_list("apriel", "<tool_calls>", "]</tool_calls>", marks=("</tool_calls>",)),
+        replace(
+            _GLM,
             name="glm-4.7",
             seen=("<tool_call>{function-name}<arg_key>",),
-            layout="tagged",
-            trigger="<tool_call>",
-            before="<tool_call>",
             middle="",
-            after="</tool_call>",
-            head=r"\s*<tool_call>\s*([^\s<]+)(?=[\s<])\s*",
-            marks=_HERMES_AFTER,
             tagged=TaggedArguments(before="<arg_key>", between="</arg_key><arg_value>", after="</arg_value>"),
         ),
-        ToolFormat(
-            name="glm",
-            seen=("<tool_call>", "<arg_key>"),
-            layout="tagged",
-            trigger="<tool_call>",
-            before="<tool_call>",
-            middle="\n",
-            after="</tool_call>",
-            head=r"\s*<tool_call>\s*([^\s<]+)(?=[\s<])\s*",
-            marks=_HERMES_AFTER,
-            tagged=TaggedArguments(before="<arg_key>", between="</arg_key>\n<arg_value>", after="</arg_value>\n"),
-        ),
+        _GLM,
         ToolFormat(
             name="seed",
             seen=("<seed:tool_call>", "<function="),
@@ -268,38 +314,8 @@ FORMATS: dict[str, ToolFormat] = {
             next_call="<invoke",
             tagged=TaggedArguments(before='<parameter name="', between='">', after="</parameter>\n"),
         ),
-        ToolFormat(
-            name="dsml-4",
-            seen=("｜DSML｜", "tool_calls>"),
-            layout="tagged",
-            trigger="<｜DSML｜tool_calls>",
-            opens="<｜DSML｜tool_calls>\n",
-            before='<｜DSML｜invoke name="',
-            middle='">\n',
-            after="</｜DSML｜invoke>\n",
-            between="",
-            closes="</｜DSML｜tool_calls>",
-            head=r'\s*(?:<｜DSML｜tool_calls>)?\s*<｜DSML｜invoke\s+name="([^"]+)">\s*',
-            marks=("</｜DSML｜invoke>", "</｜DSML｜tool_calls>"),
-            next_call="<｜DSML｜invoke",
-            tagged=TaggedArguments(before='<｜DSML｜parameter name="', between='" string="{kind}">', after="</｜DSML｜parameter>\n"),
-        ),
-        ToolFormat(
-            name="dsml",
-            seen=("｜DSML｜",),
-            layout="tagged",
-            trigger="<｜DSML｜function_calls>",
-            opens="<｜DSML｜function_calls>\n",
-            before='<｜DSML｜invoke name="',
-            middle='">\n',
-            after="</｜DSML｜invoke>\n",
-            between="",
-            closes="</｜DSML｜function_calls>",
-            head=r'\s*(?:<｜DSML｜function_calls>)?\s*<｜DSML｜invoke\s+name="([^"]+)">\s*',
-            marks=_DSML,
-            next_call="<｜DSML｜invoke",
-            tagged=TaggedArguments(before='<｜DSML｜parameter name="', between='" string="{kind}">', after="</｜DSML｜parameter>\n"),
-        ),
+        _dsml("dsml-4", "tool_calls", seen=("｜DSML｜", "tool_calls>")),
+        _dsml("dsml", "function_calls", seen=("｜DSML｜",)),
         ToolFormat(
             name="functionary",
             seen=("<function=", "</function>"),
@@ -321,69 +337,19 @@ FORMATS: dict[str, ToolFormat] = {
             head=r"\s*<tool_call>" + _json_head(),
             marks=_HERMES_AFTER,
         ),
-        ToolFormat(
-            name="mistral-id",
-            seen=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
-            trigger="[TOOL_CALLS]",
-            before="[TOOL_CALLS]",
-            middle=f"[CALL_ID]{ID}[ARGS]",
-            after="",
-            between="",
-            head=r"\s*\[TOOL_CALLS\]\s*([^\s\[{]+)\s*(?:\[CALL_ID\](?P<id>[^\[]*))?\[ARGS\]\s*(?=\{)",
-            marks=("[ARGS]", "[CALL_ID]"),
-            id_length=9,
-        ),
-        ToolFormat(
-            name="mistral-args",
-            seen=("[TOOL_CALLS]", "[ARGS]"),
-            trigger="[TOOL_CALLS]",
-            before="[TOOL_CALLS]",
-            middle="[ARGS]",
-            after="",
-            between="",
-            head=r"\s*\[TOOL_CALLS\]\s*([^\s\[{]+)\s*(?:\[CALL_ID\](?P<id>[^\[]*))?\[ARGS\]\s*(?=\{)",
-            marks=("[ARGS]", "[CALL_ID]"),
-            id_length=9,
-        ),
-        ToolFormat(
-            name="mistral",
-            seen=("[TOOL_CALLS]",),
-            trigger="[TOOL_CALLS]",
-            opens="[TOOL_CALLS][",
-            before='{"name": "',
-            middle='", "arguments": ',
-            after="}",
-            between=", ",
-            closes="]",
-            head=r"\s*(?:\[TOOL_CALLS\])?" + _json_head(),
-            id_length=9,
-        ),
-        ToolFormat(
-            name="deepseek",
-            seen=("<｜tool▁calls▁begin｜>", "```json"),
-            trigger="<｜tool▁calls▁begin｜>",
-            opens="<｜tool▁calls▁begin｜>",
-            before="<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
-            middle="\n```json\n",
-            after="\n```<｜tool▁call▁end｜>",
-            closes="<｜tool▁calls▁end｜>",
-            head=r"\s*(?:<｜tool▁calls▁begin｜>)?\s*<｜tool▁call▁begin｜>\s*(?:function\s*<｜tool▁sep｜>)?([^\s<]+)\s*```json\s*(?=\{)",
-            marks=_DEEPSEEK,
-            next_call="<｜tool▁call▁begin｜>",
-        ),
-        ToolFormat(
+        replace(_MISTRAL_ARGS, name="mistral-id", seen=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"), middle=f"[CALL_ID]{ID}[ARGS]"),
+        _MISTRAL_ARGS,
+        _json_list("mistral", "[TOOL_CALLS]", "]", id_length=9),
+        _DEEPSEEK,
+        replace(
+            _DEEPSEEK,
             name="deepseek-plain",
             seen=("<｜tool▁calls▁begin｜>",),
-            trigger="<｜tool▁calls▁begin｜>",
-            opens="<｜tool▁calls▁begin｜>",
             before="<｜tool▁call▁begin｜>",
             middle="<｜tool▁sep｜>",
             after="<｜tool▁call▁end｜>",
             between="",
-            closes="<｜tool▁calls▁end｜>",
             head=r"\s*(?:<｜tool▁calls▁begin｜>)?\s*<｜tool▁call▁begin｜>\s*([^\s<]+)\s*<｜tool▁sep｜>\s*(?=\{)",
-            marks=_DEEPSEEK,
-            next_call="<｜tool▁call▁begin｜>",
         ),
         ToolFormat(
             name="kimi",
@@ -428,46 +394,9 @@ FORMATS: dict[str, ToolFormat] = {
             closes="\n]```",
             head=r"\s*(?:Action:)?" + _json_head("tool_name", ("parameters",)),
         ),
-        ToolFormat(
-            name="phi",
-            seen=("<|tool|>",),
-            trigger="<|tool_call|>",
-            opens="<|tool_call|>[",
-            before='{"name": "',
-            middle='", "arguments": ',
-            after="}",
-            between=", ",
-            closes="]<|/tool_call|>",
-            head=r"\s*(?:<\|tool_call\|>)?" + _json_head(),
-            marks=_GRANITE_AFTER,
-            taught=False,
-        ),
-        ToolFormat(
-            name="granite",
-            seen=("<|tool_call|>",),
-            trigger="<|tool_call|>",
-            opens="<|tool_call|>[",
-            before='{"name": "',
-            middle='", "arguments": ',
-            after="}",
-            between=", ",
-            closes="]",
-            head=r"\s*(?:<\|tool_call\|>)?" + _json_head(),
-            marks=_GRANITE_AFTER,
-        ),
-        ToolFormat(
-            name="nemotron",
-            seen=("<TOOLCALL>",),
-            trigger="<TOOLCALL>",
-            opens="<TOOLCALL>[",
-            before='{"name": "',
-            middle='", "arguments": ',
-            after="}",
-            between=", ",
-            closes="]</TOOLCALL>",
-            head=r"\s*(?:<TOOLCALL>)?" + _json_head(),
-            marks=("</TOOLCALL>",),
-        ),
+        _json_list("phi", "<|tool_call|>", "]<|/tool_call|>", seen=("<|tool|>",), marks=("<|/tool_call|>",), taught=False),
+        _json_list("granite", "<|tool_call|>", "]", marks=("<|/tool_call|>",)),
+        _json_list("nemotron", "<TOOLCALL>", "]</TOOLCALL>", marks=("</TOOLCALL>",)),
         ToolFormat(
             name="apertus",
             seen=("<|tools_prefix|>",),
