@@ -9,8 +9,8 @@ from typing import Any
 from exl2nb.core.errors import StructureError
 from exl2nb.tokenizer.gemma_arguments import QUOTE
 
-_NUMBER = r"/-?(0|[1-9][0-9]{0,15})(\.[0-9]{1,16})?/"
-_INTEGER = r"/-?(0|[1-9][0-9]{0,15})/"
+_NUMBER = r"/-?(0|[1-9][0-9]{0,39})(\.[0-9]{1,40})?([eE][+-]?[0-9]{1,3})?/"
+_INTEGER = r"/-?(0|[1-9][0-9]{0,39})/"
 _KNOWN = {
     "type",
     "properties",

@@ -9,12 +9,12 @@ from typing import Any, Literal
 
 from exl2nb.constraint.engine import WHITESPACE
 from exl2nb.constraint.gemma import gemma_rules
-from exl2nb.constraint.structure import Structure, json_schema
+from exl2nb.constraint.structure import UNSUPPORTED, Structure, json_schema
 from exl2nb.core.errors import OptionError, StructureError
 from exl2nb.tokenizer import harmony
-from exl2nb.tokenizer.reply import ReplyFormat, is_text
+from exl2nb.tokenizer.reply import ReplyFormat, is_text, may_be_text
 from exl2nb.tokenizer.tokenizer import Tokenizer
-from exl2nb.tokenizer.tools import ID, INDEX, Tool, ToolFormat
+from exl2nb.tokenizer.tools import ID, INDEX, TaggedArguments, Tool, ToolFormat
 
 _ANY = r"(.|\n)*"
 _LOOSE = {"whitespace_pattern": WHITESPACE}
@@ -260,12 +260,16 @@ def _arguments(number: int, tool: Tool, form: ToolFormat, literal: Callable[[str
     if form.tagged is None:
         return gemma_rules(f"args_{number}", schema, literal)
     tags, parts, rules = form.tagged, [], []
+    properties = {**properties, **{name: {} for name in required if name not in properties}}
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     for at, (name, one) in enumerate(properties.items()):
-        text = is_text(one)
-        rules.append(f"value_{number}_{at}{_tagged_value(one, tags.after, schema.get('$defs'))}")
-        between = tags.between.replace("{kind}", "true" if text else "false")
-        part = f"{literal(tags.before + name + between)} value_{number}_{at}"
+        rules += _tagged_value(f"value_{number}_{at}", one, tags, shared)
+        part = f"{_name_rule(tags, name, one, literal)} value_{number}_{at}"
         parts.append(part if name in required else f"({part})?")
+    more = schema.get("additionalProperties", False)
+    if more is not False:
+        rules += _further(number, tags, more, shared, literal)
+        parts.append(f"further_{number}*")
     return [f"args_{number}: {' '.join(parts) or json.dumps('')}", *rules]
 
 
@@ -275,28 +279,57 @@ def _any_arguments(number: int, form: ToolFormat, literal: Callable[[str], str])
         return [f"args_{number}: %json {_schema({'type': 'object'}, _COMPACT)}"]
     if form.tagged is None:
         return gemma_rules(f"args_{number}", {"type": "object"}, literal)
-    tags = form.tagged
-    between, after = tags.between.replace("{kind}", "true"), _escaped(tags.after)
+    return [f"args_{number}: further_{number}*", *_further(number, form.tagged, True, {}, literal)]
+
+
+def _further(number: int, tags: TaggedArguments, schema: Any, shared: Mapping[str, Any], literal: Callable[[str], str]) -> list[str]:
+    """The rule of one argument of any name."""
+    one = {} if schema is True else schema
     return [
-        f"args_{number}: ({literal(tags.before)} key_{number} {literal(between)} value_{number})*",
+        f"further_{number}: {literal(tags.before)} key_{number} {_between_rule(tags, one, literal)} more_{number}",
         f"key_{number}: /[A-Za-z0-9_.$-]+/",
-        f"value_{number}[lazy]: /(.|\\n)*{after}/",
+        *_tagged_value(f"more_{number}", one, tags, shared),
     ]
 
 
-def _tagged_value(schema: Any, after: str, defs: Any) -> str:
-    """The rule of a value between tags and the tag behind it: a text as it is, anything else as JSON."""
-    end = json.dumps(after, ensure_ascii=False)
-    if not is_text(schema):
-        whole = {**schema, "$defs": defs} if isinstance(schema, Mapping) and defs else schema
-        return f": %json {_schema(whole, _COMPACT) if isinstance(whole, Mapping) else json.dumps(whole)} {end}"
-    choices = [*schema.get("enum", ()), *([schema["const"]] if "const" in schema else [])]
+def _name_rule(tags: TaggedArguments, name: str, schema: Any, literal: Callable[[str], str]) -> str:
+    """What stands before a value, with the name of its argument."""
+    if "{kind}" not in tags.between or (may_be_text(schema) and not is_text(schema)):
+        return f"{literal(tags.before + name)} {_between_rule(tags, schema, literal)}"
+    return literal(tags.before + name + tags.between.replace("{kind}", "true" if is_text(schema) else "false"))
+
+
+def _between_rule(tags: TaggedArguments, schema: Any, literal: Callable[[str], str]) -> str:
+    """What stands between a name and its value."""
+    before, kind, after = tags.between.partition("{kind}")
+    if not kind:
+        return literal(before)
+    kinds = '"true"' if is_text(schema) else '("true" | "false")' if may_be_text(schema) else '"false"'
+    return f"{literal(before)} {kinds} {literal(after)}"
+
+
+def _tagged_value(rule: str, schema: Any, tags: TaggedArguments, shared: Mapping[str, Any]) -> list[str]:
+    """The rules of a value between tags and the tag behind it: a text as it is, anything else as JSON.
+
+    A value that may be a text among others is any text. No value contains the tag that ends it, since the parser would end it there.
+    """
+    end = json.dumps(tags.after, ensure_ascii=False)
+    if not may_be_text(schema):
+        whole = {**schema, **shared} if isinstance(schema, Mapping) else schema
+        return [f"{rule}: %json {_schema(whole, _COMPACT) if isinstance(whole, Mapping) else json.dumps(whole)} {end}"]
+    schema = schema if isinstance(schema, Mapping) else {}
+    if unknown := [key for key in schema if key in UNSUPPORTED]:
+        raise StructureError(f"the keyword {unknown[0]!r}")
+    choices = [*schema.get("enum", ()), *([schema["const"]] if "const" in schema else [])] if is_text(schema) else []
     if choices:
-        return ": (" + " | ".join(json.dumps(text, ensure_ascii=False) for text in choices) + f") {end}"
-    if "pattern" in schema:
-        return f": /{_slashes(str(schema['pattern']).removeprefix('^').removesuffix('$'))}/ {end}"
-    times = f"{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}"
-    return f"[lazy]: /(.|\\n){times}{_escaped(after)}/"
+        return [f"{rule}: ({' | '.join(json.dumps(text, ensure_ascii=False) for text in choices)}) {end}"]
+    if is_text(schema) and "pattern" in schema:
+        return [f"{rule}: /{_slashes(str(schema['pattern']).removeprefix('^').removesuffix('$'))}/ {end}"]
+    times = f"{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}" if is_text(schema) else "*"
+    lead, _, tail = tags.after.partition(tags.end)
+    lead = f"({_escaped(lead)})?" if lead else ""
+    rest = f" {json.dumps(tail, ensure_ascii=False)}" if tail else ""
+    return [f"{rule}: {rule}_text{rest}", f"{rule}_text[lazy]: /(.|\\n){times}{lead}{_escaped(tags.end)}/"]
 
 
 def _schema(schema: Mapping[str, Any], style: Mapping[str, Any]) -> str:

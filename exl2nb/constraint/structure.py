@@ -170,6 +170,8 @@ def _checked(schema: dict[str, Any]) -> dict[str, Any]:
 
 FORMATS = frozenset(("date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"))
 """Values of `format` that the mask engine holds texts to. All others are annotations, as JSON Schema says, and bind nobody."""
+UNSUPPORTED = ("not", "if", "then", "else", "contains", "dependentRequired", "dependencies", "unevaluatedProperties")
+"""Keywords that the mask engine refuses whatever their value."""
 _DATA = ("const", "enum", "default", "example", "examples")  # keywords with values in them, not schemas
 
 

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,7 +26,7 @@ from exl2nb.tokenizer.chat import MAX_TEMPLATE
 from exl2nb.tokenizer.detokenize import token_texts
 from exl2nb.tokenizer.files import read_text
 from exl2nb.tokenizer.instruct import INSTRUCT
-from exl2nb.tokenizer.literal import control_pattern, unescaped, without_marks
+from exl2nb.tokenizer.literal import MARK, control_pattern, unescaped, without_marks
 from exl2nb.tokenizer.messages import shape_messages, typed_messages
 from exl2nb.tokenizer.reply import ReplyFormat, think_tags
 from exl2nb.tokenizer.template import ChatTemplate
@@ -104,7 +105,7 @@ class ChatMixin:
         talk, pictures = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages, []
         if self.vision is not None and isinstance(talk, (list, tuple)):
             talk, pictures = take_pictures(talk)
-        shaped = shape_messages(talk, chosen, form, checked, control=self._control(chosen))
+        shaped = shape_messages(talk, chosen, form, checked, control=self._control(chosen), special=self._special)
         made = shaped.messages
         if continue_final_message:
             if made[-1]["role"] != "assistant":
@@ -116,7 +117,8 @@ class ChatMixin:
             made = typed_messages(made)
         variables = {**shaped.variables, **(template_options or {})}
         begins = add_generation_prompt and not continue_final_message
-        text = unescaped(chosen.render(made, add_generation_prompt=begins, **variables))
+        text = chosen.render(made, add_generation_prompt=begins, **variables)
+        text = unescaped(text) if MARK in str(made) else text
         opening = ""  # what the template writes of the answer itself
         if continue_final_message:
             if _END not in text:
@@ -222,6 +224,11 @@ class ChatMixin:
                 _control_patterns.clear()
             _control_patterns[key] = tokenizer, control_pattern([*special, *used])
         return _control_patterns[key][1]
+
+    @cached_property
+    def _special(self) -> re.Pattern[str] | None:
+        """A pattern for the texts of special tokens."""
+        return control_pattern(self.tokenizer.special_texts.values())
 
     def _add_stops(self, options: dict[str, Any], template: ChatTemplate, named: Any) -> None:
         """Add what ends an answer beside the model's end tokens: the stops of an instruct format, or the template's own end of turn."""
@@ -420,7 +427,7 @@ def reply_format(template: ChatTemplate, opening: str, tools: Sequence[Tool], to
     channels = tool_format(template.source).layout == "harmony"
     opens, closes = (-1, -1) if think is None else map(opening.rfind, think)
     made = ReplyFormat(
-        calls=template.form if tools else None, tools=tuple(tools), think=think, thinking=opens > closes, thought=closes > opens >= 0,
+        calls=template.form if tools else None, tools=tuple(tools), think=think, thinking=opens > closes, thought=closes > opens,
         channels=channels,
     )  # fmt: skip
     return replace(made, special=tokenizer.special_in(made.tags))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from exl2nb.ops.draw import NO_DISTRIBUTION, draw_rows
 from exl2nb.sampling.draw import Sampled, check_left, highest_logit, inverse_cdf, prob_of, report, uniform, weights_of
-from exl2nb.sampling.filters import ALL_TOKENS, CONSTRAINT, PADDING, Candidates, Filter
+from exl2nb.sampling.filters import ALL_TOKENS, PADDING, Candidates, filters_of, is_padded
 from exl2nb.sampling.params import SamplingParams
 from exl2nb.sampling.state import Bounds, SamplerState
 
@@ -32,17 +32,6 @@ def filtered(logits: np.ndarray, state: SamplerState) -> np.ndarray:
     for step in filters_of(state, len(logits)):
         logits = step.apply(logits, state, ALL_TOKENS)
     return logits
-
-
-def filters_of(state: SamplerState, vocab_size: int) -> tuple[Filter, ...]:
-    """The filters of a request in order, masks of the model's padding and of the grammar included."""
-    padding = (PADDING,) if is_padded(state, vocab_size) else ()
-    return (*padding, *((CONSTRAINT,) if state.constraint is not None else ()), *state.chain.filters)
-
-
-def is_padded(state: SamplerState, vocab_size: int) -> bool:
-    """Whether a row of `vocab_size` logits ends in columns that have no token."""
-    return state.columns is not None and state.columns < vocab_size
 
 
 def sample(logits: Tensor, states: Sequence[SamplerState], *, top: Sequence[int] | None = None) -> list[Sampled]:

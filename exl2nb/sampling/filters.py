@@ -438,3 +438,14 @@ def checked_order(params: SamplingParams) -> tuple[str, ...]:
     if missing:
         raise OptionError(f"order leaves out {', '.join(missing)}, which the settings switch on; add it, or switch it off")
     return tuple(order)
+
+
+def filters_of(state: SamplerState, vocab_size: int) -> tuple[Filter, ...]:
+    """The filters of a request in order, masks of the model's padding and of the grammar included."""
+    padding = (PADDING,) if is_padded(state, vocab_size) else ()
+    return (*padding, *((CONSTRAINT,) if state.constraint is not None else ()), *state.chain.filters)
+
+
+def is_padded(state: SamplerState, vocab_size: int) -> bool:
+    """Whether a row of `vocab_size` logits ends in columns that have no token."""
+    return state.columns is not None and state.columns < vocab_size

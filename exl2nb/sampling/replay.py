@@ -15,11 +15,10 @@ from torch import Tensor
 
 from exl2nb.core.errors import GenerationError, OptionError
 from exl2nb.core.options import make
-from exl2nb.sampling.chain import filters_of
 from exl2nb.sampling.constraint import Constraint
 from exl2nb.sampling.draw import check_left, highest_logit, inverse_cdf
 from exl2nb.sampling.explanation import Explanation, Step
-from exl2nb.sampling.filters import ALL_TOKENS, entropy_temperature
+from exl2nb.sampling.filters import ALL_TOKENS, entropy_temperature, filters_of
 from exl2nb.sampling.params import SamplingParams
 from exl2nb.sampling.state import SamplerState, Words, fresh_seed
 

@@ -44,6 +44,7 @@ class HarmonyParser:
         self._text = ""
         self._body: Literal["", "reasoning", "content", "arguments"] = "reasoning" if thinking else ""  # "" while a header is read
         self._calls = 0
+        self._said = False  # whether content came
 
     def feed(self, text: str) -> list[Delta]:
         """Take more text."""
@@ -83,6 +84,8 @@ class HarmonyParser:
             self._body = "arguments"
         else:
             self._body = "reasoning" if "<|channel|>analysis" in header else "content"
+            if self._body == "content" and self._said:
+                found.append(Delta("content", "\n\n"))
         return True
 
     def _read_body(self, found: list[Delta]) -> bool:
@@ -98,4 +101,5 @@ class HarmonyParser:
     def _delta(self, text: str) -> Delta:
         if self._body == "arguments":
             return Delta("arguments", text, self._calls - 1)
+        self._said = self._said or self._body == "content"
         return Delta("reasoning" if self._body == "reasoning" else "content", text)

@@ -26,13 +26,13 @@ def control_pattern(texts: Iterable[str]) -> re.Pattern[str] | None:
 
 
 def protect(value: Any, pattern: re.Pattern[str] | None) -> Any:
-    """Copy a value of JSON types with a mark inside each control text of its strings. Keys of objects stay as they are."""
+    """Copy a value of JSON types with a mark inside each control text of its strings and of the keys of its objects."""
     if isinstance(value, str):
         if MARK in value:
             value = value.replace(MARK, "")
         return value if pattern is None else pattern.sub(lambda found: found[0][0] + MARK + found[0][1:], value)
     if isinstance(value, dict):
-        return {key: protect(one, pattern) for key, one in value.items()}
+        return {protect(key, pattern): protect(one, pattern) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
         return [protect(one, pattern) for one in value]
     return value

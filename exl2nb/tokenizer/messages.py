@@ -17,6 +17,7 @@ from exl2nb.tokenizer.template import TOOL_VARIABLES, ChatTemplate
 from exl2nb.tokenizer.tools import Tool, ToolFormat, described, taught
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+_ROLE = re.compile(r"[A-Za-z0-9_. -]{1,64}")
 _PLAIN_TYPES = ("text", "input_text", "output_text")
 
 
@@ -42,6 +43,7 @@ def shape_messages(
     tools: Sequence[Tool] = (),
     *,
     control: re.Pattern[str] | None = None,
+    special: re.Pattern[str] | None = None,
 ) -> Shaped:
     """Make messages into what the template reads.
 
@@ -50,7 +52,8 @@ def shape_messages(
     - A system message is put before the first message of the user if the template would leave it out.
     - Ids and names that tool results lack are taken from the calls that they answer.
     - Functions, calls and results are written out in words if the template would leave them out.
-    - Texts of control tokens in the messages of users and tools are marked, so that they stay text (see `literal`).
+    - Texts of control tokens in the messages of users and tools, and in the arguments of calls, are marked, so that they stay text (see
+      `literal`). In other messages of the assistant only special tokens are, since templates look for tags such as "</think>" there.
 
     Args:
         messages: The conversation.
@@ -58,12 +61,14 @@ def shape_messages(
         form: How the model writes calls.
         tools: The functions that the model may call.
         control: Matches the texts of control tokens.
+        special: Matches the texts of special tokens.
 
     Raises:
         OptionError: A message without content, of a role that the template does not know, or with a part that is no text.
     """
     check_messages(messages)
-    made = _with_names([_plain(message, number, template, control) for number, message in enumerate(messages)], form)
+    plain = [_plain(message, number, template) for number, message in enumerate(messages)]
+    made = _with_names([_protected(message, control, special) for message in plain], form)
     if any(message.get("tool_calls") for message in made):
         made = (
             _calls_in_words(made, form) if template.calls is None else [one for message in made for one in _for_template(message, template)]
@@ -96,7 +101,19 @@ def typed_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
     ]
 
 
-def _plain(message: Mapping[str, Any], number: int, template: ChatTemplate, control: re.Pattern[str] | None) -> dict[str, Any]:
+def _protected(message: dict[str, Any], control: re.Pattern[str] | None, special: re.Pattern[str] | None) -> dict[str, Any]:
+    """A message in which no text acts as a control token that its role must not write."""
+    role = message["role"]
+    if role in ("system", "developer"):  # the author of a program may write control tokens
+        return message
+    pattern = special if role == "assistant" else control
+    made = {key: value if key in ("role", "tool_calls") else protect(value, pattern) for key, value in message.items()}
+    if "tool_calls" in made:
+        made["tool_calls"] = protect(made["tool_calls"], control)  # the model may have copied them from a user
+    return made
+
+
+def _plain(message: Mapping[str, Any], number: int, template: ChatTemplate) -> dict[str, Any]:
     """One message whose content is a text and whose role the template knows."""
     made = dict(message)
     role = made["role"] = _role(message["role"], number, template)
@@ -112,7 +129,7 @@ def _plain(message: Mapping[str, Any], number: int, template: ChatTemplate, cont
             else "give a text or a list of parts"
         )
         raise OptionError(f"message {number} ({role}) has the content {shown(content)}; {hint}")
-    made["content"] = protect(content, control if role in ("user", "tool") else None)
+    made["content"] = content
     if calls := message.get("tool_calls"):
         if not isinstance(calls, (list, tuple)):
             raise OptionError(f"message {number}: tool_calls is {shown(calls)}; expected a list of calls")
@@ -123,6 +140,8 @@ def _plain(message: Mapping[str, Any], number: int, template: ChatTemplate, cont
 
 
 def _role(role: str, number: int, template: ChatTemplate) -> str:
+    if not _ROLE.fullmatch(role):
+        raise OptionError(f"message {number} has the role {shown(role)}; expected one of {', '.join(ROLES)}")
     if role == "function":
         return "tool"
     if role == "developer" and not template.takes_role("developer"):

@@ -43,7 +43,7 @@ class ToolCall:
         """The arguments as plain data; None where they are not complete JSON."""
         try:
             return self.parsed
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
 
     @property
@@ -185,6 +185,8 @@ class ReplyParser:
         self._json_calls = self._calls is not None and self._calls.bare
         self._in_object = self._calls is not None and self._calls.is_object
         self._written, self._schema = 0, dict[str, Any]()  # of the call whose arguments stand between tags
+        self._argument: tuple[str, bool] | None = None  # name of the argument whose value is read, and whether it is a text
+        self._searched = 0  # characters of the value in which its end was looked for
 
     def feed(self, text: str) -> list[Delta]:
         """Take more text."""
@@ -199,8 +201,8 @@ class ReplyParser:
     def finish(self) -> list[Delta]:
         """The answer is over: what is still held."""
         text, state, self._text = self._text, self._state, ""
-        if state == "tagged":
-            return [Delta("arguments", "}" if self._written else "{}", self._count - 1)]
+        if state in ("tagged", "gemma"):  # the answer was cut: the arguments stay incomplete JSON
+            return [] if self._written else [Delta("arguments", "{", self._count - 1)]
         if not text or state in ("after", "start", "tail"):
             return [Delta("content", text)] if text.strip() and state == "start" else []
         if state == "head":
@@ -279,7 +281,7 @@ class ReplyParser:
             if match is None:
                 return False
             self._begin(match[1], found)
-            self._text, self._written = self._text[match.end() :], 0
+            self._text, self._written, self._argument = self._text[match.end() :], 0, None
             self._schema = self._schemas.get(match[1], {})
             self._state = "gemma" if layout == "gemma" else "tagged"
             return True
@@ -333,16 +335,33 @@ class ReplyParser:
         """Arguments between tags, each given out as soon as it is complete."""
         assert self._calls is not None
         assert self._calls.tagged is not None
-        match = self._calls.tagged.pattern.match(self._text)
-        if match is not None:
-            name, raw = match["name"], match["value"]
-            as_text = match["kind"] == "true" or (not match["kind"] and is_text(self._schema.get("properties", {}).get(name, {})))
-            written = f"{json.dumps(name, ensure_ascii=False)}: {json.dumps(raw if as_text else _value(raw), ensure_ascii=False)}"
-            found.append(Delta("arguments", (", " if self._written else "{") + written, self._count - 1))
-            self._text, self._written = self._text[match.end() :], self._written + 1
-            return True
-        before = self._calls.tagged.before.strip()
-        begun = self._text.lstrip()
+        tags = self._calls.tagged
+        if self._argument is None:
+            match = tags.opening.match(self._text)
+            if match is not None:
+                as_text = match["kind"] == "true" or (
+                    not match["kind"] and is_text(self._schema.get("properties", {}).get(match["name"], {}))
+                )
+                self._argument, self._text, self._searched = (match["name"], as_text), self._text[match.end() :], 0
+                return True
+            return self._tagged_end(found)
+        at = self._text.find(tags.end, self._searched)
+        if at < 0:
+            self._searched = max(0, len(self._text) - len(tags.end))
+            return False
+        name, as_text = self._argument
+        raw = tags.value(self._text[:at])
+        written = json.dumps(raw, ensure_ascii=False) if as_text else _json_text(raw)
+        begin = ", " if self._written else "{"
+        found.append(Delta("arguments", f"{begin}{json.dumps(name, ensure_ascii=False)}: {written}", self._count - 1))
+        self._text, self._argument, self._written = self._text[at + len(tags.end) :], None, self._written + 1
+        return True
+
+    def _tagged_end(self, found: list[Delta]) -> bool:
+        """Look for the end of a call whose arguments stand between tags."""
+        assert self._calls is not None
+        assert self._calls.tagged is not None
+        before, begun = self._calls.tagged.before.strip(), self._text.lstrip()
         if begun.startswith(before) or before.startswith(begun):
             return False
         ends = [at for mark in self._calls.marks if (at := self._text.find(mark)) >= 0]
@@ -420,8 +439,26 @@ def is_text(schema: Any) -> bool:
     return kind == "string" or (kind is None and bool(choices) and all(isinstance(one, str) for one in choices))
 
 
-def _value(raw: str) -> Any:
+def may_be_text(schema: Any) -> bool:
+    """Whether values of a property can be texts, among others: they are then written bare, too."""
+    if not isinstance(schema, Mapping) or not schema:
+        return schema is not False
+    if "$ref" in schema or "anyOf" in schema or "oneOf" in schema or "allOf" in schema:
+        return True
+    kind, choices = schema.get("type"), [*schema.get("enum", ()), *([schema["const"]] if "const" in schema else [])]
+    if choices:
+        return any(isinstance(one, str) for one in choices)
+    return kind is None or kind == "string" or (isinstance(kind, list) and "string" in kind)
+
+
+def _json_text(raw: str) -> str:
+    """A value that stands between tags as JSON text: as it is where it is JSON, otherwise as a string."""
     try:
-        return json.loads(raw)
-    except ValueError:
-        return raw
+        json.loads(raw, parse_constant=_no_constant)
+    except (ValueError, RecursionError):
+        return json.dumps(raw, ensure_ascii=False)
+    return raw.strip()
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")

@@ -46,12 +46,21 @@ class TaggedArguments:
     after: str
 
     @cached_property
-    def pattern(self) -> re.Pattern[str]:
-        """Matches one argument, however tags and white space are spread over lines. Groups: name, kind, value."""
+    def opening(self) -> re.Pattern[str]:
+        """Matches what stands before a value, however white space is spread over lines. Groups: name, kind."""
         between = r"\s*".join(re.escape(part) for part in self.between.split())
         between = between.replace(re.escape("{kind}"), "(?P<kind>true|false)") if "{kind}" in self.between else f"(?P<kind>){between}"
-        before, after = re.escape(self.before.strip()), re.escape(self.after.strip())
-        return re.compile(rf"\s*{before}\s*(?P<name>.*?)\s*{between}\n?(?P<value>.*?)\n?{after}", re.DOTALL)
+        return re.compile(rf"\s*{re.escape(self.before.strip())}\s*(?P<name>[^<>\"\n]*?)\s*{between}")
+
+    @property
+    def end(self) -> str:
+        """The tag behind a value, without the line breaks around it. No value can contain it."""
+        return self.after.strip()
+
+    def value(self, raw: str) -> str:
+        """A value without the line breaks that the family writes around it."""
+        raw = raw.removeprefix("\n") if self.between.endswith("\n") else raw
+        return raw.removesuffix("\n") if self.after.startswith("\n") else raw
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -186,3 +186,62 @@ def test_gemma_arguments_keep_to_their_schema(tokenizer):
         {"name": "a", "unit": "D"},
     ]:
         assert not accepts(structure, tokenizer, written(form, [("f", wrong)])), wrong
+
+
+TAGGED = [name for name in PLAIN_FORMATS if FORMATS[name].layout == "tagged"]
+
+
+def structure_for(name, schema, tokenizer):
+    tools = tools_of([{"name": "f", "parameters": schema}])
+    structure, notes = call_structure(ReplyFormat(calls=FORMATS[name], tools=tools), "required", tokenizer, VOCAB, parallel=False)
+    return structure, notes, ReplyFormat(calls=FORMATS[name], tools=tools)
+
+
+@pytest.mark.parametrize("name", TAGGED)
+@pytest.mark.parametrize(
+    "one",
+    [
+        {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        {"type": ["string", "null"]},
+        {"$ref": "#/$defs/word"},
+        {"$ref": "#/definitions/word"},
+        {},
+        {"enum": ["Oslo", 1]},
+    ],
+    ids=str,
+)
+def test_a_value_that_may_be_a_text_is_written_bare(name, one, tokenizer):
+    schema = {
+        "type": "object",
+        "properties": {"x": one},
+        "required": ["x"],
+        "$defs": {"word": {"type": "string"}},
+        "definitions": {"word": {"type": "string"}},
+    }
+    structure, notes, reply = structure_for(name, schema, tokenizer)
+    assert notes == []
+    text = written(FORMATS[name], [("f", {"x": "Oslo"})])
+    assert accepts(structure, tokenizer, text)
+    assert reply.read_text(text).tool_calls[0].parsed == {"x": "Oslo"}
+
+
+@pytest.mark.parametrize("name", TAGGED)
+def test_arguments_that_the_schema_does_not_name(name, tokenizer):
+    form = FORMATS[name]
+    open_, notes, _ = structure_for(name, {"type": "object", "properties": {}, "additionalProperties": True}, tokenizer)
+    assert notes == []
+    assert accepts(open_, tokenizer, written(form, [("f", {"a": "b", "c": 1})]))
+    numbers, _, _ = structure_for(name, {"type": "object", "properties": {}, "additionalProperties": {"type": "integer"}}, tokenizer)
+    assert accepts(numbers, tokenizer, written(form, [("f", {"a": 1})]))
+    assert not accepts(numbers, tokenizer, written(form, [("f", {"a": "b"})]))
+    needed, _, _ = structure_for(name, {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["b"]}, tokenizer)
+    assert accepts(needed, tokenizer, written(form, [("f", {"b": "x"})]))
+    assert not accepts(needed, tokenizer, written(form, [("f", {})]))
+
+
+@pytest.mark.parametrize("name", TAGGED)
+def test_no_value_contains_the_tag_that_ends_it(name, tokenizer):
+    structure, _, _ = structure_for(name, {"type": "object", "properties": {"x": {"type": "string"}}, "required": ["x"]}, tokenizer)
+    end = FORMATS[name].tagged.end
+    assert not accepts(structure, tokenizer, written(FORMATS[name], [("f", {"x": f"a{end}b"})]))
+    assert accepts(structure, tokenizer, written(FORMATS[name], [("f", {"x": f"a{end[:-1]}b"})]))

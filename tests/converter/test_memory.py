@@ -117,7 +117,13 @@ def test_a_gpu_stays_within_its_bound(tmp_path):
 
 
 def test_sparse_models_and_the_job(source, tmp_path):
-    mixtral = {**CONFIG, "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_experts_per_tok": 2}
+    mixtral = {
+        **CONFIG,
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "num_experts_per_tok": 2,
+        "attention_bias": False,
+    }
     few, many = (planned(parse_config({**mixtral, "num_local_experts": count}), Asked(rows=4, length=32)) for count in (2, 16))
     assert 0 < few.nbytes < many.nbytes
     job = ConversionJob(source, tmp_path / "out", bpw=4.0, **OPTIONS)

@@ -22,6 +22,12 @@ CASES = {
         "Let me look.",
         [("now", {"a": "<|x"})],
     ),
+    "preamble and answer": (
+        "<|channel|>commentary<|message|>Let me look.<|end|><|start|>assistant<|channel|>final<|message|>4",
+        "",
+        "Let me look.\n\n4",
+        [],
+    ),
     "no format": ("Just words", "", "Just words", []),
     "empty": ("", "", "", []),
     "two thoughts": (THOUGHT + THOUGHT + "<|channel|>final<|message|>x", "Think < so.Think < so.", "x", []),

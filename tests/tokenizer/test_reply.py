@@ -85,6 +85,38 @@ def test_arguments_between_tags_are_given_out_one_by_one():
         assert json.loads("".join([*first, *rest])) == {"city": "Oslo", "days": 3}, name
 
 
+@pytest.mark.parametrize("name", ["qwen-coder", "glm", "seed", "minimax", "dsml"])
+def test_a_value_that_is_long_and_full_of_brackets_takes_linear_time(name):
+    """Looking for its end again from the beginning with every token took minutes for 10 KB of HTML."""
+    value = "<p>x > y</p>\n" * 20_000
+    text = written(FORMATS[name], [("weather", {"city": value})])
+    reply = parsed(text, range(0, len(text), 40), calls=FORMATS[name])
+    assert reply.tool_calls[0].parsed["city"].strip() == value.strip()
+
+
+@pytest.mark.parametrize("name", ["qwen-coder", "glm", "minimax", "dsml", "gemma-4", "hermes", "kimi"])
+def test_a_call_that_was_cut_is_not_complete(name):
+    text = written(FORMATS[name], [("weather", {"city": "Oslo and more", "days": 3})])
+    for cut in range(text.index("more"), text.index("more") + 4):
+        reply = parsed(text[:cut], calls=FORMATS[name])
+        assert reply.tool_calls[0].arguments_or_none is None
+        assert reply.content == ""
+
+
+def test_values_between_tags_that_are_odd():
+    def value(raw):
+        text = f"<tool_call>\n<function=f>\n<parameter=x>\n{raw}\n</parameter>\n</function>\n</tool_call>"
+        return parsed(text, calls=FORMATS["qwen-coder"]).tool_calls[0].arguments
+
+    assert value("1e999") == '{"x": 1e999}'
+    assert value("12345678901234567.1234") == '{"x": 12345678901234567.1234}'
+    assert value("NaN") == '{"x": "NaN"}'
+    assert json.loads(value("[" * 3000 + "]" * 3000))["x"].startswith("[[")
+    assert value("\ntwo\n\n") == '{"x": "\\ntwo\\n\\n"}'
+    glm = parsed("<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>\na\n</arg_value>\n</tool_call>", calls=FORMATS["glm"])
+    assert glm.tool_calls[0].parsed == {"x": "\na\n"}
+
+
 def test_what_models_write_beside_the_arguments():
     with_id = parsed(
         '[TOOL_CALLS][{"name": "now", "arguments": {"a": "}"}, "id": "abc123456"}, {"name": "now", "arguments": {}}] ',
