@@ -227,8 +227,9 @@ class LoraBuffers:
 
     def __init__(self, code: Tensor, ops: int, adapters: int, width: int, device: torch.device) -> None:
         self.adapters, self.width = 1 << max(adapters - 1, 15).bit_length(), 1 << max(width - 1, 15).bit_length()
-        self.table = torch.zeros(self.adapters, ops, 16, dtype=torch.int64, device=device)
-        self.sums = torch.zeros(_ops.gpu_lora_sums(code, self.width), device=device)
+        with torch.inference_mode(False):  # the engine's steps and evaluation, which is outside that mode, both write to them
+            self.table = torch.zeros(self.adapters, ops, 16, dtype=torch.int64, device=device)
+            self.sums = torch.zeros(_ops.gpu_lora_sums(code, self.width), device=device)
         self.inside = False  # whether products add the adapters themselves; a captured step stays as it was captured
         self._written: LoraTable | None = None
 
