@@ -404,8 +404,8 @@ class DraftRound(Protocol):
         ...
 
 
-class LateTokens(NamedTuple):
-    """A sequence's draft tokens in a round: the first `most` of a row."""
+class DeviceDrafts(NamedTuple):
+    """A sequence's draft tokens that only the device knows: the first `most` of a row of a round."""
 
     round: DraftRound
     row: int
@@ -430,12 +430,16 @@ class Drafter(Protocol):
         """What making so many draft tokens takes, as far as known; 0: nothing is known."""
         ...
 
-    def propose(self, wanted: Seq[tuple[Sequence, int]], /) -> Seq[list[int] | LateTokens]:
-        """At most the wanted number of draft tokens for each sequence; late ones all of one round."""
+    def propose(self, wanted: Seq[tuple[Sequence, int]], /) -> Seq[list[int] | DeviceDrafts]:
+        """At most the wanted number of draft tokens for each sequence; those on the device all of one round."""
         ...
 
     def follow(self, drawn: torch.Tensor, sequences: Seq[Sequence], /) -> bool:
-        """A step that verifies late draft tokens of these sequences was launched, and draws this on the device: the next ones may begin.
+        """Begin the next draft tokens behind a launched step that verifies draft tokens on the device.
+
+        Args:
+            drawn: what that step draws, on the device.
+            sequences: of that step.
 
         Returns:
             Whether the host took time for something that it does once.
@@ -550,14 +554,15 @@ class Speculator:
 
     It sleeps for some steps after one without draft tokens, for longer each time; these steps run as without speculation.
 
-    times: of the steps. earlier: texts that ended.
+    times: of the steps. earlier: texts that ended. drafting_steps: steps before which draft tokens were looked for.
     """
 
     def __init__(self) -> None:
         self.times, self.earlier = StepTimes(), EarlierTexts()
+        self.drafting_steps = 0
         self._began, self._rows = 0.0, 0  # the step that runs: when, and with how many rows; 0: not one to learn from
         self._prepared = 0
-        self._round: DraftRound | None = None  # of the step that runs, where its draft tokens were late
+        self._round: DraftRound | None = None  # of the step that runs, where its draft tokens were on the device
         self._asleep, self._slept = 0, 0  # steps to sleep, and slept so far
         self._running: tuple[weakref.ref[Sequence], ...] = ()  # sequences that ran when it began
         self._barren = 0  # steps without draft tokens since the last one that had some, those asleep not counted
@@ -608,9 +613,10 @@ class Speculator:
             if self._slept and one.proposer is not None:
                 one.proposer.pace.skip(min(self._slept, one.proposer.pace.rest))
         for one in running:
-            if one.late is not None:
+            if one.device_drafts is not None:
                 one.settle()  # its step was not launched
         self._asleep = self._slept = 0
+        self.drafting_steps += 1
         self._propose(proposing, len(running))
         self._rows = sum(one.rows for one in running) if running and len(decoding) == len(running) else 0
         reading = any(one.proposer is not None and one.proposer.reading for one in proposing)  # a long prompt, piece by piece
@@ -656,4 +662,4 @@ class Speculator:
         for key, drafter in drafters.items():
             for (sequence, _), found in zip(wanted[key], drafter.propose(wanted[key])):
                 sequence.propose(found)
-                self._round = sequence.late.round if sequence.late is not None else self._round
+                self._round = sequence.device_drafts.round if sequence.device_drafts is not None else self._round
