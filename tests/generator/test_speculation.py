@@ -282,13 +282,19 @@ def test_acceptance_reads_well():
         ("fast", "speculation is 'fast'; expected one of auto, draft, ngram, off"),
         ({"kind": "ngram", "max_tokens": 8}, "max_tokens is 8; expected a number from 1 to 7"),
         ({"kind": "ngram", "max_tokens": 2.5}, "expected an integer"),
-        ({"kind": "ngram", "min_match": 5, "max_match": 4}, "max_match is 4; expected a number from 5"),
+        ({"kind": "ngram", "min_match": 17}, "min_match is 17; expected a number from 1 to 16"),
         ({"knd": 1}, "did you mean 'kind'"),
     ],
 )
 def test_bad_settings(value, words):
     with pytest.raises(OptionError, match=words):
         Request.of([1], where="test", speculation=value)
+
+
+def test_max_match_is_ignored_with_a_warning():
+    for make in (lambda: Speculation(min_match=5, max_match=4), lambda: Speculation.of({"min_match": 5, "max_match": 4})):
+        with pytest.warns(DeprecationWarning, match="max_match is ignored"):
+            assert make() == Speculation(min_match=5)
 
 
 def test_forms_of_the_speculation_option():
