@@ -37,6 +37,7 @@ class GpuForward:
 
     `stream_k_from`, to be set before the first step: steps of at least this many tokens use the stream-K GEMM; 0: no step does, so that a
     token's bits are the same in steps of any size. `prompt_tokens`: of a step with prompts, at most, for the step kernels to take it.
+    `least_tokens`: step kernels have memory for at least so many.
     """
 
     def __init__(self, program: ops.Program, device: torch.device, *, deterministic: bool = False) -> None:
@@ -46,12 +47,13 @@ class GpuForward:
         self.most = MOST_ROUTED if any(name == "routed_mlp" for name, _ in program.steps) else MOST
         routed, hopper = self.most == MOST_ROUTED, device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
         self.prompt_tokens = 0 if routed or program.peers else PROMPT * PROMPT_STEPS if hopper else PROMPT  # tokens
+        self.least_tokens = 1
         self._kernels: dict[int, gpu.StepKernels] = {}
         self._lora_buffers: gpu.LoraBuffers | None = None
 
     def step_kernels(self, tokens: int) -> gpu.StepKernels:
         """The step kernels with memory for at least `tokens` tokens."""
-        capacity = 1 << (tokens - 1).bit_length()
+        capacity = 1 << (max(tokens, self.least_tokens) - 1).bit_length()
         if capacity not in self._kernels:
             self._kernels[capacity] = self._new_kernels(capacity)
         return self._kernels[capacity]

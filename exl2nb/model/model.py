@@ -100,7 +100,7 @@ class Model:
 
     config: what it is. context: longest sequence it runs, in tokens. device: where it runs. weight_bytes: memory of all weights.
     rope_switch: sequences longer than this rotate with other factors (longrope), see `Span.long`; None: all rotate alike.
-    capabilities: what it can do, as a `StepRunner` declares it.
+    capabilities: what it can do, as a `StepRunner` declares it. rope_rows: positions in the RoPE tables, which grow with use.
     adapters: what the rows of `Batch.adapters` mean, see `set_adapters`.
     Not thread-safe: one thread runs it (the engine's).
     """
@@ -115,7 +115,7 @@ class Model:
         self._code = torch.empty(0, dtype=torch.int64)  # the program's
         self.rope_switch = rope_switch(config, context)
         self._ropes: dict[str, tuple[Tensor, Tensor]] = {}
-        self._rows = 0  # positions in the RoPE tables
+        self.rope_rows = 0
         self.adapters: LoraTable | None = None
         on_cpu = device == "cpu"
         routed = any(isinstance(layer.mlp, RoutedMLP) for layer in network.layers)
@@ -132,15 +132,24 @@ class Model:
         )
 
     @property
-    def bytes_per_token(self) -> int:
-        """Bytes of weights that decoding one token reads: of the experts those that it uses, of the embedding one row.
+    def network(self) -> Network:
+        """The layers.
 
         Raises:
             EngineClosed: the model was closed.
         """
         if self._network is None:
             raise EngineClosed("the model was closed; load it again")
-        network = self._network
+        return self._network
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of weights that decoding one token reads: of the experts those that it uses, of the embedding one row.
+
+        Raises:
+            EngineClosed: the model was closed.
+        """
+        network = self.network
         tables = [table for table in (network.embedding.table, network.embedding.position_table) if table is not None]
         rows = sum(table.nbytes - table.nbytes // table.shape[0] for table in tables)
         return self.weight_bytes - rows - sum(layer.mlp.unused_expert_bytes for layer in network.layers if isinstance(layer.mlp, RoutedMLP))
@@ -199,14 +208,13 @@ class Model:
             EngineClosed: the model was closed. OptionError: it has several programs.
         """
         self.capabilities.require("adapters")
-        if self._network is None:
-            raise EngineClosed("the model was closed; load it again")
+        network = self.network
         if self.device != "cpu":
-            return self._network, self.gpu.program
+            return network, self.gpu.program
         if self._program is None:
-            self._extend_ropes(self._network, PAGE_SIZE)
+            self._extend_ropes(network, PAGE_SIZE)
         assert self._program is not None
-        return self._network, self._program
+        return network, self._program
 
     def set_adapters(self, adapters: Sequence[Adapter | None]) -> None:
         """What row 0, 1, ... of `Batch.adapters` mean from the next step on; steps that run keep what they began with."""
@@ -291,10 +299,9 @@ class Model:
     @property
     def gpu(self) -> GpuForward:
         """What runs a model on the GPU; its tables cover the whole context, so it never changes."""
-        if self._network is None:
-            raise EngineClosed("the model was closed; load it again")
+        network = self.network
         if self._gpu is None:
-            self._extend_ropes(self._network, self.context)
+            self._extend_ropes(network, self.context)
             assert self._program is not None
             self._gpu = GpuForward(self._program, torch.device(self.device), deterministic=self.deterministic)
         return self._gpu
@@ -409,13 +416,12 @@ class Model:
     def layer(self, index: int, tokens: int) -> Borrowed:
         """A layer's steps for sequences of up to `tokens` tokens, for `trace` of another model of this shape."""
         self.capabilities.require("trace and patch")
-        if self._network is None:
-            raise EngineClosed("the model was closed; load it again")
+        network = self.network
         if self.device != "cpu":
             program = self.gpu.program
         else:
-            if tokens > self._rows:
-                self._extend_ropes(self._network, tokens)
+            if tokens > self.rope_rows:
+                self._extend_ropes(network, tokens)
             program = self._program
         assert program is not None
         from exl2nb.model.trace import Borrowed, layers_of
@@ -428,32 +434,32 @@ class Model:
         part: "qkv", "o", "up" ([gate; up]) or "down"; of layer -1 "head", or "embed", the table `(V, H)` times its factor.
         """
         self.capabilities.require("matrices")
-        if self._network is None:
-            raise EngineClosed("the model was closed; load it again")
+        network = self.network
         if layer < 0 and part == "embed":
-            return self._network.embedding.table.float().cpu() * self._network.embedding.scale
-        of = self._network.layers[layer]
-        if part not in ("qkv", "o", "head") and not isinstance(of.mlp, MLP):
+            return network.embedding.table.float().cpu() * network.embedding.scale
+        attention, mlp = network.layers[layer].attention, network.layers[layer].mlp
+        if part == "head":
+            blob = network.head.matrix
+        elif part in ("qkv", "o"):
+            blob = attention.qkv if part == "qkv" else attention.o
+        elif isinstance(mlp, MLP):
+            blob = mlp.up if part == "up" else mlp.down
+        else:
             return None
-        blob = self._network.head.matrix if part == "head" else getattr(of.attention if part in ("qkv", "o") else of.mlp, part)
         with ops.on_device(str(blob.device)):
             return ops.unpack(blob) if blob.device.type == "cpu" else unpack_half(blob).float().cpu()
 
     def unembed(self, x: Tensor) -> Tensor:
         """Logits f32 `(R, V)` of rows of the residual stream f32 `(R, H)`, after the last norm: the logit lens."""
         self.capabilities.require("the logit lens")
-        if self._network is None:
-            raise EngineClosed("the model was closed; load it again")
-        x = x.to(self.device)
+        network, x = self.network, x.to(self.device)
         if self.device == "cpu":
-            return self.capped(self._network.head(x, torch.arange(len(x), dtype=torch.int32)))
+            return self.capped(network.head(x, torch.arange(len(x), dtype=torch.int32)))
         return self.capped(gpu_prefill.unembed(self.gpu.program, x))
 
     def final_norm(self, x: Tensor) -> Tensor:
         """What the head multiplies: the last layer's output f32 `(T, H)` after the model's last norm, without its factor on the logits."""
-        if self._network is None:
-            raise EngineClosed("the model was closed; load it again")
-        norm = self._network.head.norm
+        norm = self.network.head.norm
         if norm.layer:
             x = torch.nn.functional.layer_norm(x, x.shape[-1:], eps=norm.eps)
         else:
@@ -471,8 +477,7 @@ class Model:
         return f"{type(self).__name__}({self.config.architecture}, {self.config.num_layers} layers, context {self.context}, {state})"
 
     def _prepare(self, batch: Batch, cache: KVCache) -> Network:
-        if self._network is None:
-            raise EngineClosed("the model was closed; load it again")
+        network = self.network
         spec, mine = cache.spec, self.cache_shape
         if (spec.num_layers, spec.num_kv_heads, spec.head_dim) != mine:
             theirs = (spec.num_layers, spec.num_kv_heads, spec.head_dim)
@@ -490,9 +495,9 @@ class Model:
                 raise ContextOverflow(
                     f"a video reaches position {longest - 1}; the model was loaded for {self.context}: load with context="
                 )
-        if longest > self._rows and self.device == "cpu":
-            self._extend_ropes(self._network, longest)
-        return self._network
+        if longest > self.rope_rows and self.device == "cpu":
+            self._extend_ropes(network, longest)
+        return network
 
     def _extend_ropes(self, network: Network, longest: int) -> None:
         """Extend the RoPE tables to a power of two of pages, so a model loaded for a huge context pays only for what it uses."""
@@ -501,7 +506,7 @@ class Model:
         self._ropes = {kind: self._tables(rows, kind) for kind in sorted(kinds)}
         if self.device != "cpu":
             self._ropes = {kind: (cos.to(self.device), sin.to(self.device)) for kind, (cos, sin) in self._ropes.items()}
-        self._rows = rows
+        self.rope_rows = rows
         self._record(network)
 
     def _record(self, network: Network) -> None:
@@ -546,7 +551,7 @@ class Model:
                 turned = table[axes[:, which].to(table.device), torch.arange(len(which), device=table.device)]
                 table[behind : behind + len(rows)] = turned
         moved = positions.clone()
-        moved[rows.to(moved.device)] = torch.arange(self._rows, self._rows + len(rows), dtype=torch.int32, device=moved.device)
+        moved[rows.to(moved.device)] = torch.arange(self.rope_rows, self.rope_rows + len(rows), dtype=torch.int32, device=moved.device)
         return moved
 
     def capped(self, logits: Tensor) -> Tensor:

@@ -273,8 +273,8 @@ def test_parts_on_a_gpu(name: str) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0.02 * float(expected.std()))
     assert torch.equal(_logits(split), found)
     whole_on_gpu = split.capabilities.captures  # then the executor captures, see below
-    assert whole_on_gpu or any(part.captured and None not in part.captured.values() for part in split._parts)
-    split._graphed = False
+    assert whole_on_gpu or any(part.captured and None not in part.captured.values() for part in split.parts)
+    split.graphed = False
     assert torch.equal(_logits(split), found)
 
 

@@ -33,7 +33,7 @@ def test_a_token_reads_its_experts_and_no_others(tmp_path):
     by_hand = sum(sizes.values()) - embedding * 130 // 131 - experts * (moe.num_experts - moe.top_k) // moe.num_experts
     assert abs(model.bytes_per_token - by_hand) < 0.2 * by_hand  # blobs pad to tiles of 16 outputs and carry headers
     assert inspect(directory).token_bytes == by_hand
-    idle = [layer.mlp.unused_expert_bytes for layer in model._network.layers]
+    idle = [layer.mlp.unused_expert_bytes for layer in model.network.layers]
     assert model.bytes_per_token == model.weight_bytes - sum(idle) - embedding * 130 // 131
 
     token = torch.tensor([5])
@@ -77,10 +77,9 @@ def test_bench_reports_the_bytes_of_visited_experts(tmp_path, capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["experts_per_token"] == "3 of 7"
     model = load_model(directory)
-    assert model._network is not None
     visited = iter(_visited(model, torch.tensor([5])))
-    unread = model._network.embedding.table.nbytes * (model.config.vocab_size - 1) // model.config.vocab_size
-    for layer in model._network.layers:
+    unread = model.network.embedding.table.nbytes * (model.config.vocab_size - 1) // model.config.vocab_size
+    for layer in model.network.layers:
         if isinstance(layer.mlp, RoutedMLP):
             chosen = next(visited)
             assert len(chosen) == 3
