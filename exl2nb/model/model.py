@@ -99,6 +99,7 @@ class Model:
     """A network ready to run. Made by `loader.load_model`.
 
     config: what it is. context: longest sequence it runs, in tokens. device: where it runs. weight_bytes: memory of all weights.
+    spans: the layers of each device, in running order.
     rope_switch: sequences longer than this rotate with other factors (longrope), see `Span.long`; None: all rotate alike.
     capabilities: what it can do, as a `StepRunner` declares it. rope_rows: positions in the RoPE tables, which grow with use.
     adapters: what the rows of `Batch.adapters` mean, see `set_adapters`.
@@ -117,6 +118,7 @@ class Model:
         self._ropes: dict[str, tuple[Tensor, Tensor]] = {}
         self.rope_rows = 0
         self.adapters: LoraTable | None = None
+        self.spans: tuple[Span, ...] = (Span(device, 0, config.num_layers),)
         on_cpu = device == "cpu"
         routed = any(isinstance(layer.mlp, RoutedMLP) for layer in network.layers)
         fused = on_cpu and not config.logit_softcap  # tokens are drawn from raw logits

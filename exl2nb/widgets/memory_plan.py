@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import html
 import os
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -249,10 +250,11 @@ def _planned(source: Any, device: str | None, devices: DeviceChoice | None) -> P
         )
     context, spec = source.context, engine.spec
     sizes = {"context": context, "cache": spec.mode, "batch": max(1, spec.num_tokens // context)}
-    spans = getattr(source.model, "spans", ())
-    counts = {span.device: f"{span.last - span.first} layers" for span in spans}
+    counts = Counter[str]()
+    for span in source.model.spans:
+        counts["cpu" if span.lent else span.device] += span.last - span.first
     if len(counts) > 1:
-        return plan_of(path, devices=counts, **sizes)
+        return plan_of(path, devices={device: f"{count} layers" for device, count in counts.items()}, **sizes)
     return plan_of(path, device=source.model.device.partition(":")[0], **sizes)
 
 
