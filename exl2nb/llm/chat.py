@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from exl2nb.core.errors import ContextOverflow, OptionError, TokenizerError
+from exl2nb.core.log import warn
 from exl2nb.core.options import check_flag, shown, spelled_out
-from exl2nb.core.warn import warn
 from exl2nb.generator.engine import Engine
 from exl2nb.llm.options import CHAT_DEFAULT_OPTIONS, ConversationOptions
 from exl2nb.llm.pictures import take_pictures, with_parts
