@@ -19,7 +19,6 @@ from .tiny import save as save_tiny
 from .zoo import ZOO, build, build_wide, write, write_exl2
 
 
-
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """Name -> Transformers' model of eager attention, and ours; made once."""
