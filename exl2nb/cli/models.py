@@ -201,7 +201,7 @@ def add_cache_option(parser: argparse.ArgumentParser, default: str) -> None:
 
 
 def _cache_mode(text: str) -> str:
-    from exl2nb.cache.modes import parse_mode
+    from exl2nb.cache.spec import parse_mode
     from exl2nb.core.errors import OptionError
 
     try:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from exl2nb.cache.modes import parse_mode
+from exl2nb.cache.spec import parse_mode
 from exl2nb.converter.allocation import Frozen, read_choices
 from exl2nb.converter.blockwise import Blocks
 from exl2nb.converter.calibration import MIN_LENGTH, Source

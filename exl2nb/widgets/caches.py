@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import traitlets as t
 
-from exl2nb.cache.modes import MODES, parse_mode, storages_of
+from exl2nb.cache.spec import MODES, parse_mode, storages_of
 from exl2nb.core.errors import OptionError
 from exl2nb.core.options import check_keywords
-from exl2nb.eval.lockstep import Baseline, LockstepToken
-from exl2nb.eval.needle import Needle, NeedleResult, find
+from exl2nb.eval.cache_loss import Baseline, LockstepToken, Needle, NeedleResult, find_needle
 from exl2nb.sampling.params import check_integer
 from exl2nb.tokenizer.detokenize import Detokenizer
 from exl2nb.widgets import columns, static
@@ -100,7 +99,7 @@ def search(llm: Any, needle: Needle, modes: Sequence[str], stop: threading.Event
         for depth in (None, *needle.depths):
             if stop.is_set():
                 return
-            result = find(llm.engine.shared_model, llm.tokenizer, needle, mode=mode, depth=depth)
+            result = find_needle(llm.engine.shared_model, llm.tokenizer, needle, mode=mode, depth=depth)
             yield result
 
 

@@ -7,7 +7,7 @@ import pytest
 
 import exl2nb as ex
 from exl2nb.core.errors import ContextOverflow, EngineClosed, Exl2Error, GenerationError, OptionError
-from exl2nb.eval.needle import NeedleResult
+from exl2nb.eval.cache_loss import NeedleResult
 from exl2nb.widgets import CacheExplorer, caches
 
 
