@@ -155,7 +155,6 @@ class CacheExplorer(BackgroundWidget):
     _esm = static.STATIC / "caches.js"
     _css = static.STATIC / "caches.css"
     _state_keys: ClassVar[tuple[str, ...]] = tuple(CachesState.__annotations__)
-    _picture_key = "A band per cache mode, a block per token; redder: larger KL; a black line: the first difference."
 
     prompt = t.Unicode("It was a dark night, and the old man").tag(sync=True, option=True)
     modes = t.List(t.Unicode(), [BASELINE, "q8", "q6", "q4"]).tag(sync=True, option=True)
@@ -455,10 +454,6 @@ class CacheExplorer(BackgroundWidget):
             f'<div style="margin-top:8px"><b>Needle</b> {fact}<table style="font-size:12px"><thead><tr><th></th>{head}</tr></thead>'
             f"<tbody>{rows}</tbody></table>{html.escape(self._verdict)}</div>"
         )
-
-    def _picture(self) -> static.Pixels | None:
-        rows = list(self.tokens.values())
-        return columns.strips(rows, [columns.first_difference(rows[0], row) for row in rows]) if rows else None
 
 
 def _depth(depth: float | None) -> str:
