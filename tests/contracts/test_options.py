@@ -8,13 +8,15 @@ from typing import get_args, get_origin
 import pytest
 
 from exl2nb.cli.sampling import FLAGS, add_options
+from exl2nb.converter.job import ConversionJob
+from exl2nb.converter.keywords import ConvertOptions, ConvertParams
 from exl2nb.core.options import options_of
 from exl2nb.generator.request import Request
 from exl2nb.sampling.filters import CHAIN
 from exl2nb.sampling.params import SamplingOptions, SamplingParams
 
 ROOT = Path(__file__).parents[2]
-DECLARED = {SamplingParams: SamplingOptions}
+DECLARED = {SamplingParams: SamplingOptions, ConvertParams: ConvertOptions}
 """Dataclasses of options, and the types of their keywords."""
 EVERY = [pytest.param(one, id=f"{cls.__name__}.{one.name}") for cls in (*DECLARED, Request) for one in options_of(cls).values()]
 
@@ -22,11 +24,20 @@ EVERY = [pytest.param(one, id=f"{cls.__name__}.{one.name}") for cls in (*DECLARE
 @pytest.mark.parametrize("cls", DECLARED, ids=lambda cls: cls.__name__)
 def test_the_types_of_keywords_are_those_of_the_fields(cls):
     kinds = {name: kind.__forward_arg__ for name, kind in DECLARED[cls].__annotations__.items()}
-    assert list(kinds) == list(options_of(cls)), f"{DECLARED[cls].__name__} and {cls.__name__} name other options, or in another order"
+    names = [name for name in options_of(cls) if name not in ("bpw",)]  # bpw is a parameter of its own
+    assert list(kinds) == names, f"{DECLARED[cls].__name__} and {cls.__name__} name other options, or in another order"
     for name, one in options_of(cls).items():
-        if one.kind is not None and not one.choices:
+        if name in kinds and one.kind is not None and not one.choices:
             expected = f"{one.kind.__name__} | None" if one.optional else one.kind.__name__
             assert kinds[name] == expected, f"{DECLARED[cls].__name__}: {name} is {kinds[name]}, the field is {expected}"
+
+
+@pytest.mark.parametrize(("function", "cls"), [(ConversionJob, ConvertParams)])
+def test_docstrings_describe_every_option(function, cls):
+    text = function.__doc__.partition("Args:")[2].partition("Raises:")[0]
+    described = re.findall(r"^ {8}(\w[\w, ]*):", text, re.M)
+    missing = options_of(cls).keys() - {name for names in described for name in names.split(", ")}
+    assert not missing, f"the docstring of {function.__name__} does not describe {missing}"
 
 
 @pytest.mark.parametrize("one", EVERY)
