@@ -36,6 +36,7 @@ from exl2nb.converter.calibration import (
     write_text,
 )
 from exl2nb.converter.equalization import equalize
+from exl2nb.converter.gptq import block_linears, quantized_tower
 from exl2nb.converter.hessian import factorize, input_of
 from exl2nb.converter.measurement import ANCHORS, FORMAT, Measured, Measurement, measure_linear, others_of
 from exl2nb.converter.polish import Polished, polish
@@ -44,7 +45,6 @@ from exl2nb.converter.result import Conversion
 from exl2nb.converter.sensitivity import LayerStatistics, sweep
 from exl2nb.converter.settings import Settings, describe_device
 from exl2nb.converter.sizes import CacheShape
-from exl2nb.converter.tower import block_linears, quantized_tower
 from exl2nb.converter.tuning import CHOOSING, STEP_TOKENS, Tuned, fitting, seeing, tune
 from exl2nb.converter.weights import DenseWeights
 from exl2nb.converter.work import HEAD, REVISION, Context, JobContext, Work, hash_of

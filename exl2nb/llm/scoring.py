@@ -14,8 +14,8 @@ from exl2nb.tokenizer.detokenize import token_texts
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from exl2nb.eval.hidden import Hidden
     from exl2nb.eval.score import Choice, Score
+    from exl2nb.eval.trace import Hidden
     from exl2nb.llm.loras import Loras
 
 
@@ -111,7 +111,7 @@ class ScoringMixin:
             ...     len(found), found["layers.3.output"].shape[1] == llm.config.hidden_size
             (13, True)
         """
-        from exl2nb.eval.hidden import hidden
+        from exl2nb.eval.trace import hidden
 
         ids = ids_of(text, self.tokenizer, where="hidden", name="text")
         row = None if lora is None else self.loras.row(lora, where="hidden")
@@ -121,6 +121,6 @@ class ScoringMixin:
     @property
     def points(self) -> list[str]:
         """Names of the points of `hidden`, in running order."""
-        from exl2nb.eval.hidden import point_names
+        from exl2nb.eval.trace import point_names
 
         return point_names(self.model)
