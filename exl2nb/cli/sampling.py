@@ -68,7 +68,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def given_options(args: argparse.Namespace) -> dict[str, Any]:
     """Keywords of `LLM.stream` for the options that were given."""
-    from exl2nb.eval.text import read_text
+    from exl2nb.eval.rows import read_text
 
     names = (*OPTIONS, *MORE, "temperature_last", "penalty_prompt", "stop", "regex", "choice")
     options = {**NEUTRAL, **PRESETS[args.preset]} if args.preset else {}  # a preset is whole: no default of the model adds to it

@@ -56,7 +56,7 @@ from exl2nb.model.layout import Linear, end_vectors, head_linear, layer_linears,
 from exl2nb.model.store import ModelStore
 from exl2nb.model.writer import write_model
 from exl2nb.ops.gpu import fast_products_on_cpu
-from exl2nb.tokenizer.chat import render
+from exl2nb.tokenizer.template import render
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
 LEARNING_PASSES = {"cpu": 3, "cuda": 5}  # through all layers that learning from a token takes as long as

@@ -16,7 +16,7 @@ from exl2nb.cache.spec import parse_mode
 from exl2nb.core.errors import OptionError
 from exl2nb.core.options import check_range, several
 from exl2nb.core.show import size_text
-from exl2nb.eval.logits import check_ids
+from exl2nb.eval.rows import check_ids
 from exl2nb.model.batch import Batch
 from exl2nb.model.model import Model
 from exl2nb.model.points import LOGITS, Edit, Edits, Point, T, matching
