@@ -20,7 +20,7 @@ from exl2nb.server.openai import model_entry, named_template
 from exl2nb.server.pictures import with_pictures
 from exl2nb.server.state import INLINE_CHARACTERS, State, admin, aside, permission, user
 from exl2nb.server.stream import HEADERS, MEDIA_TYPE, event
-from exl2nb.tokenizer.chat import INSTRUCT
+from exl2nb.tokenizer.template import INSTRUCT
 
 open_routes = APIRouter()
 router = APIRouter(dependencies=[Depends(user)])
