@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -441,9 +441,9 @@ class Model:
                 self._extend_ropes(self._network, tokens)
             program = self._program
         assert program is not None
-        from exl2nb.model.trace import Borrowed, layers_of
+        from exl2nb.model.trace import Borrowed
 
-        return Borrowed(layers_of(program)[index], program)
+        return Borrowed(program.layers[index], program)
 
     def matrix(self, layer: int, part: str) -> Tensor | None:
         """A layer's matrix f32 `(K, N)` on the CPU, as the engine multiplies by it; None = experts.
@@ -604,12 +604,12 @@ class _LayerObserver:
         self._observe = observe
         self._layer = self._added = 0
 
-    def __call__(self, name: str, arguments: dict[str, Any], x: Tensor, mixed: Tensor | None) -> None:
-        if name == "embed":
+    def __call__(self, op: ops.Op, x: Tensor, mixed: Tensor | None) -> None:
+        if isinstance(op, ops.EmbedOp):
             self._observe("embedding", x)
-        elif name == "paged_attention" and mixed is not None:
-            self._layer, self._added = arguments["layer"], 0
+        elif isinstance(op, ops.AttentionOp) and mixed is not None:
+            self._layer, self._added = op.layer, 0
             self._observe(f"layers.{self._layer}.attention", mixed)
-        elif name in ("linear_residual", "routed_mlp"):
+        elif isinstance(op, (ops.ResidualOp, ops.RoutedOp)):
             self._added += 1
             self._observe(f"layers.{self._layer}.{'middle' if self._added == 1 else 'output'}", x)
