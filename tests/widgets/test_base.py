@@ -8,13 +8,13 @@ import struct
 import sys
 import zlib
 from contextlib import suppress
-from types import SimpleNamespace
 
 import pytest
 
 from exl2nb import widgets
 from exl2nb.core.errors import OptionError
 from exl2nb.widgets import ExlWidget, Playground, ProgressView, static
+from tests.widgets.page import tell
 
 
 def test_unknown_keyword_names_the_nearest():
@@ -61,15 +61,19 @@ def test_height_takes_pixels_and_css():
     assert Playground(height="20em").height == "20em"
 
 
-def test_reply_routing_is_opted_out_of():
+def test_reply_routing_is_opted_out_of(monkeypatch):
     """ipykernel 7.4 routes a comm's messages to the shell that sent last; ours must take the default."""
 
-    comm = SimpleNamespace(_reply_subshell_for=None)
-    Playground._unpin_replies(SimpleNamespace(comm=comm))
-    assert comm._reply_subshell_for({}, "the default") == "the default"
-    Playground._unpin_replies(SimpleNamespace(comm=SimpleNamespace()))  # an older one has no such thing, and needs none
+    import comm
     import ipykernel
     from ipykernel.comm import Comm as Real
+
+    class Pinned(comm.DummyComm):
+        _reply_subshell_for = None
+
+    assert not hasattr(Playground().comm, "_reply_subshell_for"), "an older comm, which needs nothing, was changed"
+    monkeypatch.setattr(comm, "create_comm", Pinned)
+    assert Playground().comm._reply_subshell_for({}, "the default") == "the default"
 
     if tuple(map(int, ipykernel.__version__.split(".")[:2])) >= (7, 4):
         assert hasattr(Real, "_reply_subshell_for"), (
@@ -80,7 +84,7 @@ def test_reply_routing_is_opted_out_of():
 def test_strange_messages_change_nothing():
     widget = Playground()
     for message in (None, "text", {}, {"type": "unheard of"}, {"type": "__init__"}, {"type": ["list"]}, [1]):
-        widget._dispatch(widget, message, [])
+        tell(widget, message)
     assert widget.status == "idle"
 
 
@@ -90,7 +94,7 @@ def test_an_error_in_a_handler_shows_in_the_widget():
             raise ValueError("no such layer")
 
     widget = Broken()
-    widget._dispatch(widget, {"type": "poke"}, [])
+    tell(widget, {"type": "poke"})
     assert (widget.status, widget.error) == ("error", "ValueError: no such layer")
 
 
@@ -123,7 +127,9 @@ def test_display_publishes_the_widget_and_a_replaceable_twin(monkeypatch):
     assert set(live) == {"application/vnd.jupyter.widget-view+json"}
     assert none is None
     assert set(twin) == {"text/html", "text/plain"}
-    assert transient == {"display_id": widget._display_id}
+    assert set(transient) == {"display_id"}
+    widget._ipython_display_()
+    assert published[3][1] == transient, "the second display has another twin"
 
 
 def test_repr_is_cheap_and_short():
@@ -173,7 +179,7 @@ def letters(text):
 
 def test_pictures_say_what_they_show():
     widget = Playground(result={"text": "a b", "prompt": "Once"})
-    rows = rows_of(base64.b64decode(widget._static_bundle()["image/png"]))
+    rows = rows_of(base64.b64decode(widget._repr_mimebundle_()[0]["image/png"]))
     for text in ("Playground", "done, 1 token", "Redder: less probable"):
         first, *rest = letters(text)[1:8]
         places = [y for y, row in enumerate(rows) if first in row]
