@@ -22,7 +22,7 @@ from exl2nb.converter.memory import Asked, Planned, planned, planned_on_gpu
 from exl2nb.converter.pipeline import Pipeline
 from exl2nb.converter.quantization import Rounding
 from exl2nb.converter.result import Conversion
-from exl2nb.converter.settings import REPORT_ROWS, pick_device, settings
+from exl2nb.converter.settings import REPORT_ROWS, settings
 from exl2nb.converter.tuning import Tuning, fitting
 from exl2nb.converter.weights import DenseWeights
 from exl2nb.converter.work import Context, JobContext, Work, make_directory
@@ -33,6 +33,7 @@ from exl2nb.io import hub
 from exl2nb.model.loader import read_model_config
 from exl2nb.model.store import open_store
 from exl2nb.ops.bf16x3 import bf16x3_linears
+from exl2nb.ops.placement import pick_device
 
 if TYPE_CHECKING:
     from exl2nb.converter.generic import GenericPipeline
@@ -136,7 +137,7 @@ class ConversionJob:
         work = self._work_dir.resolve() if self._work_dir is not None else None
         if work is not None and self.dst.resolve() in (work, *work.parents):
             raise ConversionError(f"work_dir {work} is inside {self.dst}, which will be the converted model; choose another directory")
-        self.device = pick_device(device)
+        self.device = torch.device(pick_device(device, where="convert", needs_engine=False))
         if self.settings.tuning is not None:
             self.settings = dataclasses.replace(self.settings, tuning=self.settings.tuning.on(self.device))
         more = EFFORTS[effort].more.get(self.device.type, 0) if rows is None else 0
