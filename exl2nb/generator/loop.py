@@ -13,7 +13,7 @@ from exl2nb.generator.executor import Executor, PendingStep, Results
 from exl2nb.generator.request import Completion
 from exl2nb.generator.scheduler import MIN_CHUNK, Scheduler, Span
 from exl2nb.generator.sequence import Sequence
-from exl2nb.ops import out_of_memory
+from exl2nb.ops import memory
 from exl2nb.sampling.draw import Sampled
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ class StepLoop:
                     self.drain()
             return
         for span in spans:
-            if span.length > MIN_CHUNK and not span.sequence.in_flight and out_of_memory.is_full(error):
+            if span.length > MIN_CHUNK and not span.sequence.in_flight and memory.is_out_of_memory(error):
                 self.scheduler.chunk = MIN_CHUNK
             else:
                 self.fail(span.sequence, error)

@@ -17,8 +17,8 @@ from dataclasses import InitVar, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from exl2nb.core.errors import OptionError
+from exl2nb.core.log import warn
 from exl2nb.core.options import check_flag, check_range, make
-from exl2nb.core.warn import warn
 from exl2nb.generator.suffixes import EarlierTexts, SuffixAutomaton
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from exl2nb.cache.modes import parse_mode
+from exl2nb.cache.spec import parse_mode
 from exl2nb.core import env
 from exl2nb.core.errors import OptionError, TokenizerError
 from exl2nb.core.options import check_flag, check_keywords, shown
@@ -235,10 +235,10 @@ def _tower(folder: Path, model: Model) -> VisionEncoder | None:
 
 def _fitting(folder: Path, needed: str) -> AbstractContextManager[None]:
     """Too little memory by name."""
-    from exl2nb.ops import out_of_memory
+    from exl2nb.ops.memory import naming_out_of_memory
 
     todo = "close other models, use fewer bits per weight, a smaller context= or cache='q4'"
-    return out_of_memory.naming(f"{hub.label(folder)} does not fit", todo, needed=needed)
+    return naming_out_of_memory(f"{hub.label(folder)} does not fit", todo, needed=needed)
 
 
 def _gib(nbytes: int) -> str:

@@ -25,7 +25,6 @@ from exl2nb.llm.keywords import LOAD_DEFAULTS, LoadOptions
 from exl2nb.llm.loras import Loras
 from exl2nb.llm.options import CHAT_DEFAULT_OPTIONS, DEFAULTS, ChatOptions, GenerateOptions, RequestOptions
 from exl2nb.llm.requests import compile_structure, request_of, sample_options
-from exl2nb.llm.scoring import ScoringMixin
 from exl2nb.model.facts import unusual
 from exl2nb.model.loader import fingerprint
 from exl2nb.model.model import Model
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
 Messages = Sequence[Mapping[str, Any]]
 
 
-class LLM(ScoringMixin, InsideMixin, ChatMixin):
+class LLM(InsideMixin, ChatMixin):
     """A loaded model. Made by `load`; closing it (also by leaving a `with` block) gives its memory back.
 
     Generation options, the same for every method: max_tokens (256), stop (texts and token ids), ignore_eos, banned_strings, token_healing,

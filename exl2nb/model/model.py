@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from exl2nb.model.layers import MLP, Embedding, Head, Layer, RoutedMLP, Step, te
 from exl2nb.model.rope import both_tables, rope_switch, rope_tables
 from exl2nb.model.runner import GPU_CHUNKS, HOST_CHUNKS, Capabilities
 from exl2nb.ops import gpu_prefill
-from exl2nb.ops.ahead import draw_ahead, join_ahead, step_draw
+from exl2nb.ops.draw import draw_ahead, join_ahead, step_draw
 from exl2nb.ops.gpu import LoraBuffers, unpack_half
 from exl2nb.ops.kernel_code import KernelId
 from exl2nb.ops.placement import Placement
@@ -246,7 +246,7 @@ class Model:
         """Begin a step that draws its tokens, and return before it has run; errors as in `forward`.
 
         Args:
-            batch: at most `ops.ahead.MOST_ROWS` tokens; it may be overwritten afterwards.
+            batch: at most `ops.draw.MOST_ROWS` tokens; it may be overwritten afterwards.
             cache: as in `forward`.
             draw: settings, number of alternatives and columns, as `ops.draw_rows` takes them.
             sources: feed and previous, as `ops.draw_ahead` takes them; None = all tokens are in the batch.
@@ -426,9 +426,9 @@ class Model:
                 self._extend_ropes(network, tokens)
             program = self._program
         assert program is not None
-        from exl2nb.model.trace import Borrowed, layers_of
+        from exl2nb.model.trace import Borrowed
 
-        return Borrowed(layers_of(program)[index], program)
+        return Borrowed(program.layers[index], program)
 
     def matrix(self, layer: int, part: str) -> Tensor | None:
         """A layer's matrix f32 `(K, N)` on the CPU, as the engine multiplies by it; None = experts.
@@ -590,12 +590,12 @@ class _LayerObserver:
         self._observe = observe
         self._layer = self._added = 0
 
-    def __call__(self, name: str, arguments: dict[str, Any], x: Tensor, mixed: Tensor | None) -> None:
-        if name == "embed":
+    def __call__(self, op: ops.Op, x: Tensor, mixed: Tensor | None) -> None:
+        if isinstance(op, ops.EmbedOp):
             self._observe("embedding", x)
-        elif name == "paged_attention" and mixed is not None:
-            self._layer, self._added = arguments["layer"], 0
+        elif isinstance(op, ops.AttentionOp) and mixed is not None:
+            self._layer, self._added = op.layer, 0
             self._observe(f"layers.{self._layer}.attention", mixed)
-        elif name in ("linear_residual", "routed_mlp"):
+        elif isinstance(op, (ops.ResidualOp, ops.RoutedOp)):
             self._added += 1
             self._observe(f"layers.{self._layer}.{'middle' if self._added == 1 else 'output'}", x)

@@ -550,7 +550,7 @@ class SplitModel(Model):
         if last == self.config.num_layers and not cut:
             network.head.record(program)
         else:
-            program.residual_out()
+            program.add(ops.ResidualOutOp())
         gpu = None if kind == "cpu" else GpuForward(program, torch.device(device), deterministic=self.deterministic)
         return Part(piece, program, stream, gpu, experts)
 
