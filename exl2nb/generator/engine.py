@@ -32,7 +32,7 @@ from exl2nb.core.errors import ContextOverflow, EngineClosed, GenerationError, O
 from exl2nb.core.log import logger
 from exl2nb.core.progress import Sink
 from exl2nb.generator.batch import MAX_ROWS, BatchBuilder
-from exl2nb.generator.executor import Executor, executor_for
+from exl2nb.generator.executor import Executor, HostExecutor
 from exl2nb.generator.handle import TICK_S, Handle
 from exl2nb.generator.loop import StepLoop
 from exl2nb.generator.pager import Pager
@@ -503,6 +503,16 @@ class Engine:
         while self._calls:
             self._calls.popleft().fail(error)
         self.loop.fail_all(error)
+
+
+def executor_for(model: StepRunner, cache: KVCache) -> Executor:
+    """The executor that a model's capabilities ask for."""
+    if not model.capabilities.captures:
+        return HostExecutor(model, cache)
+    from exl2nb.generator.gpu_executor import GpuExecutor
+
+    assert isinstance(model, Model), "models on GPUs"
+    return GpuExecutor(model, cache)
 
 
 def sequences_for(request: Request, tokenizer: Tokenizer, *, context: int) -> list[Sequence]:

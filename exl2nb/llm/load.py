@@ -302,6 +302,10 @@ def _drafter(target: LLM, model: Model, tokenizer: Tokenizer, cache: str, **opti
     check_same_tokenizer(target.tokenizer, tokenizer, target_size=size, draft_size=model.config.vocab_size)
     mine, theirs = model.capabilities, target.model.capabilities
     on_device = mine.captures_drafts and theirs.captures_drafts and str(mine.placement) == str(theirs.placement) and "run" not in options
+    if mine.captures_drafts:
+        from exl2nb.generator.gpu_draft import GpuRounds
+
+        options["rounds"] = GpuRounds
     return DraftModel(
         model,
         model.cache_spec(target.engine.spec.num_tokens, mode=cache),
