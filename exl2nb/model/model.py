@@ -479,7 +479,7 @@ class Model:
         return f"{type(self).__name__}({self.config.architecture}, {self.config.num_layers} layers, context {self.context}, {state})"
 
     def _prepare(self, batch: Batch, cache: KVCache) -> Network:
-        network = self.network
+        network = self._network or self.network  # a step makes few calls; the property raises where there is none
         spec, mine = cache.spec, self.cache_shape
         if (spec.num_layers, spec.num_kv_heads, spec.head_dim) != mine:
             theirs = (spec.num_layers, spec.num_kv_heads, spec.head_dim)
