@@ -105,13 +105,13 @@ def interpret(steps: Iterable[Op], backend: Backend, x: Tensor | None = None, *,
     at = at or _as_it_is
     made: list[tuple[Tensor, ...]] = []  # queries until attention has taken them
     done: dict[bool, Tensor] = {}  # what attention and MLP leave, until it is added
-    layer, halves = 0, ["middle", "output"]
+    layer, halves = -1, ["middle", "output"]  # counted here: the records count within a device
     for number, plain in enumerate(steps):
         op = backend.begin(number, plain)
         if isinstance(op, EmbedOp):
             x = at("embedding", backend.embed(op))
         elif isinstance(op, QkvOp):
-            layer, halves = op.layer, ["middle", "output"]
+            layer, halves = layer + 1, ["middle", "output"]
             x = at(f"layers.{layer}.input", x)
             made.append(backend.qkv(x, op))
         elif isinstance(op, AttentionOp):

@@ -47,7 +47,7 @@ def spans_of(config, *cuts):
 
 def logits(model, mode="fp16"):
     """Of a prompt longer than a part's table at first, of single tokens, and of two sequences in one batch."""
-    cache = KVCache(model.cache_spec(512, mode=mode), device=model.placement)
+    cache = KVCache(model.cache_spec(512, mode=mode), device=model.capabilities.placement)
     ids = [5 + i % 80 for i in range(100)]
     found = [model.forward(Batch.single(ids, start=0, pages=[0], logit_rows="all"), cache)]
     found += [model.forward(Batch.single([7 + i], start=100 + i, pages=[0], logit_rows="last"), cache) for i in range(3)]
@@ -88,7 +88,7 @@ def test_observers_see_every_point(directory):
     seen = []
     for model in (load_model(directory), load_model(directory, spans=spans_of(config_of(directory), 1), experts=True)):
         found = {}
-        cache = KVCache(model.cache_spec(256), device=model.placement)
+        cache = KVCache(model.cache_spec(256), device=model.capabilities.placement)
         model.forward_by_ops(batch, cache, lambda name, x, found=found: found.update({name: x.clone()}))
         seen.append(found)
     assert [*seen[0]] == [*seen[1]]
