@@ -150,7 +150,7 @@ class Traced(Backend):
         """As `Backend.qkv`: the engine's, or made here where one of their points is edited."""
         before, after = ("ln1.hook_normalized", "attn.hook_q", "attn.hook_k"), ("attn.hook_v", "attn.hook_rot_q", "attn.hook_rot_k")
         edited = self._edited(*before, *after)
-        made: tuple[Tensor, ...] = () if edited else self._ops.qkv(x, op)
+        made = None if edited else self._ops.qkv(x, op)
         if edited or self._wants(*before):
             self._normed = self._at("ln1.hook_normalized", self._norm(x, op))
         if edited or self._wants("attn.hook_q", "attn.hook_k"):
@@ -169,6 +169,7 @@ class Traced(Backend):
                 for pool, value in zip((self._cache.k[op.layer], self._cache.v[op.layer]), made[1:]):
                     kv_codes.write(pool, self._batch.slot_mapping, value)
                 made = tuple(z.half() for z in made) if isinstance(self._ops, gpu_prefill.GpuBackend) else (made[0].contiguous(),)
+        assert made is not None
         if self._wants("attn.hook_rot_q"):
             self._show("attn.hook_rot_q", made[0].float())
         for part, pool in (("attn.hook_rot_k", self._cache.k[op.layer]), ("attn.hook_v", self._cache.v[op.layer])):
