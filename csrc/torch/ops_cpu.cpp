@@ -11,6 +11,7 @@
 
 #include "../cpu/async_step.h"
 #include "../cpu/engine.h"
+#include "../cpu/fused_step.h"
 #include "../cpu/kernels.h"
 #include "../cpu/parallel.h"
 #include "../cpu/step.h"

@@ -9,7 +9,6 @@ from typing import Any, TypedDict
 from torch import Tensor
 
 from exl2nb import ops
-from exl2nb.ops._library import KERNELS
 
 Ropes = Mapping[str, tuple[Tensor, Tensor]]
 """Per kind of RoPE its tables (cos, sin), f32 `(positions, rotary_dim/2)`."""
@@ -63,7 +62,7 @@ class Embedding:
 
     def __call__(self, ids: Tensor, positions: Tensor) -> Tensor:
         """Ids and positions int32 `(T,)` -> f32 `(T, H)`."""
-        return ops.embed(self.table, ids, scale=self.scale, position_table=self.position_table, positions=positions)
+        return self.op(ids, positions)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +79,7 @@ class Head:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Logits f32 `(R, V)` of rows of the residual stream f32 `(R, H)`."""
-        return KERNELS[self.op.name](x.contiguous(), *self.op.arguments())
+        return self.op(x.contiguous())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +171,7 @@ class RoutedMLP:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Add the experts' results to x f32 `(T, H)` in place; the chosen experts int32 `(T, top_k)`."""
-        return ops.routed_mlp(x, self.op)
+        return self.op(x)
 
     @property
     def unused_expert_bytes(self) -> int:

@@ -185,14 +185,14 @@ class CpuBackend(Backend):
         i, pools = self.inputs, (self.k[op.layer], self.v[op.layer])
 
         def made(op: QkvOp, rows: Any) -> Tensor:
-            return self._kernels[op.name](x[rows], *op.arguments(i.positions[rows], i.slots[rows], *pools))
+            return self._kernels[op.name](*op.arguments(x[rows], i.positions[rows], i.slots[rows], *pools))
 
         return (self._each(op, self._adapters, made),)
 
     def attend(self, made: tuple[Tensor, ...], op: AttentionOp) -> Tensor:
         """As `Backend.attend`."""
         (q,), i, pools = made, self.inputs, (self.k[op.layer], self.v[op.layer])
-        y = self._kernels[op.name](q, *pools, i.block_table, i.cu_seqlens, i.context_lens, op.scale, op.window, op.softcap)
+        y = self._kernels[op.name](*op.arguments(q, *pools, i.block_table, i.cu_seqlens, i.context_lens))
         for first, last, row, end in self._blocks:
             numbers = {"scale": op.scale, "window": op.window, "softcap": op.softcap}
             y[first:last] = attend_whole(q[first:last], *pools, i.block_table[row], end, **numbers)
@@ -203,21 +203,21 @@ class CpuBackend(Backend):
 
         def added(op: ResidualOp, rows: Any) -> Tensor:
             part = x[rows]
-            self._kernels[op.name](part, y[rows], *op.arguments())
+            self._kernels[op.name](*op.arguments(part, y[rows]))
             return part
 
         return self._each(op, self._adapters, added)
 
     def gate_up(self, x: Tensor, op: GateUpOp) -> Tensor:
         """As `Backend.gate_up`."""
-        return self._each(op, self._adapters, lambda op, rows: self._kernels[op.name](x[rows], *op.arguments()))
+        return self._each(op, self._adapters, lambda op, rows: self._kernels[op.name](*op.arguments(x[rows])))
 
     def routed(self, x: Tensor, op: RoutedOp) -> Tensor:
         """As `Backend.routed`."""
 
         def added(op: RoutedOp, rows: Any) -> Tensor:
             part = x[rows]
-            self._kernels[op.name](part, *op.arguments())
+            self._kernels[op.name](*op.arguments(part))
             return part
 
         return self._each(op, self._adapters, added)
@@ -226,7 +226,7 @@ class CpuBackend(Backend):
         """As `Backend.head`."""
         x, wanted = x.index_select(0, self.inputs.logit_rows), self.inputs.logit_rows.long()
         adapters = None if self._adapters is None else self._adapters[wanted]
-        return self._each(op, adapters, lambda op, rows: self._kernels[op.name](x[rows], *op.arguments()))
+        return self._each(op, adapters, lambda op, rows: self._kernels[op.name](*op.arguments(x[rows])))
 
     def linear(self, x: Tensor, blob: Tensor, bias: Tensor | None) -> Tensor:
         """As `Backend.linear`."""
