@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from exl2nb.core.errors import DeviceError
 from exl2nb.ops._library import KERNELS
 from exl2nb.ops.prefill_attention import attend_whole
 from exl2nb.ops.records import AttentionOp, EmbedOp, GateUpOp, HeadOp, Op, QkvOp, ResidualOp, ResidualOutOp, RoutedOp
@@ -83,10 +84,10 @@ class Backend:
 
     def linear(self, x: Tensor, blob: Tensor, bias: Tensor | None) -> Tensor:
         """One product f32, for what looks into an op."""
-        raise NotImplementedError(f"{type(self).__name__} computes no single products")
+        raise DeviceError(f"{type(self).__name__} computes no single products")
 
-    def _unknown(self, op: Op) -> NotImplementedError:
-        return NotImplementedError(f"{type(self).__name__} does not compute {op.name}")
+    def _unknown(self, op: Op) -> DeviceError:
+        return DeviceError(f"{type(self).__name__} does not compute {op.name}")
 
 
 def interpret(steps: Iterable[Op], backend: Backend, x: Tensor | None = None, *, at: At | None = None) -> Tensor:
@@ -124,7 +125,7 @@ def interpret(steps: Iterable[Op], backend: Backend, x: Tensor | None = None, *,
         elif isinstance(op, HeadOp):
             return backend.head(x, op)
         elif not isinstance(op, ResidualOutOp):
-            raise NotImplementedError(f"the interpreter does not know {op.name}")
+            raise DeviceError(f"the interpreter does not know {op.name}")
     return x
 
 
