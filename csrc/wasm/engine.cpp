@@ -119,6 +119,7 @@ class Bounds {
     if (op.bias && wrong.empty()) array(op.bias, int64_t(exl2nb::header(op.blob).N) * 4, "a bias");
   }
   void operator()(const RoutedOp&) { wrong = "mixtures of experts do not run in the browser"; }
+  void operator()(const exl2nb::Op& op) { wrong = std::string(exl2nb::op_name(&op)) + " does not run in the browser"; }
   void operator()(const ResidualOutOp&) { wrong = "the program has no head"; }
   std::string wrong;
 

@@ -12,6 +12,7 @@ from exl2nb import ops
 from exl2nb.cache.pool import CachePart, KVCache
 from exl2nb.model.batch import TENSORS, Batch
 from exl2nb.ops import gpu, gpu_prefill, kernel_code, kv_codes
+from exl2nb.ops.interpreter import Inputs
 
 if TYPE_CHECKING:
     from exl2nb.ops.lora import LoraTable
@@ -179,7 +180,7 @@ class GpuForward:
                 out[rows.to(self.device)] = logits
         return out
 
-    def inputs(self, batch: Batch, ids: Tensor | None) -> gpu_prefill.Inputs:
+    def inputs(self, batch: Batch, ids: Tensor | None) -> Inputs:
         """The batch on the GPU, in one copy."""
         parts = TENSORS(batch)
         flat = torch.cat([part.reshape(-1) for part in parts])
@@ -188,7 +189,7 @@ class GpuForward:
         cut = [piece.view(part.shape) for piece, part in zip(flat.split([part.numel() for part in parts]), parts)]
         if ids is not None:
             cut[0] = ids
-        return gpu_prefill.Inputs(*cut)
+        return Inputs(*cut)
 
 
 def mixes_adapters(batch: Batch) -> bool:

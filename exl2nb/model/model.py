@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -18,12 +18,13 @@ from exl2nb.core.errors import ContextOverflow, EngineClosed, OptionError
 from exl2nb.model.batch import TENSORS, Batch
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.gpu import GpuForward, formats_of
-from exl2nb.model.layers import MLP, Embedding, Head, Layer, RoutedMLP, Step, tensors_of
+from exl2nb.model.layers import MLP, Embedding, Head, Layer, RoutedMLP, tensors_of
 from exl2nb.model.rope import both_tables, rope_switch, rope_tables
 from exl2nb.model.runner import GPU_CHUNKS, HOST_CHUNKS, Capabilities
 from exl2nb.ops import gpu_prefill
 from exl2nb.ops.draw import draw_ahead, join_ahead, step_draw
 from exl2nb.ops.gpu import LoraBuffers, unpack_half
+from exl2nb.ops.interpreter import CpuBackend, Inputs, interpret, observing
 from exl2nb.ops.kernel_code import KernelId
 from exl2nb.ops.placement import Placement
 
@@ -281,8 +282,8 @@ class Model:
             return out
         if batch.adapters is not None and bool((batch.adapters >= 0).any()):
             raise OptionError("a request with pictures runs without adapters: leave lora or the pictures out")
-        network, batch = self._prepare(batch, cache), self._with_rope_rows(batch)
-        rows = pictures.rows.to(self.device)
+        self._prepare(batch, cache)
+        batch, rows = self._with_rope_rows(batch), pictures.rows.to(self.device)
 
         def show(name: str, x: Tensor) -> None:
             part, _, rest = name.partition(".")
@@ -292,11 +293,11 @@ class Model:
                 x[rows] += pictures.deep[int(rest.partition(".")[0])].to(x.device)
 
         if self.device == "cpu":
-            return self._by_ops(network, batch, cache, show)
+            return self._by_ops(batch, cache, show)
         inputs = self.gpu.inputs(batch, ids)
         sequences = gpu_prefill.Sequences(batch.cu_seqlens.tolist(), batch.context_lens.tolist())
-        watch = _LayerObserver(show)
-        return self.capped(gpu_prefill.prefill(self.gpu.program, inputs, sequences, cache.k, cache.v, watch=watch, blocks=batch.blocks()))
+        at = observing(show)
+        return self.capped(gpu_prefill.prefill(self.gpu.program, inputs, sequences, cache.k, cache.v, at=at, blocks=batch.blocks()))
 
     @property
     def gpu(self) -> GpuForward:
@@ -355,24 +356,24 @@ class Model:
         tensors are the model's buffers and change afterwards: copy them to keep them.
         """
         self.capabilities.require("hidden states")
-        network, batch = self._prepare(batch, cache), self._with_rope_rows(batch)
-        table, _ = self._lora(batch)
+        self._prepare(batch, cache)
+        batch = self._with_rope_rows(batch)
+        table, (lora, adapters) = self._lora(batch)
         if self.device != "cpu":
             return self.capped(forward_gpu_observed(self.gpu.program, batch, cache, observe, table))
-        if table is not None:
-            from exl2nb.model.trace import forward_adapted
+        return self._by_ops(batch, cache, observe, lora, adapters)
 
-            return self.capped(forward_adapted(table, batch, cache, observe))
-        return self._by_ops(network, batch, cache, observe)
-
-    def _by_ops(self, network: Network, batch: Batch, cache: KVCache, observe: Callable[[str, Tensor], None] | None) -> Tensor:
-        step = Step(batch, cache, self._ropes)
-        x = network.embedding(batch.input_ids, batch.positions)
-        if observe is not None:
-            observe("embedding", x)
-        for i, layer in enumerate(network.layers):
-            layer(x, step, None if observe is None else partial(_prefixed, observe, f"layers.{i}."))
-        return self.capped(network.head(x, batch.logit_rows))
+    def _by_ops(
+        self,
+        batch: Batch,
+        cache: KVCache,
+        observe: Callable[[str, Tensor], None] | None,
+        lora: Tensor | None = None,
+        adapters: Tensor | None = None,
+    ) -> Tensor:
+        assert self._program is not None
+        backend = CpuBackend(Inputs(*TENSORS(batch)), cache.k, cache.v, blocks=batch.blocks(), lora=lora, adapters=adapters)
+        return self.capped(interpret(self._program.steps, backend, at=observing(observe)))
 
     @cached_property
     def points(self) -> dict[str, Point]:
@@ -407,13 +408,13 @@ class Model:
         assert program is not None
         parallel = any(layer.parallel for layer in network.layers)
         from exl2nb.model.points import Edits
-        from exl2nb.model.trace import Walk
+        from exl2nb.model.trace import Traced
 
-        walk = Walk(
+        traced = Traced(
             program, batch, cache, known=self.points, wanted=wanted, seen=seen, edits=edits or Edits(self.points, {}, 0), borrowed=borrowed,
             parallel=parallel, logit_scale=self.config.logit_scale,
         )  # fmt: skip
-        return self.capped(walk.run())
+        return self.capped(traced.run())
 
     def layer(self, index: int, tokens: int) -> Borrowed:
         """A layer's steps for sequences of up to `tokens` tokens, for `trace` of another model of this shape."""
@@ -456,7 +457,7 @@ class Model:
         self.capabilities.require("the logit lens")
         network, x = self.network, x.to(self.device)
         if self.device == "cpu":
-            return self.capped(network.head(x, torch.arange(len(x), dtype=torch.int32)))
+            return self.capped(network.head(x))
         return self.capped(gpu_prefill.unembed(self.gpu.program, x))
 
     def final_norm(self, x: Tensor) -> Tensor:
@@ -514,10 +515,7 @@ class Model:
     def _record(self, network: Network) -> None:
         """Write the program with the RoPE tables as they are."""
         program = ops.Program(self.device)
-        network.embedding.record(program)
-        for layer in network.layers:
-            layer.record(program, self._ropes)
-        network.head.record(program)
+        program.add(network.embedding.op, *(op for layer in network.layers for op in layer.ops(self._ropes)), network.head.op)
         self._program, self._code = program, program.code
 
     def _tables(self, rows: int, kind: str) -> tuple[Tensor, Tensor]:
@@ -562,10 +560,6 @@ class Model:
         return cap * torch.tanh(logits / cap) if cap else logits
 
 
-def _prefixed(observe: Callable[[str, Tensor], None], prefix: str, name: str, value: Tensor) -> None:
-    observe(prefix + name, value)
-
-
 def forward_gpu_observed(
     program: ops.Program,
     batch: Batch,
@@ -577,25 +571,6 @@ def forward_gpu_observed(
     lora = None
     if table is not None and batch.adapters is not None:
         lora = gpu_prefill.Adapters.of(torch.device(program.device), table.adapters, batch.adapters.cpu(), batch.logit_rows.cpu())
-    inputs = gpu_prefill.Inputs(*TENSORS(batch))
+    inputs = Inputs(*TENSORS(batch))
     sequences = gpu_prefill.Sequences(batch.cu_seqlens.tolist(), batch.context_lens.tolist())
-    watch = None if observe is None else _LayerObserver(observe)
-    return gpu_prefill.prefill(program, inputs, sequences, cache.k, cache.v, watch=watch, lora=lora)
-
-
-class _LayerObserver:
-    """Names the points of a program: a layer adds to the residual stream twice, after attention and after its MLP."""
-
-    def __init__(self, observe: Callable[[str, Tensor], None]) -> None:
-        self._observe = observe
-        self._layer = self._added = 0
-
-    def __call__(self, op: ops.Op, x: Tensor, mixed: Tensor | None) -> None:
-        if isinstance(op, ops.EmbedOp):
-            self._observe("embedding", x)
-        elif isinstance(op, ops.AttentionOp) and mixed is not None:
-            self._layer, self._added = op.layer, 0
-            self._observe(f"layers.{self._layer}.attention", mixed)
-        elif isinstance(op, (ops.ResidualOp, ops.RoutedOp)):
-            self._added += 1
-            self._observe(f"layers.{self._layer}.{'middle' if self._added == 1 else 'output'}", x)
+    return gpu_prefill.prefill(program, inputs, sequences, cache.k, cache.v, at=observing(observe), lora=lora)

@@ -29,13 +29,14 @@ from exl2nb.core.log import logger
 from exl2nb.model.batch import TENSORS, Batch
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.gpu import GpuForward, formats_of
-from exl2nb.model.layers import Embedding, RoutedMLP, Step, tensors_of
+from exl2nb.model.layers import Embedding, RoutedMLP, tensors_of
 from exl2nb.model.model import DecodeInputs, Model, Network, Span, forward_gpu_observed
 from exl2nb.model.runner import GPU_CHUNKS, HOST_CHUNKS
 from exl2nb.model.streaming import ExpertStream, LayerStream, Streaming, experts_fit, prompts_of, select
 from exl2nb.ops import gpu_prefill
 from exl2nb.ops.cuda_sample import ROW_BYTES, pack_cuts, sample_rows
 from exl2nb.ops.gpu import LoraBuffers, capturing, launch_lock
+from exl2nb.ops.interpreter import CpuBackend, Inputs, interpret, observing
 from exl2nb.ops.kernel_code import KernelId
 from exl2nb.ops.placement import Placement
 
@@ -221,7 +222,7 @@ class SplitModel(Model):
         x = x.to(last.span.device)
         if last.gpu is None:
             assert network.head is not None
-            return self.capped(network.head(x, torch.arange(len(x), dtype=torch.int32)))
+            return self.capped(network.head(x))
         with ops.on_device(last.span.device):
             return self.capped(gpu_prefill.unembed(last.program, x)).cpu()
 
@@ -480,29 +481,13 @@ class SplitModel(Model):
         return Borders(from_host, part.experts is not None or after[0].gpu is None)
 
     def _run_by_ops(self, part: Part, batch: Batch, pools: CachePart, observe: Observe | None) -> Tensor:
-        (_, first, last, cut), device, network = part.piece, part.span.device, self._open()
-        named = None if observe is None else _Shifted(observe, first)
+        device, named = part.span.device, None if observe is None else _Shifted(observe, part.piece.first)
         if part.gpu is not None:
             with ops.on_device(device):
                 moved = {f.name: value.to(device) for f in fields(batch) if (value := getattr(batch, f.name)) is not None}
                 return _then_experts(part, forward_gpu_observed(part.program, Batch(**moved), pools, named), observe)
-        step = Step(batch, pools, self._ropes)
-        embedding = network.embedding if part.stream is None else Embedding(table=part.stream)
-        x = embedding(batch.input_ids, batch.positions)
-        if named is not None:
-            named("embedding", x)
-        for index, layer in enumerate(network.layers[first:last]):
-            see = None if named is None else lambda name, value, index=index: named(f"layers.{index}.{name}", value)
-            if cut and first + index == last - 1:
-                layer.attend(x, step, see)
-            else:
-                layer(x, step, see)
-        if cut:
-            return _then_experts(part, x, observe)
-        if last < self.config.num_layers:
-            return x
-        assert network.head is not None
-        return network.head(x, batch.logit_rows)
+        backend = CpuBackend(Inputs(*TENSORS(batch)), pools.k, pools.v, blocks=batch.blocks())
+        return _then_experts(part, interpret(part.program.steps, backend, at=observing(named)), observe)
 
     def _record(self, network: Network) -> None:
         """Record the parts anew, those on GPUs only once: their tables cover the whole context."""
@@ -531,24 +516,24 @@ class SplitModel(Model):
             tables = {name: self._tables(self.context, name) for name in ropes}
             ropes = {name: (cos.to(device), sin.to(device)) for name, (cos, sin) in tables.items()}
         if first == 0:
-            network.embedding.record(program)
+            program.add(network.embedding.op)
         else:
             stream = self._table(device, max(rows, STREAM_ROWS[kind]))
-            Embedding(table=stream).record(program)
+            program.add(Embedding(table=stream).op)
         whole, experts = network.layers[first : last - cut], None
         if piece.span.lent:
             owner, number = self.streamed[piece]
             with ops.on_device(device):
                 whole = [owner.lent(number)]
         for layer in whole:
-            layer.record(program, ropes)
+            program.add(*layer.ops(ropes))
         if cut:
             layer = network.layers[last - 1]
             assert isinstance(layer.mlp, RoutedMLP)
-            layer.record_attention(program, ropes)
+            program.add(*layer.ops(ropes, mlp=False))
             experts = layer.mlp
         if last == self.config.num_layers and not cut:
-            network.head.record(program)
+            program.add(network.head.op)
         else:
             program.add(ops.ResidualOutOp())
         gpu = None if kind == "cpu" else GpuForward(program, torch.device(device), deterministic=self.deterministic)

@@ -29,7 +29,8 @@ from exl2nb.model.batch import Batch
 from exl2nb.model.layers import Layer, RoutedMLP, tensors_of
 from exl2nb.model.model import Span
 from exl2nb.ops import gpu_prefill, kv_codes
-from exl2nb.ops.host_prefill import LayerRun, moved
+from exl2nb.ops.host_prefill import LayerBackend, moved
+from exl2nb.ops.interpreter import Inputs, interpret
 from exl2nb.ops.memory import large_pages
 from exl2nb.ops.program import Program
 from exl2nb.ops.records import Op, QkvOp
@@ -418,15 +419,15 @@ class LayerStream:
             sequences = gpu_prefill.Sequences(batch.cu_seqlens.tolist(), batch.context_lens.tolist())
             nothing = torch.empty(0, dtype=torch.int32)
             parts = (nothing, batch.positions, pages.slots, pages.block_table, batch.cu_seqlens, batch.context_lens, nothing)
-            inputs = gpu_prefill.Inputs(*(part.to(self.device) for part in parts))
+            inputs = Inputs(*(part.to(self.device) for part in parts))
             buffers.begin()
             buffers.load(0, pages.send)
             for number, (program, steps) in enumerate(self._steps):
                 if number + 1 < len(self._steps):
                     buffers.load(number + 1, pages.send)
                 here, layer = buffers.use(number), next(op.layer for op in steps if isinstance(op, QkvOp))
-                walk = LayerRun(program, inputs, sequences, {layer: pages.k[here]}, {layer: pages.v[here]}, self._room)
-                walk.walk(x, steps)
+                backend = LayerBackend(program, self._room, inputs, sequences, {layer: pages.k[here]}, {layer: pages.v[here]})
+                x = interpret(steps, backend, x)
                 pages.fetch(number)
                 buffers.done(number)
                 if number:
@@ -483,7 +484,7 @@ class ExpertStream:
         self._steps: dict[int, list[Op]] = {}
         for number, (layer, mlp) in enumerate(experts.items()):
             image, buffer = images[number], self.buffers.memory[number % BUFFERS]
-            self._steps[layer] = [moved(mlp.experts, partial(_there, image, buffer))]
+            self._steps[layer] = [moved(mlp.op, partial(_there, image, buffer))]
         first = next(iter(experts.values()))
         with torch.inference_mode(False):
             self._room = _room(experts.values(), self.device)
@@ -499,9 +500,7 @@ class ExpertStream:
             if number + 1 < len(self._steps):
                 buffers.load(number + 1)
             buffers.use(number)
-            nothing = torch.empty(0, dtype=torch.int32, device=self.device)
-            walk = LayerRun(program, gpu_prefill.Inputs(*[nothing] * 7), gpu_prefill.Sequences([], []), {}, {}, self._room)
-            walk.walk(x, self._steps[layer])
+            x = interpret(self._steps[layer], LayerBackend(program, self._room, Inputs.nothing(self.device)), x)
             buffers.done(number)
         return x
 

@@ -5,11 +5,13 @@ import json
 import pytest
 import torch
 
+from exl2nb.cache.pool import KVCache
 from exl2nb.cli import main
 from exl2nb.core.errors import ConfigError, EngineClosed, FormatError
 from exl2nb.io.shards import TensorStore
 from exl2nb.llm.plan import plan
 from exl2nb.model.archs import parse_config
+from exl2nb.model.batch import Batch
 from exl2nb.model.inspect import inspect
 from exl2nb.model.layers import RoutedMLP
 from exl2nb.model.layout import layer_linears, linears, modules
@@ -58,13 +60,17 @@ def test_a_plan_counts_the_experts_of_a_token(tmp_path):
 
 
 def _visited(model, ids):
-    """Layer -> experts, as the routed layers report them."""
-    seen, call = [], RoutedMLP.__call__
-    RoutedMLP.__call__ = lambda self, x: seen.append(set(call(self, x).flatten().tolist()))
-    try:
-        run(model, ids, forward="forward_by_ops")
-    finally:
-        RoutedMLP.__call__ = call
+    """The experts that each routed layer chose, as a trace shows them."""
+    points = [name for name in model.points if name.endswith("hook_expert_indices")]
+    batch = Batch.single(ids.tolist(), start=0, pages=[0])
+    seen = []
+    model.trace(
+        batch,
+        KVCache(model.cache_spec(len(ids))),
+        wanted=frozenset(points),
+        seen=lambda point, value, start: seen.append(set(value.flatten().tolist())),
+    )
+    assert len(seen) == len(points), "a routed layer was not seen"
     return seen
 
 
