@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from exl2nb import ops
-from exl2nb.cache.modes import MODES
 from exl2nb.cache.pool import KVCache
-from exl2nb.cache.spec import CacheSpec
+from exl2nb.cache.spec import MODES, CacheSpec
 from exl2nb.ops import cuda_attention
 
 LARGE_BYTES = 200 << 20

@@ -10,8 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from exl2nb.cache.spec import CacheSpec
-from exl2nb.cache.storage import STORAGES
+from exl2nb.cache.spec import STORAGES, CacheSpec
 from exl2nb.core.errors import OptionError
 from exl2nb.core.show import facts
 from exl2nb.ops.memory import large_pages

@@ -199,7 +199,7 @@ def add_cache_option(parser: argparse.ArgumentParser, default: str) -> None:
 
 
 def _cache_mode(text: str) -> str:
-    from exl2nb.cache.modes import parse_mode
+    from exl2nb.cache.spec import parse_mode
     from exl2nb.core.errors import OptionError
 
     try:
@@ -211,9 +211,9 @@ def _cache_mode(text: str) -> str:
 @contextmanager
 def loaded(directory: Path, progress: Sink | None = None, *, options: dict[str, Any] | None = None) -> Iterator[Model]:
     """A model for the length of a `with`; options: of `load_options`, device and RoPE."""
-    from exl2nb.llm.load import pick_device
     from exl2nb.model.loader import load_model
     from exl2nb.model.rope import RopeOverride
+    from exl2nb.ops.placement import pick_device
 
     options = options or {}
     rope = RopeOverride(**{name: options.get(f"rope_{name}") for name in (*ROPE, "scaling")})

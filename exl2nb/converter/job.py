@@ -19,7 +19,7 @@ from exl2nb.converter.measurement import Measurement
 from exl2nb.converter.memory import Asked, Planned, planned, planned_on_gpu
 from exl2nb.converter.pipeline import Pipeline
 from exl2nb.converter.result import Conversion
-from exl2nb.converter.settings import pick_device, settings
+from exl2nb.converter.settings import settings
 from exl2nb.converter.tuning import fitting
 from exl2nb.converter.weights import DenseWeights
 from exl2nb.converter.work import Context, JobContext, Work, make_directory
@@ -30,6 +30,7 @@ from exl2nb.io import hub
 from exl2nb.model.loader import read_model_config
 from exl2nb.model.store import open_store
 from exl2nb.ops.bf16x3 import bf16x3_linears
+from exl2nb.ops.placement import pick_device
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -101,7 +102,7 @@ class ConversionJob:
         work = self._work_dir.resolve() if self._work_dir is not None else None
         if work is not None and self.dst.resolve() in (work, *work.parents):
             raise ConversionError(f"work_dir {work} is inside {self.dst}, which will be the converted model; choose another directory")
-        self.device = pick_device(asked.device)
+        self.device = torch.device(pick_device(asked.device, where="convert", needs_engine=False))
         if self.settings.tuning is not None:
             self.settings = dataclasses.replace(self.settings, tuning=self.settings.tuning.on(self.device))
         more = EFFORTS[asked.effort].more.get(self.device.type, 0) if asked.rows is None else 0

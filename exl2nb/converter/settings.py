@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from exl2nb.cache.modes import parse_mode
+from exl2nb.cache.spec import parse_mode
 from exl2nb.converter.allocation import read_choices
 from exl2nb.converter.blockwise import Blocks
 from exl2nb.converter.calibration import Source
@@ -18,39 +18,9 @@ from exl2nb.converter.measurement import HEAD_BITS, Measurement
 from exl2nb.converter.quantization import Rounding
 from exl2nb.converter.sizes import parse_bytes
 from exl2nb.converter.tuning import Tuning
-from exl2nb.core import env
-from exl2nb.core.errors import DeviceError, OptionError
+from exl2nb.core.errors import OptionError
 from exl2nb.core.options import check_keywords, shown
-from exl2nb.ops import libraries
 from exl2nb.quant.bits import head_mix
-
-_EXPECTED = "expected 'auto', 'cpu', 'cuda' or 'cuda:<number>'"
-
-
-def pick_device(device: str | torch.device | None) -> torch.device:
-    """The device that was asked for.
-
-    Args:
-        device: "cpu"; "cuda" or "cuda:1"; "auto": the GPU where torch sees one and the CUDA library was built, else the CPU; None: what the
-            variable EXL2NB_DEVICE says, or "auto".
-
-    Raises:
-        OptionError: it is none of these. DeviceError: there is no such GPU.
-    """
-    asked = env.get("EXL2NB_DEVICE", "auto") if device is None else device
-    if asked == "auto":
-        return torch.device(libraries().best_device())
-    try:
-        found = torch.device(asked)
-    except (RuntimeError, TypeError) as error:
-        raise OptionError(f"convert: device is {device!r}; {_EXPECTED}") from error
-    if found.type not in ("cpu", "cuda"):
-        raise OptionError(f"convert: device is {device!r}; {_EXPECTED}")
-    if found.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if (found.index or 0) >= count:
-            raise DeviceError(f"convert: device is {device!r}; found {count} CUDA GPUs that can be used here, expected 'cpu' or 'auto'")
-    return found
 
 
 def describe_device(device: torch.device) -> str:

@@ -1,6 +1,7 @@
-"""Options as keyword-only frozen dataclasses, whose fields say all there is to know about an option.
+"""Options as keyword-only frozen dataclasses, whose fields say all there is to know about an option, and named choices.
 
 A field is declared with `option`. The command line, the server, the widgets, checks and docstrings read what it says with `options_of`.
+An unknown name is an error that lists the known ones or the nearest of them.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ import difflib
 import inspect
 import os
 import textwrap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from exl2nb.core.errors import OptionError
+from exl2nb.core.errors import Exl2Error, OptionError
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -257,3 +258,41 @@ def signature_with(signature: inspect.Signature, annotations: Mapping[str, Any],
         if name not in names
     ]
     return signature.replace(parameters=[*kept, *more])
+
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """A table of named objects that refuses an unknown name by listing the known ones.
+
+    Args:
+        what: the kind of object, for messages.
+        error: the class that is raised for an unknown name.
+    """
+
+    def __init__(self, what: str, error: type[Exl2Error]) -> None:
+        self._what, self._error = what, error
+        self._items: dict[str, T] = {}
+
+    def register(self, *names: str) -> Callable[[T], T]:
+        """Decorator: file an object under `names`; a name is given once only."""
+
+        def put(item: T) -> T:
+            for name in names:
+                assert name not in self._items, f"{self._what} {name!r} registered twice"
+                self._items[name] = item
+            return item
+
+        return put
+
+    def __getitem__(self, name: str) -> T:
+        if name not in self._items:
+            raise self._error(f"unknown {self._what} {name!r}; known: {', '.join(sorted(self._items))}")
+        return self._items[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._items
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self._items))

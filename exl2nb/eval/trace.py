@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from exl2nb.cache.modes import parse_mode
+from exl2nb.cache.spec import parse_mode
 from exl2nb.core.errors import OptionError
 from exl2nb.core.options import check_range
 from exl2nb.core.show import size_text

@@ -17,7 +17,7 @@ import torch
 from exl2nb.cache.pool import KVCache
 from exl2nb.core.progress import Sink
 from exl2nb.model.batch import Batch
-from exl2nb.ops.ahead import MOST_ROWS
+from exl2nb.ops.draw import MOST_ROWS
 from exl2nb.sampling.chain import batches, draw_batch, draw_settings, drawn_rows
 from exl2nb.sampling.draw import Sampled
 from exl2nb.sampling.state import SamplerState

@@ -17,7 +17,7 @@ from exl2nb.core.progress import Meter, Sink
 from exl2nb.generator.executor import Draw, PendingStep, Step
 from exl2nb.model.gpu import SHORT, mixes_adapters
 from exl2nb.model.model import DecodeInputs
-from exl2nb.ops import kernel_code, out_of_memory
+from exl2nb.ops import kernel_code, memory
 from exl2nb.ops.cuda_sample import ROW_BYTES, TOP, pack_row, report, sample_rows
 from exl2nb.ops.gpu import LoraBuffers, capturing, current_stream, launch_lock
 from exl2nb.sampling.draw import Sampled
@@ -180,11 +180,11 @@ class GpuExecutor:
         try:
             return self._launch(step)
         except RuntimeError as error:
-            if not out_of_memory.is_full(error):
+            if not memory.is_out_of_memory(error):
                 raise
             what = f"a step of {len(step.batch.input_ids)} tokens in {len(step.batch.context_lens)} requests does not fit"
             advice = "the request ended, the engine goes on; ask for fewer requests at once, or load with a smaller context= or cache='q4'"
-            raise out_of_memory.named(error, what, advice) from error
+            raise memory.out_of_memory_error(error, what, advice) from error
 
     def _launch(self, step: Step) -> PendingStep:
         draws = step.draws

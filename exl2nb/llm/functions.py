@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from exl2nb.cache.modes import parse_mode
+from exl2nb.cache.spec import parse_mode
 from exl2nb.converter.keywords import DEFAULTS, ConvertOptions
 from exl2nb.core.errors import Exl2Error, OptionError
 from exl2nb.core.options import check_range, spelled_out

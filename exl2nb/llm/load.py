@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from exl2nb.cache.modes import parse_mode
+from exl2nb.cache.spec import parse_mode
 from exl2nb.core import env
-from exl2nb.core.errors import DeviceError, OptionError, TokenizerError
+from exl2nb.core.errors import OptionError, TokenizerError
 from exl2nb.core.options import check_flag, check_keywords, shown
 from exl2nb.core.progress import Sink, showing
 from exl2nb.generator.draft import DraftModel, check_same_tokenizer
@@ -24,6 +23,7 @@ from exl2nb.model.loader import load_model
 from exl2nb.model.model import Model, Span
 from exl2nb.model.rope import RopeOverride
 from exl2nb.model.streaming import Streaming
+from exl2nb.ops.placement import pick_device
 from exl2nb.sampling.defaults import CHAT_DEFAULTS
 from exl2nb.sampling.params import check_integer
 from exl2nb.tokenizer.tokenizer import Tokenizer
@@ -171,38 +171,6 @@ def load(
     return llm
 
 
-def pick_device(device: str | None) -> str:
-    """The device that was asked for, as a loader takes it: "cpu", "cuda" or "cuda:1"; None and "auto" as in `load`.
-
-    Raises:
-        OptionError: none of these. DeviceError: it is not there, or cannot be used; says why.
-    """
-    wanted = env.get("EXL2NB_DEVICE", "auto") if device is None else device
-    if not isinstance(wanted, str) or not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", wanted):
-        raise OptionError(f"load: device is {shown(device)}; expected one of auto, cpu, cuda, cuda:<number>")
-    if wanted == "cpu":
-        return "cpu"
-    from exl2nb import ops
-
-    libraries = ops.libraries()
-    if wanted == "auto":
-        return libraries.best_device()
-    if problem := libraries.cuda_problem:
-        raise DeviceError(
-            f"device {wanted!r} cannot be used: {problem}; use device='cpu', or leave it at 'auto'; `exl2nb doctor` says more"
-        )
-    if ":" not in wanted:
-        return "cuda"
-    import torch
-
-    number, count = int(wanted.partition(":")[2]), torch.cuda.device_count()
-    if number >= count:
-        raise DeviceError(
-            f"device {wanted!r} is not there: torch sees {count} GPUs, cuda:0 to cuda:{count - 1}; `exl2nb doctor` lists them"
-        )
-    return f"cuda:{number}"
-
-
 def _chosen_devices(device: str | None, devices: DeviceChoice | None, gpu_layers: int | None, parallel: str) -> DeviceChoice | None:
     """What to split the model over, or None."""
     if parallel not in PARALLEL:
@@ -266,10 +234,10 @@ def _tower(folder: Path, model: Model) -> VisionEncoder | None:
 
 def _fitting(folder: Path, needed: str) -> AbstractContextManager[None]:
     """Too little memory by name."""
-    from exl2nb.ops import out_of_memory
+    from exl2nb.ops.memory import naming_out_of_memory
 
     todo = "close other models, use fewer bits per weight, a smaller context= or cache='q4'"
-    return out_of_memory.naming(f"{hub.label(folder)} does not fit", todo, needed=needed)
+    return naming_out_of_memory(f"{hub.label(folder)} does not fit", todo, needed=needed)
 
 
 def _gib(nbytes: int) -> str:

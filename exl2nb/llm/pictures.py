@@ -20,13 +20,6 @@ IMAGES = ("image", "input_image", "image_url")
 VIDEOS = ("video", "input_video", "video_url")
 
 
-def holds_pictures(messages: Any) -> bool:
-    """Whether a message has a part that is no text."""
-    known = messages if isinstance(messages, (list, tuple)) else ()
-    contents = [message.get("content") for message in known if isinstance(message, Mapping)]
-    return any(_kind(part) for content in contents if isinstance(content, (list, tuple)) for part in content)
-
-
 def take_pictures(messages: Sequence[Any]) -> tuple[list[Any], list[Picture]]:
     """The messages with a mark in the place of each picture, and the pictures in order.
 

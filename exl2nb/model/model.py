@@ -21,7 +21,7 @@ from exl2nb.model.gpu import GpuForward, formats_of
 from exl2nb.model.layers import MLP, Embedding, Head, Layer, RoutedMLP, Step, tensors_of
 from exl2nb.model.rope import both_tables, rope_switch, rope_tables
 from exl2nb.ops import gpu_prefill
-from exl2nb.ops.ahead import draw_ahead, join_ahead, step_draw
+from exl2nb.ops.draw import draw_ahead, join_ahead, step_draw
 from exl2nb.ops.gpu import LoraBuffers, unpack_half
 from exl2nb.ops.kernel_code import KernelId
 
@@ -246,7 +246,7 @@ class Model:
         """Begin a step that draws its tokens, and return before it has run; errors as in `forward`.
 
         Args:
-            batch: at most `ops.ahead.MOST_ROWS` tokens; it may be overwritten afterwards. cache: as in `forward`.
+            batch: at most `ops.draw.MOST_ROWS` tokens; it may be overwritten afterwards. cache: as in `forward`.
             draw: settings, number of alternatives and columns, as `ops.draw_rows` takes them.
             fed: feed and previous, as `ops.draw_ahead` takes them; None = all tokens are in the batch.
         """

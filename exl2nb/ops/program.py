@@ -10,7 +10,7 @@ import itertools
 import math
 import struct
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -91,6 +91,16 @@ def check_schema(text: str) -> None:
 
 def _float_bits(value: float) -> int:
     return struct.unpack("<q", struct.pack("<d", value))[0]
+
+
+def _text(kind: str, word: int, tensors: Mapping[int, Tensor]) -> str:
+    """A word that is not 0, as `Program.dump` writes it."""
+    if kind != ADDRESS:
+        return f"{struct.unpack('<d', struct.pack('<q', word))[0]:.9g}" if kind == REAL else str(word)
+    tensor = tensors[word]
+    if tensor.dtype == torch.uint8:
+        return f"blob{list(layout.shape(tensor))}".replace(" ", "")
+    return f"{tensor.dtype}{list(tensor.shape)}".removeprefix("torch.").replace(" ", "")
 
 
 class Program:
@@ -256,6 +266,21 @@ class Program:
             length = HEADER_WORDS + len(self._words)
             self._code = torch.tensor([MAGIC, VERSION, length, self.id, self._hidden, *self._words], dtype=torch.int64)
         return self._code
+
+    def dump(self) -> str:
+        """The program as text: a line for each op with its fields in the order of the words.
+
+        A tensor is its dtype and shape, a matrix "blob" and its shape. Fields that are 0 are left out.
+        """
+        names = {code: (name, kinds) for name, (code, kinds) in SCHEMA.items()}
+        tensors = {tensor.data_ptr(): tensor for tensor in self._tensors}
+        lines, at = [], 0
+        while at < len(self._words):
+            name, kinds = names[self._words[at]]
+            words = zip(kinds.items(), self._words[at + 1 :])
+            lines.append(" ".join([name, *(f"{field}={_text(kind, word, tensors)}" for (field, kind), word in words if word)]))
+            at += 1 + len(kinds)
+        return "\n".join(lines) + "\n"
 
     def run(
         self,

@@ -16,12 +16,11 @@ from exl2nb.core.progress import Progress, Sink
 from exl2nb.io import hub
 from exl2nb.server.errors import ApiError, api_error, body_of
 from exl2nb.server.fields import Body, Ids, Text, check_preset
-from exl2nb.server.keys import admin, permission, user
 from exl2nb.server.openai import model_entry, named_template
 from exl2nb.server.pictures import with_pictures
-from exl2nb.server.state import INLINE_CHARACTERS, State, aside
+from exl2nb.server.state import INLINE_CHARACTERS, State, admin, aside, permission, user
 from exl2nb.server.stream import HEADERS, MEDIA_TYPE, event
-from exl2nb.tokenizer.instruct import INSTRUCT
+from exl2nb.tokenizer.chat import INSTRUCT
 
 open_routes = APIRouter()
 router = APIRouter(dependencies=[Depends(user)])

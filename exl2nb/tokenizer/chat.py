@@ -1,14 +1,72 @@
-"""The chat templates that come with a model, and rendering them in the helper process."""
+"""Chat templates: those that come with a model, instruct formats by name for models without one, and rendering in the helper process."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from exl2nb.core.errors import OptionError, TokenizerError
 from exl2nb.core.helper import Helper, HelperError, Limits
 from exl2nb.tokenizer.files import read_object, read_text
+
+
+class Instruct(NamedTuple):
+    """One format. source: its Jinja template. stop: texts that begin the next turn, which a model may write itself."""
+
+    source: str
+    stop: tuple[str, ...] = ()
+
+
+def _turns(system: str, user: str, assistant: str, prompt: str) -> str:
+    """A template whose roles stand in front of each message; `tool` results are shown as the user's."""
+    return (
+        "{{ bos_token or '' }}{% for message in messages %}"
+        f"{{% if message.role == 'system' %}}{system}"
+        f"{{% elif message.role == 'assistant' %}}{assistant}"
+        f"{{% else %}}{user}{{% endif %}}"
+        f"{{% endfor %}}{{% if add_generation_prompt %}}{prompt}{{% endif %}}"
+    )
+
+
+_MISTRAL = """{{ bos_token or '' }}{% set ns = namespace(system='') %}{% for message in messages %}
+{%- if message.role == 'system' %}{% set ns.system = message.content ~ '\n\n' %}
+{%- elif message.role == 'assistant' %}{{ ' ' ~ message.content ~ (eos_token or '') }}
+{%- else %}{{ '[INST] ' ~ ns.system ~ message.content ~ ' [/INST]' }}{% set ns.system = '' %}{% endif %}{% endfor %}"""
+_LLAMA2 = """{% set ns = namespace(system='') %}{% for message in messages %}
+{%- if message.role == 'system' %}{% set ns.system = '<<SYS>>\n' ~ message.content ~ '\n<</SYS>>\n\n' %}
+{%- elif message.role == 'assistant' %}{{ ' ' ~ message.content ~ ' ' ~ (eos_token or '') }}
+{%- else %}{{ (bos_token or '') ~ '[INST] ' ~ ns.system ~ message.content ~ ' [/INST]' }}{% set ns.system = '' %}{% endif %}{% endfor %}"""
+INSTRUCT: dict[str, Instruct] = {
+    "chatml": Instruct(
+        "{% if bos_token and bos_token != '<|im_start|>' %}{{ bos_token }}{% endif %}{% for message in messages %}"
+        "{{ '<|im_start|>' ~ message.role ~ '\n' ~ message.content }}"
+        "{% if not loop.last or message.role != 'assistant' or add_generation_prompt %}{{ '<|im_end|>\n' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+        ("<|im_end|>", "<|im_start|>"),
+    ),
+    "llama2": Instruct(_LLAMA2, ("[INST]",)),
+    "mistral": Instruct(_MISTRAL, ("[INST]",)),
+    "alpaca": Instruct(
+        _turns(
+            "{{ message.content ~ '\n\n' }}",
+            "{{ '### Instruction:\n' ~ message.content ~ '\n\n' }}",
+            "{{ '### Response:\n' ~ message.content ~ '\n\n' }}",
+            "{{ '### Response:\n' }}",
+        ),
+        ("### Instruction:",),
+    ),
+    "vicuna": Instruct(
+        _turns(
+            "{{ message.content ~ '\n\n' }}",
+            "{{ 'USER: ' ~ message.content ~ '\n' }}",
+            "{{ 'ASSISTANT: ' ~ message.content ~ (eos_token or '') ~ '\n' }}",
+            "{{ 'ASSISTANT:' }}",
+        ),
+        ("USER:",),
+    ),
+}
+
 
 MAX_TEMPLATE = 1 << 20  # characters
 # a conversation of 1000 messages takes 0.02 s; a large template takes 0.05 s to compile

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import traitlets as t
 
-from exl2nb.cache.modes import MODES, parse_mode, storages_of
+from exl2nb.cache.spec import MODES, parse_mode, storages_of
 from exl2nb.core.errors import OptionError
 from exl2nb.core.options import check_keywords
-from exl2nb.eval.lockstep import Baseline, LockstepToken
-from exl2nb.eval.needle import Needle, NeedleResult, find
+from exl2nb.eval.cache_loss import Baseline, LockstepToken, Needle, NeedleResult, find_needle
 from exl2nb.sampling.params import check_integer
 from exl2nb.tokenizer.detokenize import Detokenizer
 from exl2nb.widgets import columns, static
@@ -100,7 +99,7 @@ def search(llm: Any, needle: Needle, modes: Sequence[str], stop: threading.Event
         for depth in (None, *needle.depths):
             if stop.is_set():
                 return
-            result = find(llm.engine.shared_model, llm.tokenizer, needle, mode=mode, depth=depth)
+            result = find_needle(llm.engine.shared_model, llm.tokenizer, needle, mode=mode, depth=depth)
             yield result
 
 
@@ -156,7 +155,6 @@ class CacheExplorer(BackgroundWidget):
     _esm = static.STATIC / "caches.js"
     _css = static.STATIC / "caches.css"
     _state_keys: ClassVar[tuple[str, ...]] = tuple(CachesState.__annotations__)
-    _picture_key = "A band per cache mode, a block per token; redder: larger KL; a black line: the first difference."
 
     prompt = t.Unicode("It was a dark night, and the old man").tag(sync=True, option=True)
     modes = t.List(t.Unicode(), [BASELINE, "q8", "q6", "q4"]).tag(sync=True, option=True)
@@ -456,10 +454,6 @@ class CacheExplorer(BackgroundWidget):
             f'<div style="margin-top:8px"><b>Needle</b> {fact}<table style="font-size:12px"><thead><tr><th></th>{head}</tr></thead>'
             f"<tbody>{rows}</tbody></table>{html.escape(self._verdict)}</div>"
         )
-
-    def _picture(self) -> static.Pixels | None:
-        rows = list(self.tokens.values())
-        return columns.strips(rows, [columns.first_difference(rows[0], row) for row in rows]) if rows else None
 
 
 def _depth(depth: float | None) -> str:

@@ -277,7 +277,6 @@ class Compare(BackgroundWidget):
     _esm = static.STATIC / "compare.js"
     _css = static.STATIC / "compare.css"
     _state_keys: ClassVar[tuple[str, ...]] = tuple(CompareState.__annotations__)
-    _picture_key = "A band per answer, a block per token; redder: larger KL; a black line: the first difference."
 
     prompts = t.List(t.Unicode(), list(_PROMPTS)).tag(sync=True, option=True)
     view = t.Enum(("kl", "difference"), "kl").tag(sync=True, option=True)
@@ -496,10 +495,6 @@ class Compare(BackgroundWidget):
             words = html.escape(prompt)
             parts.append(f'<div style="margin-top:6px;white-space:pre-wrap"><b>Prompt</b> {words}</div>{columns.side_by_side(shown)}')
         return "".join(parts) or f"<div>{html.escape(self._summary())}</div>"
-
-    def _picture(self) -> static.Pixels | None:
-        rows = [(answers[0], tokens) for answers in self.answers for tokens in answers]
-        return columns.strips([tokens for _, tokens in rows], [columns.first_difference(first, tokens) for first, tokens in rows])
 
 
 def _note(head: CompareColumn, tokens: Sequence[KlToken]) -> str:

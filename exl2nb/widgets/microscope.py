@@ -64,7 +64,6 @@ class SamplerMicroscope(ExlWidget):
     _esm = static.STATIC / "microscope.js"
     _css = static.STATIC / "microscope.css"
     _state_keys: ClassVar[tuple[str, ...]] = tuple(MicroscopeState.__annotations__)
-    _picture_key = "A row per token, a column per filter; darker: more probable; white: removed."
 
     at = t.Int(0).tag(sync=True, option=True)
     settings = t.Dict().tag(sync=True)
@@ -209,9 +208,6 @@ class SamplerMicroscope(ExlWidget):
         told = self._prompt[-400:] + "".join(str(text) for _, text in self._answer[: self.at])
         return f'<div style="white-space:pre-wrap;opacity:.8">{html.escape(told)}▏</div>{as_html(self._explanation)}'
 
-    def _picture(self) -> static.Pixels | None:
-        return _picture(self._steps)
-
 
 def _is_whole(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and float(value).is_integer()
@@ -272,16 +268,3 @@ def _replay(source: Any, prompt: Any, params: SamplingParams, max_tokens: int, i
             f"SamplerMicroscope: got {type(source).__name__!r}; expected an LLM and a prompt, a completion with logits, or logits"
         )
     return Replay.of(source, new_ids, prompt_ids, tokenizer=tokenizer)
-
-
-def _picture(steps: list[list[Any]]) -> static.Pixels:
-    """One column per step, one square per token shown, dark where it is likely."""
-    side, rows = 12, []
-    for place in range(len(steps[0][-1])):
-        line: list[static.RGB] = []
-        for step in steps:
-            prob = step[-1][place]
-            grey = 255 if prob is None else round(235 - 200 * prob**0.5)
-            line += [(grey, grey, min(255, grey + 20))] * (side - 1) + [(255, 255, 255)]
-        rows += [line] * (side - 1) + [[(255, 255, 255)] * len(line)]
-    return rows

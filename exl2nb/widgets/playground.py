@@ -147,7 +147,6 @@ class Playground(ExlWidget, ChatMode, SamplerTraits):
     _esm = static.STATIC / "playground.js"
     _css = static.STATIC / "playground.css"
     _state_keys: ClassVar[tuple[str, ...]] = (*PlaygroundState.__annotations__, *_SETTINGS)
-    _picture_key = "Redder: less probable when it was drawn."
 
     prompt = t.Unicode("").tag(sync=True, option=True)
     max_tokens = t.Int(128).tag(sync=True, option=True)
@@ -427,9 +426,6 @@ class Playground(ExlWidget, ChatMode, SamplerTraits):
         tokens = static.token_html(self.tokens, self._run_prompt) or html.escape(self.prompt)
         tokens = turns_html(self.turns, tokens) if self.turns else tokens
         return f'<div style="white-space:pre-wrap;line-height:1.7">{tokens}</div>'
-
-    def _picture(self) -> static.Pixels | None:
-        return static.token_pixels(self.tokens) if self.tokens else None
 
 
 def items_from(tokens: Sequence[Any]) -> list[TokenItem]:

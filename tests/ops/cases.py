@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from exl2nb import ops
-from exl2nb.cache.storage import STORAGES
+from exl2nb.cache.spec import STORAGES
 from exl2nb.ops import kv_codes, reference
 
 P = 256

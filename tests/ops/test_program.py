@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from exl2nb import ops
-from exl2nb.cache.storage import STORAGES
+from exl2nb.cache.spec import STORAGES
 from exl2nb.core.errors import FormatError
 from exl2nb.ops.kv_codes import FORMATS
 from exl2nb.ops.program import SCHEMA, check_schema

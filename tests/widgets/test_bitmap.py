@@ -93,7 +93,6 @@ def test_static_twin_and_export(tmp_path):
     assert "<img" not in data["text/html"]
     assert "1 group of 6 bits, 1 of 4" in data["text/html"]
     assert data["text/plain"].startswith("BitMap(")
-    assert data["image/png"]
     shown.to_html(tmp_path / "map.html")
     page = (tmp_path / "map.html").read_text()
     assert len(page) < 200_000

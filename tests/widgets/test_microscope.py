@@ -111,7 +111,6 @@ def test_static_twin_and_export(llm, tmp_path):
     assert "<script" not in data["text/html"]
     assert "min_p" in data["text/html"]
     assert data["text/plain"].startswith("SamplerMicroscope(token 0 of 3: ")
-    assert data["image/png"]
     scope.to_html(tmp_path / "scope.html")
     page = (tmp_path / "scope.html").read_text()
     assert len(page) < 200_000

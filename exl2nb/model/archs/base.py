@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from exl2nb.core.errors import ConfigError, UnknownArchitecture
-from exl2nb.core.registry import Registry
+from exl2nb.core.options import Registry
 from exl2nb.model.config import ACTIVATIONS, LIMITS, Files, ModelConfig, Names
 from exl2nb.model.fields import REQUIRED, Fields
 from exl2nb.model.keys import ROPE_KEYS, ROPE_OBJECTS, Keys, check_keys, check_rope_keys, known_words, rope_settings
