@@ -399,6 +399,7 @@ def test_names_and_values():
         "mirostat_tau": 4.0,
     }
     assert given == {**wanted, "mirostat": True}
+    assert parse("--dry-range", "64", "--dry-max-ngram", "9") == {"dry_range": 64, "dry_max_ngram": 9}
     SamplingParams(**given)
 
 
