@@ -290,12 +290,6 @@ def skew(logits: np.ndarray, value: float) -> np.ndarray:
     return out
 
 
-def sigma_cut(logits: np.ndarray, count: float) -> np.ndarray:
-    """Remove tokens whose logit is more than `count` standard deviations of all logits below the highest."""
-    alive = logits[logits > -np.inf].astype(np.float64)
-    return np.where(logits < np.float32(alive.max() - count * alive.std()), np.float32(-np.inf), logits)
-
-
 class Candidates(NamedTuple):
     """The tokens whose logits a filter gets. ids: int64 ascending, None = the whole vocabulary. left_out: probability of the others."""
 
@@ -451,12 +445,6 @@ CUTS: tuple[Filter, ...] = (
         "sometimes removes every token above the threshold but the least likely of them",
     ),
     Filter("skew", lambda x, s, _: skew(x, s.params.skew), ("skew",), "favours less (> 0) or more (< 0) likely tokens"),
-    Filter(
-        "sigma_cut",
-        lambda x, s, _: sigma_cut(x, s.params.sigma_cut),
-        ("sigma_cut",),
-        "keeps logits within n standard deviations of the best",
-    ),
 )
 CHAIN = MASKS + PENALTIES + CUTS
 NAMES = tuple(f.name for f in PENALTIES + CUTS)

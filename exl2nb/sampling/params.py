@@ -58,7 +58,6 @@ class SamplingOptions(TypedDict, total=False):
     xtc_threshold: float
     xtc_ignore: Sequence[int] | None
     skew: float
-    sigma_cut: float
     repetition_penalty: float
     presence_penalty: float
     frequency_penalty: float
@@ -268,14 +267,6 @@ class SamplingParams:
         label="Skew",
         hint="0 = off; > 0 favours unlikely tokens",
         slider=(-5, 5, 0.1),
-    )
-    sigma_cut: float = option(
-        0.0,
-        "keep tokens whose logit is within so many standard deviations of the best one's; 0 = all",
-        range=(0, 100),
-        label="Sigma cut",
-        hint="0 = off",
-        slider=(0, 5, 0.1),
     )
     repetition_penalty: float = option(
         1.0,

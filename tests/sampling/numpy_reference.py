@@ -112,11 +112,6 @@ def xtc(x, probability, threshold, protected=()):
         return np.log((1 - probability) * probs + probability * without / without.sum())
 
 
-def sigma_cut(x, count):
-    alive = x[x > -np.inf].astype(np.float64)
-    return np.where(x < np.float32(alive.max() - count * alive.std()), -np.inf, x)
-
-
 def skew(x, value):
     """Probability that u ** exp(-value) falls into the place of each token on the sorted line."""
     probs, out, below = softmax(x), np.zeros(len(x)), 0.0
@@ -208,7 +203,6 @@ def chain(x, params, prompt=(), new=(), *, end_ids=(), breakers=(), protected=()
         "dynamic_temperature": (p.max_temp > 0, lambda x: dynamic_temperature(x, p.min_temp, p.max_temp, p.temp_exponent)),
         "xtc": (p.xtc_probability > 0, lambda x: xtc(x, p.xtc_probability, p.xtc_threshold, protected)),
         "skew": (p.skew != 0, lambda x: skew(x, p.skew)),
-        "sigma_cut": (p.sigma_cut > 0, lambda x: sigma_cut(x, p.sigma_cut)),
     }
     left_out = "temperature" if p.temperature_last else "temperature_last"
     for name in p.order if p.order is not None else [n for n in steps if n != left_out]:
