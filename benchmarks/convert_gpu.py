@@ -114,7 +114,7 @@ def demo(args: argparse.Namespace, work: Path) -> dict[str, object]:
     """The demo model."""
     from convert import quality
 
-    from exl2nb.eval.text import token_rows
+    from exl2nb.eval.rows import token_rows
     from exl2nb.tokenizer.tokenizer import Tokenizer
 
     command = [sys.executable, "-m", "exl2nb.cli", "convert", "demo", str(work / "user"), "--bpw", str(args.bpw), "--effort", args.effort]

@@ -116,7 +116,7 @@ def compare(
     import torch
 
     from exl2nb.eval.comparison import compare_models
-    from exl2nb.eval.text import read_text, token_rows
+    from exl2nb.eval.rows import read_text, token_rows
     from exl2nb.llm.load import load
     from exl2nb.llm.model import LLM
     from exl2nb.llm.requests import ids_of

@@ -66,7 +66,7 @@ def continuations(
             steps, words = base.run(mode, tuple(tokenizer.eos_ids)), Detokenizer(tokenizer, ids)
             ended = False
             while not ended and not stop.is_set():
-                found, ended = _turn(steps)
+                found, ended = take_turn(steps)
                 yield [_token(cell, one, words, tokenizer) for one in found]
             if stop.is_set():
                 return
@@ -76,7 +76,7 @@ def continuations(
         base.close()
 
 
-def _turn(steps: Iterator[LockstepToken]) -> tuple[list[LockstepToken], bool]:
+def take_turn(steps: Iterator[LockstepToken]) -> tuple[list[LockstepToken], bool]:
     """The tokens of one turn, and whether the answer ended."""
     found, end = [], time.monotonic() + TURN_S
     for step in steps:

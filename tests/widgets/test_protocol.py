@@ -29,6 +29,7 @@ from exl2nb.widgets.progress import ProgressView
 from exl2nb.widgets.servermonitor import ServerMonitor
 from exl2nb.widgets.speculation import Speculation
 from exl2nb.widgets.weights import WeightBrowser
+from tests.widgets.page import tell
 
 WIDGETS = Path(__file__).parents[2] / "widgets"
 DATA = Path(__file__).parents[1] / "data"
@@ -83,7 +84,7 @@ def test_a_closed_widget_of_a_model_is_freed(llm):
     def used():
         made = Playground(llm)
         made.max_tokens = 3
-        made._dispatch(None, {"type": "generate", "run": 1, "prompt": "It was", "settings": {}}, [])
+        tell(made, {"type": "generate", "run": 1, "prompt": "It was", "settings": {}})
         made.wait(60)
         made.close()
         table = PageTable(llm, period_s=0.05)
