@@ -19,10 +19,10 @@ from exl2nb.llm.memory import MemoryPlan as Planned
 from exl2nb.llm.plan import DeviceChoice
 from exl2nb.llm.plan import plan as plan_of
 from exl2nb.llm.split_plan import COLOURS as DEVICE_COLOURS
-from exl2nb.llm.split_plan import Share, SplitPlan, check_limit, check_speed
+from exl2nb.llm.split_plan import Share, SplitFormula, SplitPlan, check_limit, check_speed
 from exl2nb.widgets import static
 from exl2nb.widgets.base import ExlWidget
-from exl2nb.widgets.protocol import PlanState
+from exl2nb.widgets.protocol import PlanSplit, PlanState
 
 SHOWN_MODES = ("fp16", "q8", "q6", "q4", "fp8", "fp32")
 
@@ -93,13 +93,7 @@ class MemoryPlan(ExlWidget):
             self._modes = [m for m in SHOWN_MODES if m in modes] + [m for m in modes if m not in SHOWN_MODES]
             if isinstance(planned, SplitPlan):
                 split = planned.movable()
-                kinds = {kind: one.to_dict() for kind, one in split.kinds.items()}
-                self._split = {
-                    "devices": [[one.name, one.kind] for one in split.devices],
-                    "kinds": kinds,
-                    "lends": split.lends,
-                    "source": planned.load_source,
-                }
+                self._split = wire(split, planned.load_source)
             else:
                 self.device = planned.device
 
@@ -174,6 +168,16 @@ class MemoryPlan(ExlWidget):
         )
         first = html.escape(str(plan).split("\n", 1)[0])
         return f"<div><b>{first}</b></div>{_bar(plan)}<div>{html.escape(plan.verdict())}</div><table style='font-size:12px'>{rows}</table>"
+
+
+def wire(split: SplitFormula, source: str = "") -> PlanSplit:
+    """A formula as the page takes it. source: the model's place, as arguments in Python."""
+    return {
+        "devices": [{"name": one.name, "kind": one.kind} for one in split.devices],
+        "kinds": {kind: {**one.known, "formula": one.formula.to_dict()} for kind, one in split.kinds.items()},
+        "lends": split.lends,
+        "source": source,
+    }
 
 
 def _coloured(plan: SplitPlan) -> list[tuple[Share, str]]:

@@ -599,7 +599,7 @@ class PlanFormula(TypedDict):
     adapters: int
 
 
-class PlanDevice(NamedTuple):
+class PlanDevice(TypedDict):
     """One of several devices. kind: "cpu" or "cuda"."""
 
     name: str
@@ -607,12 +607,15 @@ class PlanDevice(NamedTuple):
 
 
 class PlanKind(TypedDict):
-    """The coefficients of a split on one kind of device, exl2nb/llm/split_plan.py."""
+    """The values of a split on one kind of device, `KindFormula.known` in exl2nb/llm/split_plan.py."""
 
+    layers: int
     parts: list[int]
     read: list[int]
     stream: int
     lent: int
+    lent_counts: list[int]
+    lent_read: list[int]
     formula: PlanFormula
 
 
@@ -1347,9 +1350,23 @@ _EXPORTED |= {name: kind for name, kind in vars().items() if isinstance(kind, ty
 _EXPORTED |= {"FromKernel": FromKernel, "ToKernel": ToKernel}
 
 
+def _constants() -> dict[str, tuple[str, Any]]:
+    """Constants of the TypeScript module, each with its type there, "" for the type of the value as it is written."""
+    from exl2nb.llm.memory import PARTS, PLAN_TERMS
+    from exl2nb.llm.split_plan import SHARE_TERMS
+
+    terms = "readonly (readonly [name: string, term: unknown])[]"
+    return {
+        "SAMPLERS": ("readonly Sampler[]", SAMPLERS),
+        "PLAN_PARTS": ("", PARTS),
+        "PLAN_TERMS": (terms, PLAN_TERMS),
+        "SHARE_TERMS": (terms, SHARE_TERMS),
+    }
+
+
 def typescript() -> str:
     """The TypeScript module that `widgets/src/protocol.gen.ts` must equal."""
-    return module(_EXPORTED, version=PROTOCOL_VERSION, lists={"SAMPLERS": ("Sampler", SAMPLERS)})
+    return module(_EXPORTED, version=PROTOCOL_VERSION, constants=_constants())
 
 
 if __name__ == "__main__":

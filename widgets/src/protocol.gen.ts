@@ -476,14 +476,20 @@ export interface PlanFormula {
 }
 
 /** One of several devices. kind: "cpu" or "cuda". */
-export type PlanDevice = [name: string, kind: string];
+export interface PlanDevice {
+  name: string;
+  kind: string;
+}
 
-/** The coefficients of a split on one kind of device, exl2nb/llm/split_plan.py. */
+/** The values of a split on one kind of device, `KindFormula.known` in exl2nb/llm/split_plan.py. */
 export interface PlanKind {
+  layers: number;
   parts: number[];
   read: number[];
   stream: number;
   lent: number;
+  lent_counts: number[];
+  lent_read: number[];
   formula: PlanFormula;
 }
 
@@ -1095,4 +1101,33 @@ export const SAMPLERS: readonly Sampler[] = [
   ["mirostat", "Mirostat", "holds surprise at a target", 0, 1, 0, 0, 1, false],
   ["mirostat_tau", "Mirostat tau", "target surprise, bits", 0, 10, 0.1, 0.0, 100.0, 5.0],
   ["mirostat_eta", "Mirostat eta", "learning rate", 0, 1, 0.01, 0.0, 10.0, 0.1],
+];
+
+export const PLAN_PARTS = [
+  "weights",
+  "cache",
+  "work",
+  "graphs",
+  "logits",
+  "rounding",
+  "adapters",
+] as const;
+
+export const PLAN_TERMS: readonly (readonly [name: string, term: unknown])[] = [
+  ["tokens", ["min", "chunk", ["*", "batch", "context"]]],
+  ["cache", ["*", "batch", ["ceil", "context", "page_tokens"], ["at", "page_bytes", "mode"]]],
+  ["work", ["most", "stages", "tokens", "context"]],
+  ["graph_rows", ["min", 64, ["step", "batch", 1, 1, 2, 2, 4, 4, 8, 8, ["*", 8, ["ceil", "batch", 8]]]]],
+  ["graphs", ["+", "graph_fixed", ["*", "graph_row", "graph_rows"]]],
+  ["logits", ["*", "logits_row", "batch"]],
+  ["rounding", ["*", ["min", 1, "segments"], ["+", ["step", "weights", 1048576, 2097152, 10485759, 20971520, ["*", 2097152, ["ceil", "weights", 2097152]]], ["*", -1, "weights"], ["step", "cache", 1048576, 2097152, 10485759, 20971520, ["*", 2097152, ["ceil", "cache", 2097152]]], ["*", -1, "cache"]]]],
+];
+
+export const SHARE_TERMS: readonly (readonly [name: string, term: unknown])[] = [
+  ["layer_cache", ["floor", "cache", "layers"]],
+  ["lent_count", ["at", "lent_counts", "host"]],
+  ["share_weights", ["sum", "parts", ["step", "first", 0, 0, ["+", "first", 1]], ["step", "last", ["+", "layers", -1], ["+", "last", 1], ["+", "layers", 2]]]],
+  ["share_cache", ["*", "layer_cache", ["+", "last", ["*", -1, "first"], ["*", "sign", "lent_count"]]]],
+  ["share_work", ["+", "work", "graphs", "logits", "rounding", "stream", ["*", "lent", "lent_count"]]],
+  ["share_read", ["+", ["sum", "read", ["step", "first", 0, 0, ["+", "first", 1]], ["step", "last", ["+", "layers", -1], ["+", "last", 1], ["+", "layers", 2]]], ["*", "sign", ["sum", "lent_read", 0, "lent_count"]]]],
 ];

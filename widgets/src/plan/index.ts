@@ -1,7 +1,7 @@
 // MemoryPlan: one stacked bar against free memory; context, texts and cache mode are answered here, from the formula's coefficients. Of
 // several devices see split.ts.
 import type { AnyModel } from "@anywidget/types";
-import type { PlanState } from "../protocol.gen";
+import { PLAN_PARTS, type PlanState } from "../protocol.gen";
 import { type State, state } from "../shared/afm";
 import { h, setAttributes } from "../shared/dom";
 import { bytes } from "../shared/format";
@@ -9,7 +9,7 @@ import { snapshot } from "../shared/snapshot";
 import { tools, tsv } from "../shared/tools";
 import { show, View } from "../shared/view";
 import { amount, Controls, field, number, write } from "./controls";
-import { advice, fittingContext, PARTS, type Part, parts } from "./formula";
+import { advice, fittingContext, type Part, parts, type Sizes } from "./formula";
 import { SplitView } from "./split";
 import "./plan.css";
 
@@ -71,13 +71,13 @@ class PlanView extends View<PlanState> {
     const free = get("free");
     const choice = this.controls.choice;
     const sizes = parts(formula, choice);
-    const total = PARTS.reduce((sum, part) => sum + sizes[part], 0);
+    const total = PLAN_PARTS.reduce((sum, part) => sum + sizes[part], 0);
     this.title.textContent = get("name");
     this.device.textContent = get("device") === "cuda" ? "on the GPU" : "on the CPU";
     this.controls.draw();
     write(this.free, free === null ? "" : String(Number((free / GIB).toFixed(2))));
     const most = Math.max(1, total, free ?? 0);
-    const shown = PARTS.filter((part) => sizes[part] > 0);
+    const shown = PLAN_PARTS.filter((part) => sizes[part] > 0);
     this.drawBar(shown, sizes, most, free);
     const words = verdict(
       total,
@@ -102,7 +102,7 @@ class PlanView extends View<PlanState> {
 
   private text(): string {
     const sizes = parts(this.widget.get("_formula"), this.controls.choice);
-    return tsv([["part", "bytes"], ...PARTS.filter((part) => sizes[part] > 0).map((part) => [NAMES[part], sizes[part]])]);
+    return tsv([["part", "bytes"], ...PLAN_PARTS.filter((part) => sizes[part] > 0).map((part) => [NAMES[part], sizes[part]])]);
   }
 
   private drawBar(shown: readonly Part[], sizes: Sizes, most: number, free: number | null): void {
@@ -128,8 +128,6 @@ class PlanView extends View<PlanState> {
     }
   }
 }
-
-type Sizes = ReturnType<typeof parts>;
 
 function verdict(total: number, free: number | null, ways: string, longest: number): string {
   if (free === null) return `${bytes(total)} in all; free memory is not known: enter it`;

@@ -39,7 +39,7 @@ export class SplitView extends View<PlanState> {
 
   constructor(plan: State<PlanState>) {
     super(plan, "plan", "Memory plan of several devices");
-    const names = this.split.devices.map(([name]) => name);
+    const names = this.split.devices.map(({ name }) => name);
     const layers = layersOf(this.split);
     this.controls = new Controls(
       plan,
