@@ -18,7 +18,7 @@ from exl2nb.sampling.params import INTEGERS, SamplingParams
 from exl2nb.sampling.replay import Replay, seeded
 from exl2nb.widgets import static
 from exl2nb.widgets.base import ExlWidget
-from exl2nb.widgets.protocol import LinePart, MicroscopeState, SampleStep, SampleToken
+from exl2nb.widgets.protocol import LINE_PROB, SHOWN_TOKENS, LinePart, MicroscopeState, SampleStep, SampleToken
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -27,10 +27,6 @@ SLIDERS = (
     "temperature", "top_k", "top_p", "min_p", "typical_p", "tfs", "top_a", "xtc_probability", "xtc_threshold", "repetition_penalty",
     "presence_penalty", "frequency_penalty", "skew", "smoothing_factor",
 )  # fmt: skip
-SHOWN = 14
-"""Tokens of the table: so many of the first step's best and of the last's, and the drawn one."""
-LEAST = 0.004
-"""Probability below which neighbours on the line become one piece."""
 MOST_TEXT = 4000  # characters of the prompt that travel
 
 
@@ -144,7 +140,7 @@ class SamplerMicroscope(ExlWidget):
 
     def _show(self, at: int, params: SamplingParams) -> None:
         found = self.replay.explain(at, params)
-        shown = found.shown(SHOWN)
+        shown = found.shown(SHOWN_TOKENS)
         self._explanation, self._asked = found, (at, params)
         rest = {name: value for name, value in params.changed.items() if name not in (*SLIDERS, "seed", "post_sampling")}
         with self.hold_sync():
@@ -233,7 +229,7 @@ def line_of(found: Explanation, name: Callable[[int], str]) -> list[LinePart]:
     sums = np.concatenate([[0.0], probs.cumsum()])
     parts: list[LinePart] = []
     first = 0
-    for place in [*np.flatnonzero((probs >= LEAST) | (ids == found.token)).tolist(), len(ids)]:
+    for place in [*np.flatnonzero((probs >= LINE_PROB) | (ids == found.token)).tolist(), len(ids)]:
         if place > first:
             parts.append(
                 LinePart(-1, f"{place - first} token{'s' if place - first > 1 else ''}", round(float(sums[place] - sums[first]), 7))

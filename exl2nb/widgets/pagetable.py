@@ -15,15 +15,11 @@ from exl2nb.core.errors import EngineClosed, OptionError
 from exl2nb.widgets import static
 from exl2nb.widgets.background import Background
 from exl2nb.widgets.base import ExlWidget, as_text
-from exl2nb.widgets.protocol import PageCell, PageFrame, PageOwner, PageTableState, Status
+from exl2nb.widgets.protocol import OWNER_COLOURS, PageCell, PageFrame, PageOwner, PageTableState, Status
 
 if TYPE_CHECKING:
     import pandas as pd
 
-OWNER_COLOURS: tuple[static.RGB, ...] = (
-    (46, 112, 190), (214, 120, 40), (62, 150, 92), (168, 84, 170), (196, 62, 78), (20, 140, 150), (140, 110, 40), (222, 110, 150),
-)  # fmt: skip
-"""Of requests, by number; the same are in widgets/src/pagetable/colours.ts."""
 KEY_DIGITS = 12  # of a page's name: enough to tell pages apart
 MOST_SQUARES = 512  # pages of the script-free twin
 CACHED: static.RGB = (176, 186, 198)

@@ -802,6 +802,12 @@ class RunPrompts(TypedDict):
 # ---- inspectors: SamplerMicroscope, PageTable, Speculation
 
 
+SHOWN_TOKENS = 14
+"""Tokens of the microscope's table: so many of the first step's best and of the last's, and the drawn one."""
+LINE_PROB = 0.004
+"""Probability below which neighbours on the microscope's line become one piece."""
+
+
 class SampleStep(NamedTuple):
     """One step of the sampling chain. mass: probability that it removed. probs: of `_tokens` after it; null where removed."""
 
@@ -861,6 +867,12 @@ class Sample(TypedDict):
     type: Literal["sample"]
     at: int
     settings: dict[str, float]
+
+
+OWNER_COLOURS = (
+    (46, 112, 190), (214, 120, 40), (62, 150, 92), (168, 84, 170), (196, 62, 78), (20, 140, 150), (140, 110, 40), (222, 110, 150),
+)  # fmt: skip
+"""Of the requests that hold pages, by number."""
 
 
 class PageCell(NamedTuple):
@@ -1352,12 +1364,26 @@ _EXPORTED |= {"FromKernel": FromKernel, "ToKernel": ToKernel}
 
 def _constants() -> dict[str, tuple[str, Any]]:
     """Constants of the TypeScript module, each with its type there, "" for the type of the value as it is written."""
-    from exl2nb.llm.memory import PARTS, PLAN_TERMS
+    from exl2nb.core.show import BIT_COLOURS, DIVERGING_COLOURS, SIZE_UNITS
+    from exl2nb.llm.memory import COLOURS, PARTS, PLAN_TERMS
+    from exl2nb.llm.split_plan import COLOURS as DEVICE_COLOURS
     from exl2nb.llm.split_plan import SHARE_TERMS
+    from exl2nb.widgets.columns import KL_LIMITS
+    from exl2nb.widgets.static import SURPRISE_LIMITS
 
     terms = "readonly (readonly [name: string, term: unknown])[]"
     return {
         "SAMPLERS": ("readonly Sampler[]", SAMPLERS),
+        "BIT_COLOURS": ("", BIT_COLOURS),
+        "DIVERGING_COLOURS": ("", DIVERGING_COLOURS),
+        "SIZE_UNITS": ("", SIZE_UNITS),
+        "SURPRISE_LIMITS": ("", SURPRISE_LIMITS),
+        "KL_LIMITS": ("", KL_LIMITS),
+        "OWNER_COLOURS": ("", OWNER_COLOURS),
+        "PLAN_COLOURS": ("", COLOURS),
+        "DEVICE_COLOURS": ("", DEVICE_COLOURS),
+        "SHOWN_TOKENS": ("", SHOWN_TOKENS),
+        "LINE_PROB": ("", LINE_PROB),
         "PLAN_PARTS": ("", PARTS),
         "PLAN_TERMS": (terms, PLAN_TERMS),
         "SHARE_TERMS": (terms, SHARE_TERMS),

@@ -8,16 +8,17 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+LINE = 120  # characters; longer lists are written row by row
 _PRIMITIVE = {str: "string", int: "number", float: "number", bool: "boolean", type(None): "null"}
 
 
-def module(exported: Mapping[str, Any], *, version: int, constants: Mapping[str, tuple[str, Sequence[Any]]] | None = None) -> str:
+def module(exported: Mapping[str, Any], *, version: int, constants: Mapping[str, tuple[str, Any]] | None = None) -> str:
     """A TypeScript module that declares each of `exported`, and the protocol's version.
 
     Args:
         exported: types by name.
         version: of the protocol.
-        constants: name -> type and JSON values; type "": that of the values as they are written.
+        constants: name -> type and JSON value; type "": that of the value as it is written.
 
     Raises:
         TypeError: an annotation has no TypeScript spelling.
@@ -33,9 +34,11 @@ def module(exported: Mapping[str, Any], *, version: int, constants: Mapping[str,
         if isinstance(kind, type) and doc:
             lines.append(_comment(doc))
         lines.append(_declaration(name, kind, exported))
-    for name, (kind, values) in (constants or {}).items():
-        rows = "".join(f"  {json.dumps(value, ensure_ascii=False)},\n" for value in values)
-        lines += ["", f"export const {name}{kind and ': '}{kind} = [\n{rows}]{'' if kind else ' as const'};"]
+    for name, (kind, value) in (constants or {}).items():
+        text = json.dumps(value, ensure_ascii=False)
+        if len(text) > LINE and isinstance(value, Sequence):
+            text = f"[\n{''.join(f'  {json.dumps(row, ensure_ascii=False)},{chr(10)}' for row in value)}]"
+        lines += ["", f"export const {name}{kind and ': '}{kind} = {text}{'' if kind else ' as const'};"]
     return "\n".join(lines) + "\n"
 
 

@@ -136,9 +136,7 @@ def test_every_step_of_the_chain_is_the_microscopes(page, small, settings):
     ids, answer = [int(i) for i in small.tokenizer.encode(ASK)], [token for token, _ in scope._answer]
     for at in (0, 3, 5):
         page.evaluate("([ids, rest]) => made.engine.read([...ids, ...rest], 0)", [ids, answer[:at]])
-        here = page.evaluate(
-            "([s, at]) => made.explain(made.engine.logits().slice(), s, 5, at, (id) => made.tokenizer.text(id))", [whole, at]
-        )
+        here = page.evaluate("([s, at]) => made.explain(made.engine, s, 5, at, (id) => made.tokenizer.text(id))", [whole, at])
         scope.look(at)
         assert (here["token"], here["uniform"]) == (scope.token, scope.uniform)
         assert here["tokens"] == scope._tokens and here["prob"] == pytest.approx(scope.prob, abs=1e-6)

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import shutil
 import subprocess
 from dataclasses import replace
@@ -10,8 +11,11 @@ from pathlib import Path
 import pytest
 
 import exl2nb as ex
+from exl2nb.core import show
 from exl2nb.llm.memory import Stage
 from exl2nb.llm.split_plan import Holder, KindFormula, SplitFormula
+from exl2nb.widgets import static
+from exl2nb.widgets.columns import kl_step
 from exl2nb.widgets.memory_plan import wire
 
 WIDGETS = Path(__file__).parents[2] / "widgets"
@@ -81,3 +85,35 @@ def test_split_plans_agree():
             for one in split.shares(borders, **choice)
         ]
         assert [one for one in found if one["last"] > one["first"]] == expected, f"borders {borders}, {choice}, lends {split.lends}"
+
+
+def test_colours_and_numbers_agree():
+    seeded = random.Random(3)
+    numbers = [seeded.uniform(-1, 9) for _ in range(300)]
+    probs = [None, 0, 1, *static.SURPRISE_LIMITS, *(10 ** seeded.uniform(-4, 0.5) for _ in range(100))]
+    sizes = [0, 1023, *(int(2 ** seeded.uniform(0, 45)) for _ in range(200))]
+    code = """
+        import { bytes, surprise } from "./src/shared/format";
+        import { klStep } from "./src/shared/kl";
+        import { colour, diverging, ink } from "./src/shared/palette";
+        const named = { bytes, surprise, klStep, colour, diverging, ink: (bits) => ink(colour(bits)) };
+        const answer = ([name, inputs]) => inputs.map(named[name]);
+    """
+    inputs = {"bytes": sizes, "surprise": probs, "klStep": probs, "colour": numbers, "diverging": numbers, "ink": numbers}
+    here = {
+        "bytes": show.size_text,
+        "surprise": lambda prob: -1 if prob is None else static.surprise(prob),
+        "klStep": lambda kl: -1 if kl is None else kl_step(kl),
+        "colour": lambda bits: [*show.colour(bits)],
+        "diverging": lambda difference: [*show.diverging(difference)],
+        "ink": lambda bits: {(0, 0, 0): "#000", (255, 255, 255): "#fff"}[show.ink(show.colour(bits))],
+    }
+    for (name, given), found in zip(inputs.items(), in_node(code, [*inputs.items()])):
+        wrong = [(x, there) for x, there in zip(given, found) if there != here[name](x)]
+        assert not wrong, f"{name} differs from Python's for {wrong[:3]}"
+
+
+def test_tints_agree():
+    css = (WIDGETS / "src" / "shared" / "base.css").read_text(encoding="utf-8")
+    found = re.findall(r"--exl-tint-\d: rgb\((\d+) (\d+) (\d+) / (\d+)%\);", css)
+    assert ["transparent", *(f"rgba({r},{g},{b},.{share})" for r, g, b, share in found)] == [*static.TINTS]

@@ -1,7 +1,7 @@
 // MemoryPlan: one stacked bar against free memory; context, texts and cache mode are answered here, from the formula's coefficients. Of
 // several devices see split.ts.
 import type { AnyModel } from "@anywidget/types";
-import { PLAN_PARTS, type PlanState } from "../protocol.gen";
+import { PLAN_COLOURS, PLAN_PARTS, type PlanState } from "../protocol.gen";
 import { type State, state } from "../shared/afm";
 import { h, setAttributes } from "../shared/dom";
 import { bytes } from "../shared/format";
@@ -109,8 +109,9 @@ class PlanView extends View<PlanState> {
     let at = 0;
     const pieces: HTMLElement[] = [];
     for (const part of shown) {
-      const piece = h("div", { class: `exl2nb-piece exl2nb-part-${part}`, title: `${NAMES[part]}: ${bytes(sizes[part])}` });
+      const piece = h("div", { class: "exl2nb-piece", title: `${NAMES[part]}: ${bytes(sizes[part])}` });
       piece.style.width = `${(100 * sizes[part]) / most}%`;
+      piece.style.backgroundColor = PLAN_COLOURS[part];
       at += sizes[part];
       pieces.push(piece);
     }
@@ -137,7 +138,7 @@ function verdict(total: number, free: number | null, ways: string, longest: numb
 }
 
 function row(part: Part, name: string, size: number, total: number): HTMLElement {
-  const swatch = h("span", { class: `exl2nb-swatch exl2nb-part-${part}`, "aria-hidden": "true" });
+  const swatch = h("span", { class: "exl2nb-swatch", style: `background-color:${PLAN_COLOURS[part]}`, "aria-hidden": "true" });
   const share = `${((100 * size) / Math.max(1, total)).toFixed(size / total < 0.1 ? 1 : 0)} %`;
   return h(
     "tr",
