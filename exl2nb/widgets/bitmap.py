@@ -64,7 +64,7 @@ class BitMap(ExlWidget):
         with self.hold_sync():
             self.title = self.title or grid.title
             self._metrics, self._matrices, self._layers = metrics, list(grid.matrices), list(grid.layers)
-            self._cells = [list(cell) for cell in grid.cells]
+            self._cells = [cell._asdict() for cell in grid.cells]
             self._other = [against.get((c.matrix, c.layer)) for c in grid.cells] if self.other else []
             self._other_title = self.other.title if self.other else ""
 

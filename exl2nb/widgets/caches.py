@@ -368,7 +368,8 @@ class CacheExplorer(BackgroundWidget):
     def to_dict(self) -> dict[str, Any]:
         """Everything shown, as plain JSON values; `CacheExplorer(result=...)` shows it again."""
         tokens = [list(token) for token in self._feed.items]
-        values = (self._run_modes or self.modes, self._run_prompt or self.prompt, self.max_tokens, self._free, self._kinds, tokens)
+        kinds = [list(kind) for kind in self._sizes.values()]
+        values = (self._run_modes or self.modes, self._run_prompt or self.prompt, self.max_tokens, self._free, kinds, tokens)
         return dict(zip(_PLAIN, (*values, self._needle, self._needle_text, self._verdict, self._context, self._model_label)))
 
     def _take(self, result: Mapping[str, Any]) -> None:
@@ -406,7 +407,7 @@ class CacheExplorer(BackgroundWidget):
         self._model_label = str(getattr(llm, "name", ""))
 
     def _show_sizes(self, kinds: list[CacheKind]) -> None:
-        self._sizes, self._kinds = {kind.mode: kind for kind in kinds}, [list(kind) for kind in kinds]
+        self._sizes, self._kinds = {kind.mode: kind for kind in kinds}, [kind._asdict() for kind in kinds]
 
     def _describe_needle(self, tokens: int) -> None:
         needle = self.needle

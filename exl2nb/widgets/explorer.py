@@ -287,7 +287,7 @@ class BitrateExplorer(BackgroundWidget):
             self._plan, self._grid = plan, grid_of(plan)
             with self.hold_sync():
                 self._matrices, self._layers = list(self._grid.matrices), list(self._grid.layers)
-                self._cells = [list(cell) for cell in self._grid.cells]
+                self._cells = [cell._asdict() for cell in self._grid.cells]
                 self.nbytes, self.predicted_kl, self.solve_ms = plan.nbytes, plan.predicted_kl, round(1000 * spent, 2)
                 self.solved = bpw
                 self.bpw = bpw

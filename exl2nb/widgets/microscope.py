@@ -148,7 +148,7 @@ class SamplerMicroscope(ExlWidget):
             self.settings = {name: getattr(params, name) for name in SLIDERS}
             self._others = ", ".join(f"{name}={str(value)[:40]}" for name, value in rest.items())
             self._tokens = [list(SampleToken(i, self._name(i))) for i in shown]
-            self._steps = [list(step) for step in _steps(found, shown)]
+            self._steps = [step._asdict() for step in _steps(found, shown)]
             self._line = [list(part) for part in line_of(found, self._name)]
             self.token, self.token_text, self.prob = found.token, self._name(found.token), found.prob
             self.uniform, self.seed, self._index = found.uniform, str(found.seed), found.index

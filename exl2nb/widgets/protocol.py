@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, TypedDict
 from exl2nb.sampling.params import INTEGERS, RANGES, SamplingParams
 from exl2nb.widgets.typescript import module
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Raised when a message changes its meaning; the browser half refuses another number with a readable line."""
 
 
@@ -1357,6 +1357,10 @@ ToKernel = (
 )
 
 
+RECORDS = (ChatTurn, BitCell, CacheKind, SampleStep)
+"""NamedTuples that travel as objects (`_asdict`). The others travel as lists: rows of tokens, points and pages, of which there are many."""
+
+
 _EXPORTED: dict[str, Any] = {"Status": Status}
 _EXPORTED |= {name: kind for name, kind in vars().items() if isinstance(kind, type) and kind.__module__ == __name__}
 _EXPORTED |= {"FromKernel": FromKernel, "ToKernel": ToKernel}
@@ -1392,7 +1396,7 @@ def _constants() -> dict[str, tuple[str, Any]]:
 
 def typescript() -> str:
     """The TypeScript module that `widgets/src/protocol.gen.ts` must equal."""
-    return module(_EXPORTED, version=PROTOCOL_VERSION, constants=_constants())
+    return module(_EXPORTED, version=PROTOCOL_VERSION, records=RECORDS, constants=_constants())
 
 
 if __name__ == "__main__":

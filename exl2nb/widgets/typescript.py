@@ -12,12 +12,19 @@ LINE = 120  # characters; longer lists are written row by row
 _PRIMITIVE = {str: "string", int: "number", float: "number", bool: "boolean", type(None): "null"}
 
 
-def module(exported: Mapping[str, Any], *, version: int, constants: Mapping[str, tuple[str, Any]] | None = None) -> str:
+def module(
+    exported: Mapping[str, Any],
+    *,
+    version: int,
+    records: Sequence[type] = (),
+    constants: Mapping[str, tuple[str, Any]] | None = None,
+) -> str:
     """A TypeScript module that declares each of `exported`, and the protocol's version.
 
     Args:
         exported: types by name.
         version: of the protocol.
+        records: NamedTuples among `exported` that travel as objects.
         constants: name -> type and JSON value; type "": that of the value as it is written.
 
     Raises:
@@ -33,7 +40,7 @@ def module(exported: Mapping[str, Any], *, version: int, constants: Mapping[str,
         lines.append("")
         if isinstance(kind, type) and doc:
             lines.append(_comment(doc))
-        lines.append(_declaration(name, kind, exported))
+        lines.append(_declaration(name, kind, exported, records))
     for name, (kind, value) in (constants or {}).items():
         text = json.dumps(value, ensure_ascii=False)
         if len(text) > LINE and isinstance(value, Sequence):
@@ -47,11 +54,11 @@ def _comment(doc: str) -> str:
     return f"/** {doc} */" if len(lines) == 1 else "\n".join(["/**", *(f" * {line}".rstrip() for line in lines), " */"])
 
 
-def _declaration(name: str, kind: Any, exported: Mapping[str, Any]) -> str:
-    if isinstance(kind, type) and issubclass(kind, tuple):
+def _declaration(name: str, kind: Any, exported: Mapping[str, Any], records: Sequence[type]) -> str:
+    if isinstance(kind, type) and issubclass(kind, tuple) and kind not in records:
         parts = ", ".join(f"{field}: {spelling(hint, exported)}" for field, hint in get_type_hints(kind).items())
         return f"export type {name} = [{parts}];"
-    if typing.is_typeddict(kind):
+    if typing.is_typeddict(kind) or kind in records:
         body = "".join(f"  {field}: {spelling(hint, exported)};\n" for field, hint in get_type_hints(kind).items())
         return f"export interface {name} {{\n{body}}}"
     return f"export type {name} = {spelling(kind, exported, inline=True)};"

@@ -55,9 +55,16 @@ function asShown(step: Step, before: Step, shown: number[]): SampleStep {
   const left = (probs: Float64Array) => probs.reduce((count, prob) => count + (prob >= 0 ? 1 : 0), 0);
   const mass = before.probs.reduce((sum, prob, id) => (prob > 0 && probOf(step, id) < 0 ? sum + prob : sum), 0);
   const entropy = step.probs.reduce((sum, prob) => (prob > 0 ? sum - prob * Math.log2(prob) : sum), 0);
-  const probs = shown.map((id) => (probOf(step, id) < 0 ? null : round(probOf(step, id), 7)));
-  const removed = left(before.probs) - left(step.probs);
-  return [step.name, step.settings, left(step.probs), removed, round(mass, 7), round(step.temperature, 6), round(entropy, 4), probs];
+  return {
+    name: step.name,
+    settings: step.settings,
+    survivors: left(step.probs),
+    removed: left(before.probs) - left(step.probs),
+    mass: round(mass, 7),
+    temperature: round(step.temperature, 6),
+    entropy_bits: round(entropy, 4),
+    probs: shown.map((id) => (probOf(step, id) < 0 ? null : round(probOf(step, id), 7))),
+  };
 }
 
 /** The most probable tokens, best first; ties in order of id. */

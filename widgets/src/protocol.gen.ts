@@ -1,6 +1,6 @@
 // Generated from exl2nb/widgets/protocol.py by `npm run protocol`; edit that file, not this one.
 
-export const PROTOCOL_VERSION = 1;
+export const PROTOCOL_VERSION = 2;
 
 export type Status = "idle" | "loading" | "running" | "stopped" | "done" | "error";
 
@@ -189,7 +189,16 @@ export type ShownPicture = [url: string, note: string];
  *
  * images: that were shown with it.
  */
-export type ChatTurn = [id: number, role: string, text: string, version: number, versions: number, reasoning: string, calls: string[], images: ShownPicture[]];
+export interface ChatTurn {
+  id: number;
+  role: string;
+  text: string;
+  version: number;
+  versions: number;
+  reasoning: string;
+  calls: string[];
+  images: ShownPicture[];
+}
 
 /** The reader sent a message. images: pictures with it, as data URLs. settings: as in Generate, here and below. */
 export interface ChatSend {
@@ -312,7 +321,19 @@ export type BitPart = [name: string, bpw: number, format: string, runs: Run[]];
  *
  * error: of the rounding on the calibration text. share: of the predicted KL, 0..1. null: not known.
  */
-export type BitCell = [layer: number, matrix: string, bpw: number, nbytes: number, weights: number, rows: number, columns: number, experts: number, error: number | null, share: number | null, parts: BitPart[]];
+export interface BitCell {
+  layer: number;
+  matrix: string;
+  bpw: number;
+  nbytes: number;
+  weights: number;
+  rows: number;
+  columns: number;
+  experts: number;
+  error: number | null;
+  share: number | null;
+  parts: BitPart[];
+}
 
 /** Synced traits of BitMap. selected: layer and matrix, or empty. _other: bits of a second model, cell by cell. */
 export interface BitMapState {
@@ -535,7 +556,14 @@ export interface PlanState {
 export type KlToken = [cell: number, text: string, id: number, prob: number | null, reference_prob: number | null, kl: number | null, same: boolean | null, favourite: string | null];
 
 /** A cache mode. note: what K and V are stored as. bits: a number on average. fits: tokens that free memory holds; null: not known. */
-export type CacheKind = [mode: string, title: string, note: string, bits: number, token_bytes: number, fits: number | null];
+export interface CacheKind {
+  mode: string;
+  title: string;
+  note: string;
+  bits: number;
+  token_bytes: number;
+  fits: number | null;
+}
 
 /** The answer's probability under a mode; depth 0 to 1, null: the fact was not in the text. rank: of its first token. */
 export type NeedleHit = [mode: string, depth: number | null, prob: number, rank: number];
@@ -623,7 +651,16 @@ export interface RunPrompts {
 }
 
 /** One step of the sampling chain. mass: probability that it removed. probs: of `_tokens` after it; null where removed. */
-export type SampleStep = [name: string, settings: string, survivors: number, removed: number, mass: number, temperature: number, entropy_bits: number, probs: (number | null)[]];
+export interface SampleStep {
+  name: string;
+  settings: string;
+  survivors: number;
+  removed: number;
+  mass: number;
+  temperature: number;
+  entropy_bits: number;
+  probs: (number | null)[];
+}
 
 /** A token worth looking at. */
 export type SampleToken = [id: number, text: string];

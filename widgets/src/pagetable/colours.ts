@@ -56,7 +56,7 @@ export interface Counts {
 
 export function counts(frame: PageFrame): Counts {
   const found: Counts = { used: 0, shared: 0, cached: 0, free: 0 };
-  for (const [state, , owners] of frame.pages) {
+  for (const [state, _tokens, owners] of frame.pages) {
     if (state === "used" && owners.length > 1) found.shared += 1;
     else found[state] += 1;
   }
