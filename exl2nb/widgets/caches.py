@@ -6,7 +6,7 @@ import html
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import traitlets as t
 
@@ -153,9 +153,7 @@ class CacheExplorer(BackgroundWidget):
         (['fp16', 'q4'], True)
     """
 
-    _esm = static.STATIC / "caches.js"
-    _css = static.STATIC / "caches.css"
-    _state_keys: ClassVar[tuple[str, ...]] = tuple(CachesState.__annotations__)
+    _bundle, _state_type = "caches", CachesState
 
     prompt = t.Unicode("It was a dark night, and the old man").tag(sync=True, option=True)
     modes = t.List(t.Unicode(), [BASELINE, "q8", "q6", "q4"]).tag(sync=True, option=True)

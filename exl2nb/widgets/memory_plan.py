@@ -7,7 +7,7 @@ from __future__ import annotations
 import html
 import os
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import traitlets as t
 
@@ -20,7 +20,6 @@ from exl2nb.llm.plan import DeviceChoice
 from exl2nb.llm.plan import plan as plan_of
 from exl2nb.llm.split_plan import COLOURS as DEVICE_COLOURS
 from exl2nb.llm.split_plan import Share, SplitFormula, SplitPlan, check_limit, check_speed
-from exl2nb.widgets import static
 from exl2nb.widgets.base import ExlWidget
 from exl2nb.widgets.protocol import PlanSplit, PlanState
 
@@ -57,9 +56,7 @@ class MemoryPlan(ExlWidget):
         True
     """
 
-    _esm = static.STATIC / "plan.js"
-    _css = static.STATIC / "plan.css"
-    _state_keys: ClassVar[tuple[str, ...]] = tuple(PlanState.__annotations__)
+    _bundle, _state_type = "plan", PlanState
 
     name = t.Unicode("").tag(sync=True)
     device = t.Enum(("cpu", "cuda"), "cpu").tag(sync=True)

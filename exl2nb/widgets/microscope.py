@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import traitlets as t
@@ -59,9 +59,7 @@ class SamplerMicroscope(ExlWidget):
     """
 
     _more_keywords = (SamplingOptions.__annotations__, DEFAULTS)
-    _esm = static.STATIC / "microscope.js"
-    _css = static.STATIC / "microscope.css"
-    _state_keys: ClassVar[tuple[str, ...]] = tuple(MicroscopeState.__annotations__)
+    _bundle, _state_type = "microscope", MicroscopeState
 
     at = t.Int(0).tag(sync=True, option=True)
     settings = t.Dict().tag(sync=True)

@@ -7,7 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import traitlets as t
 
@@ -174,9 +174,7 @@ class PageTable(ExlWidget):
         >>> llm.close()
     """
 
-    _esm = static.STATIC / "pagetable.js"
-    _css = static.STATIC / "pagetable.css"
-    _state_keys: ClassVar[tuple[str, ...]] = tuple(PageTableState.__annotations__)
+    _bundle, _state_type = "pagetable", PageTableState
 
     _background = Background("PageTable")  # never begun: what `close` finds where the arguments did not fit the constructor
     title = t.Unicode("").tag(sync=True, option=True)

@@ -1,13 +1,16 @@
 """What travels between a widget's Python half and its browser half, as types.
 
-`python -m exl2nb.widgets.protocol FILE` writes the same types as TypeScript, in the order of this file.
-Must not import Jupyter: the generator and its test run on bare types.
+`python -m exl2nb.widgets.protocol FILE` writes the same types as TypeScript, in the order of this file. A widget may declare the types that
+are its own beside its class; they are written too. This module must not import Jupyter before that.
 """
 
 from __future__ import annotations
 
+import sys
+from functools import reduce
+from operator import or_
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict, get_args, is_typeddict
 
 from exl2nb.sampling.params import INTEGERS, RANGES, SamplingParams
 from exl2nb.widgets.typescript import module
@@ -1329,41 +1332,30 @@ class OutlierMapState(InsideState):
 FromKernel = Delta | Snapshot | Done | Pong | Tops | Fates
 
 
-ToKernel = (
-    Ready
-    | Resync
-    | Ping
-    | Stop
-    | Generate
-    | ChatSend
-    | ChatAgain
-    | ChatEdit
-    | ChatGo
-    | LookAt
-    | LookInto
-    | Solve
-    | SolveSize
-    | Make
-    | ScaleTo
-    | Look
-    | RunCaches
-    | HideNeedle
-    | RunPrompts
-    | Sample
-    | ShowFrame
-    | ReadPrompt
-    | PatchLayer
-    | ShowGroup
-)
-
-
 RECORDS = (ChatTurn, BitCell, CacheKind, SampleStep)
 """NamedTuples that travel as objects (`_asdict`). The others travel as lists: rows of tokens, points and pages, of which there are many."""
 
 
-_EXPORTED: dict[str, Any] = {"Status": Status}
-_EXPORTED |= {name: kind for name, kind in vars().items() if isinstance(kind, type) and kind.__module__ == __name__}
-_EXPORTED |= {"FromKernel": FromKernel, "ToKernel": ToKernel}
+def _exported() -> dict[str, Any]:
+    """Types by name: those of this file, those of the modules whose widgets declare their state there, and the two directions.
+
+    Every message that the kernel does not send is one that it takes.
+    """
+    from exl2nb import widgets
+
+    states = [getattr(widgets, name)._state_type for name in widgets.__all__]
+    modules = dict.fromkeys([__name__, *(state.__module__ for state in states if is_typeddict(state))])
+    found: dict[str, Any] = {"Status": Status}
+    for module_name in modules:
+        declared = vars(sys.modules[module_name])
+        found |= {name: kind for name, kind in declared.items() if getattr(kind, "__module__", "") == module_name and _is_type(kind)}
+    sent = get_args(FromKernel)
+    taken = [kind for kind in found.values() if "type" in getattr(kind, "__annotations__", {}) and kind not in sent]
+    return {**found, "FromKernel": FromKernel, "ToKernel": reduce(or_, taken)}
+
+
+def _is_type(kind: Any) -> bool:
+    return is_typeddict(kind) or (isinstance(kind, type) and issubclass(kind, tuple))
 
 
 def _constants() -> dict[str, tuple[str, Any]]:
@@ -1396,10 +1388,10 @@ def _constants() -> dict[str, tuple[str, Any]]:
 
 def typescript() -> str:
     """The TypeScript module that `widgets/src/protocol.gen.ts` must equal."""
-    return module(_EXPORTED, version=PROTOCOL_VERSION, records=RECORDS, constants=_constants())
+    return module(_exported(), version=PROTOCOL_VERSION, records=RECORDS, constants=_constants())
 
 
 if __name__ == "__main__":
-    import sys
+    from exl2nb.widgets import protocol  # this file as the widgets import it
 
-    Path(sys.argv[1]).write_text(typescript(), encoding="utf-8")
+    Path(sys.argv[1]).write_text(protocol.typescript(), encoding="utf-8")

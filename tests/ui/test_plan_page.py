@@ -36,7 +36,7 @@ def large() -> ex.MemoryPlan:
 
 
 def state(widget) -> dict:
-    return {key: value for key, value in widget.get_state().items() if key in widget._state_keys}
+    return {key: value for key, value in widget.get_state().items() if key in widget._state_type.__annotations__}
 
 
 def test_browser_and_python_agree(page):

@@ -61,7 +61,7 @@ def test_what_the_page_gets_is_the_explanation(seed, temperature, top_p, top_k, 
         if token == truth.token:
             assert before - 1e-5 <= truth.uniform <= before + prob + 1e-5, "the number points at the drawn token"
         before += prob
-    json.dumps(scope.get_state(list(scope._state_keys)), allow_nan=False)
+    json.dumps(scope.get_state(list(scope._state_type.__annotations__)), allow_nan=False)
 
 
 def test_tiny_neighbours_are_one_piece():

@@ -92,7 +92,7 @@ def test_live_watching_makes_frames_and_ends(llm):
     assert max(used) > 0
     assert used[-1] == 0, "the last moment is after the answer"
     assert threading.active_count() < 20
-    json.dumps(table.get_state(list(table._state_keys)), allow_nan=False)
+    json.dumps(table.get_state(list(table._state_type.__annotations__)), allow_nan=False)
 
 
 def test_a_closed_model_ends_watching():

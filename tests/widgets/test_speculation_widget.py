@@ -74,4 +74,4 @@ def test_static_twin_and_export(answer, tmp_path):
     )
     seen.to_html(tmp_path / "seen.html")
     assert (tmp_path / "seen.html").stat().st_size < 200_000
-    json.dumps(seen.get_state(list(seen._state_keys)), allow_nan=False)
+    json.dumps(seen.get_state(list(seen._state_type.__annotations__)), allow_nan=False)

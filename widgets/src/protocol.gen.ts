@@ -1110,7 +1110,7 @@ export interface OutlierMapState {
 
 export type FromKernel = Delta | Snapshot | Done | Pong | Tops | Fates;
 
-export type ToKernel = Ready | Resync | Ping | Stop | Generate | ChatSend | ChatAgain | ChatEdit | ChatGo | LookAt | LookInto | Solve | SolveSize | Make | ScaleTo | Look | RunCaches | HideNeedle | RunPrompts | Sample | ShowFrame | ReadPrompt | PatchLayer | ShowGroup;
+export type ToKernel = LookAt | LookInto | Ready | Resync | Ping | Stop | Generate | ChatSend | ChatAgain | ChatEdit | ChatGo | Solve | SolveSize | Make | Look | RunCaches | HideNeedle | RunPrompts | Sample | ShowFrame | ReadPrompt | PatchLayer | ScaleTo | ShowGroup;
 
 export const SAMPLERS: readonly Sampler[] = [
   ["typical_p", "Typical-p", "1 = off", 0.05, 1, 0.05, 0.0, 1.0, 1.0],
