@@ -1,7 +1,7 @@
 """What travels between a widget's Python half and its browser half, as types.
 
-`python -m exl2nb.widgets.protocol FILE` writes the same types as TypeScript, in the order of this file. A widget may declare the types that
-are its own beside its class; they are written too. This module must not import Jupyter before that.
+`python -m exl2nb.widgets.protocol FOLDER` writes the same types as TypeScript, in the order of this file, and constants. A widget may
+declare the types that are its own beside its class; they are written too. This module must not import Jupyter before that.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypedDict, get_args, is_typeddict
 
 from exl2nb.sampling.params import INTEGERS, RANGES, SamplingParams
-from exl2nb.widgets.typescript import module
+from exl2nb.widgets.typescript import constants, module
 
 PROTOCOL_VERSION = 2
 """Raised when a message changes its meaning; the browser half refuses another number with a readable line."""
@@ -1358,8 +1358,13 @@ def _is_type(kind: Any) -> bool:
     return is_typeddict(kind) or (isinstance(kind, type) and issubclass(kind, tuple))
 
 
-def _constants() -> dict[str, tuple[str, Any]]:
-    """Constants of the TypeScript module, each with its type there, "" for the type of the value as it is written."""
+def typescript() -> str:
+    """The TypeScript module that `widgets/src/protocol.gen.ts` must equal: types alone, so bundles do not change with them."""
+    return module(_exported(), records=RECORDS)
+
+
+def typescript_constants() -> str:
+    """The TypeScript module that `widgets/src/constants.gen.ts` must equal."""
     from exl2nb.core.show import BIT_COLOURS, DIVERGING_COLOURS, SIZE_UNITS
     from exl2nb.llm.memory import COLOURS, PARTS, PLAN_TERMS
     from exl2nb.llm.split_plan import COLOURS as DEVICE_COLOURS
@@ -1368,7 +1373,8 @@ def _constants() -> dict[str, tuple[str, Any]]:
     from exl2nb.widgets.static import SURPRISE_LIMITS
 
     terms = "readonly (readonly [name: string, term: unknown])[]"
-    return {
+    values = {
+        "PROTOCOL_VERSION": ("", PROTOCOL_VERSION),
         "SAMPLERS": ("readonly Sampler[]", SAMPLERS),
         "BIT_COLOURS": ("", BIT_COLOURS),
         "DIVERGING_COLOURS": ("", DIVERGING_COLOURS),
@@ -1384,14 +1390,12 @@ def _constants() -> dict[str, tuple[str, Any]]:
         "PLAN_TERMS": (terms, PLAN_TERMS),
         "SHARE_TERMS": (terms, SHARE_TERMS),
     }
-
-
-def typescript() -> str:
-    """The TypeScript module that `widgets/src/protocol.gen.ts` must equal."""
-    return module(_exported(), version=PROTOCOL_VERSION, records=RECORDS, constants=_constants())
+    return constants(values, types=["Sampler"])
 
 
 if __name__ == "__main__":
     from exl2nb.widgets import protocol  # this file as the widgets import it
 
-    Path(sys.argv[1]).write_text(protocol.typescript(), encoding="utf-8")
+    folder = Path(sys.argv[1])
+    (folder / "protocol.gen.ts").write_text(protocol.typescript(), encoding="utf-8")
+    (folder / "constants.gen.ts").write_text(protocol.typescript_constants(), encoding="utf-8")

@@ -8,40 +8,40 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+GENERATED = "// Generated from exl2nb/widgets/protocol.py by `npm run protocol`; edit that file, not this one."
 LINE = 120  # characters; longer lists are written row by row
 _PRIMITIVE = {str: "string", int: "number", float: "number", bool: "boolean", type(None): "null"}
 
 
-def module(
-    exported: Mapping[str, Any],
-    *,
-    version: int,
-    records: Sequence[type] = (),
-    constants: Mapping[str, tuple[str, Any]] | None = None,
-) -> str:
-    """A TypeScript module that declares each of `exported`, and the protocol's version.
+def module(exported: Mapping[str, Any], *, records: Sequence[type] = ()) -> str:
+    """A TypeScript module that declares each of `exported`.
 
     Args:
         exported: types by name.
-        version: of the protocol.
         records: NamedTuples among `exported` that travel as objects.
-        constants: name -> type and JSON value; type "": that of the value as it is written.
 
     Raises:
         TypeError: an annotation has no TypeScript spelling.
     """
-    lines = [
-        "// Generated from exl2nb/widgets/protocol.py by `npm run protocol`; edit that file, not this one.",
-        "",
-        f"export const PROTOCOL_VERSION = {version};",
-    ]
+    lines = [GENERATED]
     for name, kind in exported.items():
         doc = (getattr(kind, "__doc__", None) or "").strip()
         lines.append("")
         if isinstance(kind, type) and doc:
             lines.append(_comment(doc))
         lines.append(_declaration(name, kind, exported, records))
-    for name, (kind, value) in (constants or {}).items():
+    return "\n".join(lines) + "\n"
+
+
+def constants(values: Mapping[str, tuple[str, Any]], *, types: Sequence[str] = ()) -> str:
+    """A TypeScript module of constants.
+
+    Args:
+        values: name -> type and JSON value; type "": that of the value as it is written.
+        types: those of `module` that the types name.
+    """
+    lines = [GENERATED, f'import type {{ {", ".join(types)} }} from "./protocol.gen";'] if types else [GENERATED]
+    for name, (kind, value) in values.items():
         text = json.dumps(value, ensure_ascii=False)
         if len(text) > LINE and isinstance(value, Sequence):
             text = f"[\n{''.join(f'  {json.dumps(row, ensure_ascii=False)},{chr(10)}' for row in value)}]"

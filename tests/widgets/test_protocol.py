@@ -40,7 +40,9 @@ ANSWER = SimpleNamespace(tokens=(), prompt="", tokens_per_second=0.0, text="", s
 
 
 def test_committed_typescript_is_what_python_generates():
-    assert (WIDGETS / "src" / "protocol.gen.ts").read_text() == protocol.typescript(), "run `npm run protocol` in widgets/ and commit"
+    for name, text in (("protocol", protocol.typescript()), ("constants", protocol.typescript_constants())):
+        committed = (WIDGETS / "src" / f"{name}.gen.ts").read_text(encoding="utf-8")
+        assert committed == text, f"{name}.gen.ts is stale: run `npm run protocol` in widgets/ and commit"
 
 
 @pytest.mark.parametrize("name", [name for name in widgets.__all__ if name != "ExlWidget"])

@@ -1,6 +1,7 @@
 // What a SamplerMicroscope shows of one row of logits. The engine says what each step leaves and what is drawn. tests/site/test_browser.py
 // compares every step with the Python widget's.
-import { LINE_PROB, type LinePart, type SampleStep, type SampleToken, SHOWN_TOKENS } from "../src/protocol.gen";
+import { LINE_PROB, SHOWN_TOKENS } from "../src/constants.gen";
+import type { LinePart, SampleStep, SampleToken } from "../src/protocol.gen";
 import { type Engine, type Settings, uniform } from "./engine";
 
 const NEUTRAL: Settings = { temperature: 1, top_k: 0, top_p: 1, min_p: 0 };

@@ -1,7 +1,5 @@
 // Generated from exl2nb/widgets/protocol.py by `npm run protocol`; edit that file, not this one.
 
-export const PROTOCOL_VERSION = 2;
-
 export type Status = "idle" | "loading" | "running" | "stopped" | "done" | "error";
 
 /** A token the model could have chosen at one place. prob: 0..1 under its own distribution, before temperature and filters. */
@@ -1111,88 +1109,3 @@ export interface OutlierMapState {
 export type FromKernel = Delta | Snapshot | Done | Pong | Tops | Fates;
 
 export type ToKernel = LookAt | LookInto | Ready | Resync | Ping | Stop | Generate | ChatSend | ChatAgain | ChatEdit | ChatGo | Solve | SolveSize | Make | Look | RunCaches | HideNeedle | RunPrompts | Sample | ShowFrame | ReadPrompt | PatchLayer | ScaleTo | ShowGroup;
-
-export const SAMPLERS: readonly Sampler[] = [
-  ["typical_p", "Typical-p", "1 = off", 0.05, 1, 0.05, 0.0, 1.0, 1.0],
-  ["tfs", "Tail-free", "1 = off", 0.05, 1, 0.05, 0.0, 1.0, 1.0],
-  ["top_a", "Top-a", "0 = off", 0, 1, 0.01, 0.0, 1.0, 0.0],
-  ["skew", "Skew", "0 = off; > 0 favours unlikely tokens", -3, 3, 0.1, -10.0, 10.0, 0.0],
-  ["min_tokens", "Min tokens", "no end token before this many", 0, 512, 1, 0, 2147483647, 0],
-  ["presence_penalty", "Presence penalty", "0 = off", -2, 2, 0.1, -100.0, 100.0, 0.0],
-  ["frequency_penalty", "Frequency penalty", "0 = off", -2, 2, 0.1, -100.0, 100.0, 0.0],
-  ["penalty_range", "Penalty range", "window in tokens; 0 = all", 0, 4096, 1, 0, 2147483647, 0],
-  ["penalty_decay", "Penalty decay", "fade-out in tokens after the range", 0, 4096, 1, 0, 2147483647, 0],
-  ["dry_multiplier", "DRY multiplier", "penalises repeated sequences; 0 = off", 0, 5, 0.1, 0.0, 100.0, 0.0],
-  ["dry_base", "DRY base", "growth per repeated token", 1, 4, 0.05, 1.0, 10.0, 1.75],
-  ["dry_allowed_length", "DRY allowed length", "longest repeat not penalised", 1, 20, 1, 1, 1000, 2],
-  ["dry_range", "DRY range", "window in tokens; 0 = all", 0, 4096, 1, 0, 2147483647, 0],
-  ["dry_max_ngram", "DRY max n-gram", "longest repeat tracked, in tokens", 1, 100, 1, 1, 1000, 50],
-  ["xtc_probability", "XTC probability", "chance to exclude top choices; 0 = off", 0, 1, 0.05, 0.0, 1.0, 0.0],
-  ["xtc_threshold", "XTC threshold", "minimum probability of a top choice", 0, 0.5, 0.01, 0.0, 1.0, 0.1],
-  ["smoothing_factor", "Smoothing factor", "0 = off", 0, 10, 0.1, 0.0, 100.0, 0.0],
-  ["smoothing_curve", "Smoothing curve", "1 = quadratic", 1, 3, 0.1, 1.0, 3.0, 1.0],
-  ["min_temp", "Min temperature", "dynamic, at low entropy", 0, 4, 0.05, 0.0, 100.0, 0.0],
-  ["max_temp", "Max temperature", "dynamic, at high entropy; 0 = off", 0, 4, 0.05, 0.0, 100.0, 0.0],
-  ["temp_exponent", "Temperature exponent", "dynamic, of the entropy", 0.1, 5, 0.1, 0.01, 100.0, 1.0],
-  ["temperature_last", "Temperature last", "applied after the filters", 0, 1, 0, 0, 1, false],
-  ["mirostat", "Mirostat", "holds surprise at a target", 0, 1, 0, 0, 1, false],
-  ["mirostat_tau", "Mirostat tau", "target surprise, bits", 0, 10, 0.1, 0.0, 100.0, 5.0],
-  ["mirostat_eta", "Mirostat eta", "learning rate", 0, 1, 0.01, 0.0, 10.0, 0.1],
-];
-
-export const BIT_COLOURS = [
-  [2.0, [254, 240, 190]],
-  [3.0, [190, 222, 150]],
-  [4.0, [112, 190, 150]],
-  [5.0, [52, 140, 150]],
-  [6.0, [45, 90, 140]],
-  [8.0, [58, 34, 102]],
-] as const;
-
-export const DIVERGING_COLOURS = [[186, 40, 50], [242, 242, 242], [30, 84, 170]] as const;
-
-export const SIZE_UNITS = [["GiB", 1073741824], ["MiB", 1048576], ["KiB", 1024]] as const;
-
-export const SURPRISE_LIMITS = [0.9, 0.5, 0.2, 0.05] as const;
-
-export const KL_LIMITS = [0.001, 0.01, 0.1, 1.0] as const;
-
-export const OWNER_COLOURS = [
-  [46, 112, 190],
-  [214, 120, 40],
-  [62, 150, 92],
-  [168, 84, 170],
-  [196, 62, 78],
-  [20, 140, 150],
-  [140, 110, 40],
-  [222, 110, 150],
-] as const;
-
-export const PLAN_COLOURS = {"weights": "#3b6ea8", "cache": "#52a37f", "work": "#d9a441", "graphs": "#8a6fb0", "logits": "#b5565e", "rounding": "#9a9a9a", "adapters": "#4aa3b8"} as const;
-
-export const DEVICE_COLOURS = ["#5b6470", "#a4541f", "#2f7a58", "#75589c", "#a5464e", "#2f7f93", "#76661f", "#666666"] as const;
-
-export const SHOWN_TOKENS = 14 as const;
-
-export const LINE_PROB = 0.004 as const;
-
-export const PLAN_PARTS = ["weights", "cache", "work", "graphs", "logits", "rounding", "adapters"] as const;
-
-export const PLAN_TERMS: readonly (readonly [name: string, term: unknown])[] = [
-  ["tokens", ["min", "chunk", ["*", "batch", "context"]]],
-  ["cache", ["*", "batch", ["ceil", "context", "page_tokens"], ["at", "page_bytes", "mode"]]],
-  ["work", ["most", "stages", "tokens", "context"]],
-  ["graph_rows", ["min", 64, ["step", "batch", 1, 1, 2, 2, 4, 4, 8, 8, ["*", 8, ["ceil", "batch", 8]]]]],
-  ["graphs", ["+", "graph_fixed", ["*", "graph_row", "graph_rows"]]],
-  ["logits", ["*", "logits_row", "batch"]],
-  ["rounding", ["*", ["min", 1, "segments"], ["+", ["step", "weights", 1048576, 2097152, 10485759, 20971520, ["*", 2097152, ["ceil", "weights", 2097152]]], ["*", -1, "weights"], ["step", "cache", 1048576, 2097152, 10485759, 20971520, ["*", 2097152, ["ceil", "cache", 2097152]]], ["*", -1, "cache"]]]],
-];
-
-export const SHARE_TERMS: readonly (readonly [name: string, term: unknown])[] = [
-  ["layer_cache", ["floor", "cache", "layers"]],
-  ["lent_count", ["at", "lent_counts", "host"]],
-  ["share_weights", ["sum", "parts", ["step", "first", 0, 0, ["+", "first", 1]], ["step", "last", ["+", "layers", -1], ["+", "last", 1], ["+", "layers", 2]]]],
-  ["share_cache", ["*", "layer_cache", ["+", "last", ["*", -1, "first"], ["*", "sign", "lent_count"]]]],
-  ["share_work", ["+", "work", "graphs", "logits", "rounding", "stream", ["*", "lent", "lent_count"]]],
-  ["share_read", ["+", ["sum", "read", ["step", "first", 0, 0, ["+", "first", 1]], ["step", "last", ["+", "layers", -1], ["+", "last", 1], ["+", "layers", 2]]], ["*", "sign", ["sum", "lent_read", 0, "lent_count"]]]],
-];

@@ -1,5 +1,6 @@
 // Colours and words of pages: a colour per request, by its number.
-import { OWNER_COLOURS, type PageCell, type PageFrame } from "../protocol.gen";
+import { OWNER_COLOURS } from "../constants.gen";
+import type { PageCell, PageFrame } from "../protocol.gen";
 import { count } from "../shared/format";
 import { css, type Rgb } from "../shared/palette";
 

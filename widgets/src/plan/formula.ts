@@ -1,5 +1,6 @@
 // Computes the terms of a memory plan, which exl2nb/llm/memory.py and split_plan.py declare. tests/widgets/test_twins.py compares.
-import { PLAN_PARTS, PLAN_TERMS, type PlanFormula } from "../protocol.gen";
+import { PLAN_PARTS, PLAN_TERMS } from "../constants.gen";
+import type { PlanFormula } from "../protocol.gen";
 
 export type Part = (typeof PLAN_PARTS)[number];
 export type Sizes = Record<Part, number>;

@@ -1,7 +1,8 @@
 // MemoryPlan: one stacked bar against free memory; context, texts and cache mode are answered here, from the formula's coefficients. Of
 // several devices see split.ts.
 import type { AnyModel } from "@anywidget/types";
-import { PLAN_COLOURS, PLAN_PARTS, type PlanState } from "../protocol.gen";
+import { PLAN_COLOURS, PLAN_PARTS } from "../constants.gen";
+import type { PlanState } from "../protocol.gen";
 import { type State, state } from "../shared/afm";
 import { h, setAttributes } from "../shared/dom";
 import { bytes } from "../shared/format";

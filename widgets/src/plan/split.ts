@@ -1,6 +1,7 @@
 // MemoryPlan of several devices: their layers on one track with a border between two devices that the pointer or the keys move; the memory
 // of each, the most tokens a second and the line of Python, all answered here.
-import { DEVICE_COLOURS, PLAN_COLOURS, type PlanState } from "../protocol.gen";
+import { DEVICE_COLOURS, PLAN_COLOURS } from "../constants.gen";
+import type { PlanState } from "../protocol.gen";
 import type { State } from "../shared/afm";
 import { h, setAttributes } from "../shared/dom";
 import { bytes, count } from "../shared/format";

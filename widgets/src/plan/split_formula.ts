@@ -1,5 +1,6 @@
 // What each device holds between its borders, from the terms of exl2nb/llm/split_plan.py; borders that are moved or filled; the line of Python.
-import { PLAN_TERMS, type PlanSplit, SHARE_TERMS } from "../protocol.gen";
+import { PLAN_TERMS, SHARE_TERMS } from "../constants.gen";
+import type { PlanSplit } from "../protocol.gen";
 import { type Choice, evaluate } from "./formula";
 
 export interface Share {

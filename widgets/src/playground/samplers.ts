@@ -1,6 +1,7 @@
 // The folded group of samplers: one control for each entry of the list that Python made the traits from.
+
+import { SAMPLERS } from "../constants.gen";
 import type { PlaygroundState, Sampler, SamplerValues } from "../protocol.gen";
-import { SAMPLERS } from "../protocol.gen";
 import type { State } from "../shared/afm";
 import { h, uniqueId } from "../shared/dom";
 import { type Bound, clamp, numberControl } from "./control";

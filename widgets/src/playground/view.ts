@@ -1,6 +1,7 @@
 // One view of a Playground: builds the page, turns clicks into messages, and redraws per animation frame.
+
+import { PROTOCOL_VERSION } from "../constants.gen";
 import type { PlaygroundState, TokenItem } from "../protocol.gen";
-import { PROTOCOL_VERSION } from "../protocol.gen";
 import type { State } from "../shared/afm";
 import { h, icon, setAttributes, uniqueId } from "../shared/dom";
 import { SURPRISE_LABELS } from "../shared/format";

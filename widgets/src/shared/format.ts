@@ -1,5 +1,5 @@
 // Numbers and tokens as people read them.
-import { SIZE_UNITS, SURPRISE_LIMITS } from "../protocol.gen";
+import { SIZE_UNITS, SURPRISE_LIMITS } from "../constants.gen";
 
 export function percent(p: number): string {
   const value = p * 100;

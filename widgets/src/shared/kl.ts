@@ -1,5 +1,6 @@
 // Numbers of tokens measured against a reference, as steps and words. Pure, so the tests read them without a browser.
-import { KL_LIMITS, type KlToken } from "../protocol.gen";
+import { KL_LIMITS } from "../constants.gen";
+import type { KlToken } from "../protocol.gen";
 import { percent, visible } from "./format";
 
 export const KL_LABELS = ["< 0.001", "0.001–0.01", "0.01–0.1", "0.1–1", "≥ 1 nat"] as const;

@@ -1,5 +1,5 @@
 // Colours of bit widths, light to dark from 2 to 8 bits, as in exl2nb/core/show.py. tests/widgets/test_twins.py compares.
-import { BIT_COLOURS, DIVERGING_COLOURS } from "../protocol.gen";
+import { BIT_COLOURS, DIVERGING_COLOURS } from "../constants.gen";
 
 export type Rgb = readonly [number, number, number];
 
