@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from exl2nb.widgets.progress import ProgressView as ProgressView
     from exl2nb.widgets.servermonitor import ServerMonitor as ServerMonitor
     from exl2nb.widgets.speculation import Speculation as Speculation
-    from exl2nb.widgets.trial import Trial as Trial
     from exl2nb.widgets.weights import WeightBrowser as WeightBrowser
 
 _PUBLIC = {
@@ -45,7 +44,6 @@ _PUBLIC = {
     "SamplerMicroscope": "exl2nb.widgets.microscope",
     "ServerMonitor": "exl2nb.widgets.servermonitor",
     "Speculation": "exl2nb.widgets.speculation",
-    "Trial": "exl2nb.widgets.trial",
     "WeightBrowser": "exl2nb.widgets.weights",
     "WeightHistogram": "exl2nb.widgets.histogram",
 }

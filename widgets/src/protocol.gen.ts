@@ -1106,22 +1106,6 @@ export interface OutlierMapState {
   _effect: GroupEffect[];
 }
 
-/** Synced traits of Trial. */
-export interface TrialState {
-  status: Status;
-  error: string;
-  height: string;
-  count: number;
-  _protocol: number;
-  _static: boolean;
-}
-
-/** The reader pressed the button. */
-export interface CountUp {
-  type: "count_up";
-  by: number;
-}
-
 export type FromKernel = Delta | Snapshot | Done | Pong | Tops | Fates;
 
-export type ToKernel = LookAt | LookInto | Ready | Resync | Ping | Stop | Generate | ChatSend | ChatAgain | ChatEdit | ChatGo | Solve | SolveSize | Make | Look | RunCaches | HideNeedle | RunPrompts | Sample | ShowFrame | ReadPrompt | PatchLayer | ScaleTo | ShowGroup | CountUp;
+export type ToKernel = LookAt | LookInto | Ready | Resync | Ping | Stop | Generate | ChatSend | ChatAgain | ChatEdit | ChatGo | Solve | SolveSize | Make | Look | RunCaches | HideNeedle | RunPrompts | Sample | ShowFrame | ReadPrompt | PatchLayer | ScaleTo | ShowGroup;
