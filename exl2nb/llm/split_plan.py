@@ -194,7 +194,7 @@ class SplitFormula:
         found = []
         for number, (device, first, last) in enumerate(held):
             here = sizes[device.kind].of(first, last, host=host if number < 2 else 0, sign=1 if number else -1)
-            found.append(Share(device=device.name, first=first, last=last, free=device.limit, speed=device.speed, **here))
+            found.append(Share(device=device.name, first=first, last=last, free=device.limit, speed=device.speed, experts=False, **here))
         return tuple(found)
 
     def _host(self, ends: Sequence[tuple[str, int]]) -> int:

@@ -21,7 +21,7 @@ from exl2nb.llm.plan import plan as plan_of
 from exl2nb.llm.split_plan import COLOURS as DEVICE_COLOURS
 from exl2nb.llm.split_plan import Share, SplitFormula, SplitPlan, check_limit, check_speed
 from exl2nb.widgets.base import ExlWidget
-from exl2nb.widgets.protocol import PlanSplit, PlanState
+from exl2nb.widgets.protocol import PlanState
 
 SHOWN_MODES = ("fp16", "q8", "q6", "q4", "fp8", "fp32")
 
@@ -167,8 +167,8 @@ class MemoryPlan(ExlWidget):
         return f"<div><b>{first}</b></div>{_bar(plan)}<div>{html.escape(plan.verdict())}</div><table style='font-size:12px'>{rows}</table>"
 
 
-def wire(split: SplitFormula, source: str = "") -> PlanSplit:
-    """A formula as the page takes it. source: the model's place, as arguments in Python."""
+def wire(split: SplitFormula, source: str = "") -> dict[str, Any]:
+    """A formula as the page takes it, a `protocol.PlanSplit`. source: the model's place, as arguments in Python."""
     return {
         "devices": [{"name": one.name, "kind": one.kind} for one in split.devices],
         "kinds": {kind: {**one.known, "formula": one.formula.to_dict()} for kind, one in split.kinds.items()},
