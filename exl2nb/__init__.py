@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time `__getattr__` be
     from exl2nb.core.check import check as check
     from exl2nb.generator.job import Job as Job
     from exl2nb.integrations.evaluate import evaluate as evaluate
-    from exl2nb.io.revisions import revisions as revisions
+    from exl2nb.io.metadata import revisions as revisions
     from exl2nb.llm.functions import compare as compare
     from exl2nb.llm.functions import convert as convert
     from exl2nb.llm.functions import demo as demo
@@ -55,7 +55,7 @@ _PUBLIC = {
     "plan": "exl2nb.llm.plan",
     "pull": "exl2nb.converter.publish",
     "push": "exl2nb.converter.publish",
-    "revisions": "exl2nb.io.revisions",
+    "revisions": "exl2nb.io.metadata",
     "sampling": "exl2nb",
     "sweep": "exl2nb.llm.sweep",
     "widgets": "exl2nb",

@@ -61,7 +61,7 @@ def add_revisions_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_revisions(args: argparse.Namespace, console: Console) -> int:
     """Print the table."""
-    from exl2nb.io.revisions import revisions
+    from exl2nb.io.metadata import revisions
 
     found = revisions(args.model)
     console.result(found.to_dict(), repr(found))

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from exl2nb.cache.modes import MODES, parse_mode
-from exl2nb.cache.spec import PAGE_SIZE, CacheSpec
+from exl2nb.cache.spec import MODES, PAGE_SIZE, CacheSpec, parse_mode
 from exl2nb.core.errors import DeviceError, OptionError
 from exl2nb.core.show import size_text
 from exl2nb.generator.gpu_draft import KEPT

@@ -16,7 +16,7 @@ from typing import NamedTuple, overload
 
 import torch
 
-from exl2nb.cache.modes import parse_mode
+from exl2nb.cache.spec import parse_mode
 from exl2nb.converter.sizes import parse_bytes
 from exl2nb.core.errors import OptionError
 from exl2nb.core.options import shown

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from exl2nb.cache.modes import parse_mode
+from exl2nb.cache.spec import parse_mode
 from exl2nb.converter.keywords import DEFAULTS, ConvertOptions
 from exl2nb.core.errors import ConversionError, Exl2Error, OptionError
 from exl2nb.core.options import check_range, shown, spelled_out

@@ -62,7 +62,10 @@ class ExlWidget(anywidget.AnyWidget):
     """The folder in widgets/src; its bundle is exl2nb/static/<folder>.js and .css."""
 
     _state_type: ClassVar[type] = dict
-    """TypedDict of the synced traits, which an export carries; see `protocol.py`."""
+    """TypedDict of the synced traits; see `protocol.py`."""
+
+    _state_keys: ClassVar[tuple[str, ...]] = ()
+    """Synced traits that an export carries. Default: those of `_state_type`."""
 
     _more_keywords: ClassVar[tuple[Mapping[str, Any], Mapping[str, Any]]] = ({}, {})
     """Keywords of the constructor that are no traits: their types, and the defaults of those that have one."""
@@ -71,6 +74,8 @@ class ExlWidget(anywidget.AnyWidget):
         """Spell out the traits that are keywords in the signature, for completion and `help`."""
         if name := vars(cls).get("_bundle"):
             cls._esm, cls._css = (_Bundle(static.STATIC / f"{name}.{kind}") for kind in ("js", "css"))
+        if "_state_type" in vars(cls) and "_state_keys" not in vars(cls):
+            cls._state_keys = tuple(cls._state_type.__annotations__)
         super().__init_subclass__(**kwargs)
         found: dict[str, t.TraitType[Any, Any]] = {}
         for base in reversed(cls.__mro__):
@@ -228,7 +233,7 @@ class ExlWidget(anywidget.AnyWidget):
     # ---- export ----
 
     def _export_state(self) -> dict[str, Any]:
-        state = self.get_state(list(self._state_type.__annotations__))
+        state = self.get_state(list(self._state_keys))
         return {**state, "_static": True}
 
     def to_html(self, filename: str | Path | None = None, *, title: str | None = None) -> str | None:

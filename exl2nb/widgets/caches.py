@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import traitlets as t
 
-from exl2nb.cache.modes import MODES, parse_mode, storages_of
+from exl2nb.cache.spec import MODES, parse_mode, storages_of
 from exl2nb.core.errors import OptionError
 from exl2nb.core.options import check_keywords
-from exl2nb.eval.lockstep import Baseline, LockstepToken
-from exl2nb.eval.needle import Needle, NeedleResult, find
+from exl2nb.eval.cache_loss import Baseline, LockstepToken, Needle, NeedleResult, find_needle
 from exl2nb.sampling.params import check_integer
 from exl2nb.tokenizer.detokenize import Detokenizer
 from exl2nb.widgets import columns, static
@@ -67,7 +66,7 @@ def continuations(
             steps, words = base.run(mode, tuple(tokenizer.eos_ids)), Detokenizer(tokenizer, ids)
             ended = False
             while not ended and not stop.is_set():
-                found, ended = _turn(steps)
+                found, ended = take_turn(steps)
                 yield [_token(cell, one, words, tokenizer) for one in found]
             if stop.is_set():
                 return
@@ -77,7 +76,7 @@ def continuations(
         base.close()
 
 
-def _turn(steps: Iterator[LockstepToken]) -> tuple[list[LockstepToken], bool]:
+def take_turn(steps: Iterator[LockstepToken]) -> tuple[list[LockstepToken], bool]:
     """The tokens of one turn, and whether the answer ended."""
     found, end = [], time.monotonic() + TURN_S
     for step in steps:
@@ -100,7 +99,7 @@ def search(llm: Any, needle: Needle, modes: Sequence[str], stop: threading.Event
         for depth in (None, *needle.depths):
             if stop.is_set():
                 return
-            result = find(llm.engine.shared_model, llm.tokenizer, needle, mode=mode, depth=depth)
+            result = find_needle(llm.engine.shared_model, llm.tokenizer, needle, mode=mode, depth=depth)
             yield result
 
 

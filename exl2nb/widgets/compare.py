@@ -149,7 +149,7 @@ class Run:
         self._listener.stage(f"{entrant.label}: generating")
         ids: list[int] = []
         stream = llm.stream(prompt, **{**self._settings, **entrant.settings})
-        watch = _Watch()
+        watch = StreamWatch()
         try:
             for chunk in stream:
                 items = items_of(chunk)
@@ -192,7 +192,7 @@ class Run:
         self._listener.measure(CellMeasure(cell, [float(f"{v:.6g}") for v in kl], [round(p, 6) for p in prob], same))
 
 
-class _Watch:
+class StreamWatch:
     """Speed of one stream, for models that do not tell."""
 
     def __init__(self) -> None:
@@ -204,6 +204,7 @@ class _Watch:
         self._n = 0
 
     def count(self, n: int) -> None:
+        """Count `n` tokens that came now."""
         self._latest = self._clock()
         if n and not self._n:
             self._first = self._latest
@@ -211,10 +212,12 @@ class _Watch:
 
     @property
     def first_s(self) -> float | None:
+        """Seconds until the first token, None before it."""
         return round(self._first - self._begun, 4) if self._n else None
 
     @property
     def per_second(self) -> float:
+        """Tokens per second after the first one."""
         span = self._latest - self._first
         return round((self._n - 1) / span, 2) if self._n > 1 and span > 0 else 0.0
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import traitlets as t
 
-from exl2nb.cache.modes import parse_mode
+from exl2nb.cache.spec import parse_mode
 from exl2nb.converter.keywords import EFFORTS
 from exl2nb.core.errors import ConversionError, Interrupted, OptionError
 from exl2nb.core.progress import Progress

@@ -33,14 +33,13 @@ def module(exported: Mapping[str, Any], *, records: Sequence[type] = ()) -> str:
     return "\n".join(lines) + "\n"
 
 
-def constants(values: Mapping[str, tuple[str, Any]], *, types: Sequence[str] = ()) -> str:
+def constants(values: Mapping[str, tuple[str, Any]]) -> str:
     """A TypeScript module of constants.
 
     Args:
         values: name -> type and JSON value; type "": that of the value as it is written.
-        types: those of `module` that the types name.
     """
-    lines = [GENERATED, f'import type {{ {", ".join(types)} }} from "./protocol.gen";'] if types else [GENERATED]
+    lines = [GENERATED]
     for name, (kind, value) in values.items():
         text = json.dumps(value, ensure_ascii=False)
         if len(text) > LINE and isinstance(value, Sequence):

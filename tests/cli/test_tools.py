@@ -23,7 +23,6 @@ from exl2nb.converter import calibration
 from exl2nb.core import env
 from exl2nb.core.errors import OptionError
 from exl2nb.io.safetensors import SafetensorsFile, save
-from exl2nb.llm import predict
 from exl2nb.ops import _load, kernel_code, prefill_attention
 from exl2nb.ops.kernel_code import NoCompiler
 from exl2nb.sampling.defaults import NEUTRAL
@@ -282,26 +281,6 @@ def test_bench_measures_what_reaches_python(refused, cli_json):
     assert abs(found["decode_ms"] - 2e3 / found["decode_tok_s"]) < 0.01
     assert 16 + 1 + 8 / 2 <= found["decode_context"] < 16 + 8 + 64 + 8  # a text's prompt, its first token, half of what is timed
     assert refused("bench", "demo", "--batch", "0")
-
-
-def test_bench_predicts_cards_that_are_not_here(refused, cli_json):
-    found = cli_json("bench", "demo", "--predict", "t4,h200", "--cache", "q4", "--context", "512")
-    assert [row["card"] for row in found["cards"]] == ["Tesla T4", "H200"]
-    assert all(row["prediction"] and row["fits"] and row["decode_tok_s"] > 100 for row in found["cards"])
-    assert [row["fitted_to_this_card"] for row in found["cards"]] == [False, True]
-    assert "expected one of t4, a100" in refused("bench", "demo", "--predict", "t4,abacus")
-
-
-def test_predictions_are_near_what_was_measured(script):
-    """On both cards that there were; the bytes of a random model's file, by its shape."""
-    shapes = script("benchmarks/make_random_model.py").SHAPES
-    for card, name, bits, tok_s in predict.MEASURED:
-        shape = shapes[name]
-        layers = shape.num_hidden_layers * sum(rows * columns for rows, columns in shape.linears().values())
-        head, cache = shape.vocab_size * shape.hidden_size, 4 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim
-        size = 1.02 * (layers * bits + head * 6) / 8
-        work = predict.Load(layers=shape.num_hidden_layers, weights=layers + head, weight_bytes=size, cache_bytes=cache)
-        assert 1e6 / work.step_us(predict.CARDS[card], 128) == pytest.approx(tok_s, rel=0.08), (card, name)
 
 
 @pytest.mark.parametrize("template", ["model", "chatml"])

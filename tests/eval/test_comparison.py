@@ -9,8 +9,7 @@ import torch
 
 from exl2nb.core.errors import OptionError
 from exl2nb.eval import logits as logits_module
-from exl2nb.eval.comparison import EDGES, Comparison, compare_many, compare_models
-from exl2nb.eval.perplexity import perplexity
+from exl2nb.eval.comparison import EDGES, Comparison, compare_many, compare_models, perplexity
 
 from .fakes import TableModel, random_table
 

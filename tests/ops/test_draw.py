@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from exl2nb.ops import draw, draw_rows, mask, mask_logits, reference
+from exl2nb.ops import draw, draw_rows, mask_logits, reference
 
 NEUTRAL = (1.0, 0.0, 1.0, 0.0)
 CUTS = [
@@ -280,6 +280,6 @@ def test_mask_keeps_nan_and_infinity():
     ],
 )
 def test_masks_that_do_not_fit(logits, bits, words):
-    for op in (mask_logits, mask._mask_logits):
+    for op in (mask_logits, draw._mask_logits):
         with pytest.raises((RuntimeError, ValueError), match=words):
             op(logits, bits)

@@ -5,13 +5,13 @@ import json
 import re
 import sys
 from contextlib import suppress
-from types import SimpleNamespace
 
 import pytest
 
 from exl2nb import widgets
 from exl2nb.core.errors import OptionError
 from exl2nb.widgets import ExlWidget, Playground, ProgressView, static
+from tests.widgets.page import tell
 
 
 def test_unknown_keyword_names_the_nearest():
@@ -58,15 +58,19 @@ def test_height_takes_pixels_and_css():
     assert Playground(height="20em").height == "20em"
 
 
-def test_reply_routing_is_opted_out_of():
+def test_reply_routing_is_opted_out_of(monkeypatch):
     """ipykernel 7.4 routes a comm's messages to the shell that sent last; ours must take the default."""
 
-    comm = SimpleNamespace(_reply_subshell_for=None)
-    Playground._unpin_replies(SimpleNamespace(comm=comm))
-    assert comm._reply_subshell_for({}, "the default") == "the default"
-    Playground._unpin_replies(SimpleNamespace(comm=SimpleNamespace()))  # an older one has no such thing, and needs none
+    import comm
     import ipykernel
     from ipykernel.comm import Comm as Real
+
+    class Pinned(comm.DummyComm):
+        _reply_subshell_for = None
+
+    assert not hasattr(Playground().comm, "_reply_subshell_for"), "an older comm, which needs nothing, was changed"
+    monkeypatch.setattr(comm, "create_comm", Pinned)
+    assert Playground().comm._reply_subshell_for({}, "the default") == "the default"
 
     if tuple(map(int, ipykernel.__version__.split(".")[:2])) >= (7, 4):
         assert hasattr(Real, "_reply_subshell_for"), (
@@ -77,7 +81,7 @@ def test_reply_routing_is_opted_out_of():
 def test_strange_messages_change_nothing():
     widget = Playground()
     for message in (None, "text", {}, {"type": "unheard of"}, {"type": "__init__"}, {"type": ["list"]}, [1]):
-        widget._dispatch(widget, message, [])
+        tell(widget, message)
     assert widget.status == "idle"
 
 
@@ -87,7 +91,7 @@ def test_an_error_in_a_handler_shows_in_the_widget():
             raise ValueError("no such layer")
 
     widget = Broken()
-    widget._dispatch(widget, {"type": "poke"}, [])
+    tell(widget, {"type": "poke"})
     assert (widget.status, widget.error) == ("error", "ValueError: no such layer")
 
 
@@ -119,7 +123,9 @@ def test_display_publishes_the_widget_and_a_replaceable_twin(monkeypatch):
     assert set(live) == {"application/vnd.jupyter.widget-view+json"}
     assert none is None
     assert set(twin) == {"text/html", "text/plain"}
-    assert transient == {"display_id": widget._display_id}
+    assert set(transient) == {"display_id"}
+    widget._ipython_display_()
+    assert published[3][1] == transient, "the second display has another twin"
 
 
 def test_repr_is_cheap_and_short():

@@ -9,6 +9,7 @@ import pytest
 from exl2nb.core.errors import Interrupted, OptionError
 from exl2nb.core.progress import Meter, Progress, SilentSink, TextSink, showing
 from exl2nb.widgets import ProgressView, progress
+from tests.widgets.page import tell
 
 
 def test_shows_the_latest_event():
@@ -72,7 +73,7 @@ def test_cancel_raises_in_the_work_and_only_there():
         with view, Meter("measure", total=9, sink=view) as meter:
             for step in range(9):
                 if step == 2:
-                    view._dispatch(view, {"type": "stop"}, [])
+                    tell(view, {"type": "stop"})
                 meter.step()
                 steps.append(step)
 

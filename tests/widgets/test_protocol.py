@@ -33,6 +33,7 @@ from exl2nb.widgets import (
     protocol,
     typescript,
 )
+from tests.widgets.page import tell
 
 WIDGETS = Path(__file__).parents[2] / "widgets"
 DATA = Path(__file__).parents[1] / "data"
@@ -51,7 +52,8 @@ def test_state_types_name_the_synced_traits(name):
 
     kind = getattr(widgets, name)
     ours = kind.class_traits(sync=True).keys() - anywidget.AnyWidget.class_traits(sync=True).keys()
-    assert set(kind._state_type.__annotations__) == ours, f"{kind._state_type.__name__} and the traits of {name} differ"
+    controls = {one["name"] for one in protocol.SAMPLERS} if kind is Playground else set()
+    assert set(kind._state_type.__annotations__) | controls == ours, f"{kind._state_type.__name__} and the traits of {name} differ"
 
 
 MADE = [
@@ -89,7 +91,7 @@ def test_a_closed_widget_of_a_model_is_freed(llm):
     def used():
         made = Playground(llm)
         made.max_tokens = 3
-        made._dispatch(None, {"type": "generate", "run": 1, "prompt": "It was", "settings": {}}, [])
+        tell(made, {"type": "generate", "run": 1, "prompt": "It was", "settings": {}})
         made.wait(60)
         made.close()
         table = PageTable(llm, period_s=0.05)

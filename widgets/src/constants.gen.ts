@@ -1,35 +1,6 @@
 // Generated from exl2nb/widgets/protocol.py by `npm run protocol`; edit that file, not this one.
-import type { Sampler } from "./protocol.gen";
 
 export const PROTOCOL_VERSION = 2 as const;
-
-export const SAMPLERS: readonly Sampler[] = [
-  ["typical_p", "Typical-p", "1 = off", 0.05, 1, 0.05, 0.0, 1.0, 1.0],
-  ["tfs", "Tail-free", "1 = off", 0.05, 1, 0.05, 0.0, 1.0, 1.0],
-  ["top_a", "Top-a", "0 = off", 0, 1, 0.01, 0.0, 1.0, 0.0],
-  ["skew", "Skew", "0 = off; > 0 favours unlikely tokens", -3, 3, 0.1, -10.0, 10.0, 0.0],
-  ["min_tokens", "Min tokens", "no end token before this many", 0, 512, 1, 0, 2147483647, 0],
-  ["presence_penalty", "Presence penalty", "0 = off", -2, 2, 0.1, -100.0, 100.0, 0.0],
-  ["frequency_penalty", "Frequency penalty", "0 = off", -2, 2, 0.1, -100.0, 100.0, 0.0],
-  ["penalty_range", "Penalty range", "window in tokens; 0 = all", 0, 4096, 1, 0, 2147483647, 0],
-  ["penalty_decay", "Penalty decay", "fade-out in tokens after the range", 0, 4096, 1, 0, 2147483647, 0],
-  ["dry_multiplier", "DRY multiplier", "penalises repeated sequences; 0 = off", 0, 5, 0.1, 0.0, 100.0, 0.0],
-  ["dry_base", "DRY base", "growth per repeated token", 1, 4, 0.05, 1.0, 10.0, 1.75],
-  ["dry_allowed_length", "DRY allowed length", "longest repeat not penalised", 1, 20, 1, 1, 1000, 2],
-  ["dry_range", "DRY range", "window in tokens; 0 = all", 0, 4096, 1, 0, 2147483647, 0],
-  ["dry_max_ngram", "DRY max n-gram", "longest repeat tracked, in tokens", 1, 100, 1, 1, 1000, 50],
-  ["xtc_probability", "XTC probability", "chance to exclude top choices; 0 = off", 0, 1, 0.05, 0.0, 1.0, 0.0],
-  ["xtc_threshold", "XTC threshold", "minimum probability of a top choice", 0, 0.5, 0.01, 0.0, 1.0, 0.1],
-  ["smoothing_factor", "Smoothing factor", "0 = off", 0, 10, 0.1, 0.0, 100.0, 0.0],
-  ["smoothing_curve", "Smoothing curve", "1 = quadratic", 1, 3, 0.1, 1.0, 3.0, 1.0],
-  ["min_temp", "Min temperature", "dynamic, at low entropy", 0, 4, 0.05, 0.0, 100.0, 0.0],
-  ["max_temp", "Max temperature", "dynamic, at high entropy; 0 = off", 0, 4, 0.05, 0.0, 100.0, 0.0],
-  ["temp_exponent", "Temperature exponent", "dynamic, of the entropy", 0.1, 5, 0.1, 0.01, 100.0, 1.0],
-  ["temperature_last", "Temperature last", "applied after the filters", 0, 1, 0, 0, 1, false],
-  ["mirostat", "Mirostat", "holds surprise at a target", 0, 1, 0, 0, 1, false],
-  ["mirostat_tau", "Mirostat tau", "target surprise, bits", 0, 10, 0.1, 0.0, 100.0, 5.0],
-  ["mirostat_eta", "Mirostat eta", "learning rate", 0, 1, 0.01, 0.0, 10.0, 0.1],
-];
 
 export const BIT_COLOURS = [
   [2.0, [254, 240, 190]],

@@ -104,79 +104,30 @@ export interface Stop {
   type: "stop";
 }
 
-/** A control. least, most, step: of its slider, step 0 = a switch. low, high: what may be typed. neutral: where it does nothing. */
-export type Sampler = [name: string, label: string, hint: string, least: number, most: number, step: number, low: number, high: number, neutral: number | boolean];
-
-/** The folded samplers, fields of `SamplingParams`. */
-export interface SamplerValues {
-  typical_p: number;
-  tfs: number;
-  top_a: number;
-  skew: number;
-  min_tokens: number;
-  presence_penalty: number;
-  frequency_penalty: number;
-  penalty_range: number;
-  penalty_decay: number;
-  dry_multiplier: number;
-  dry_base: number;
-  dry_allowed_length: number;
-  dry_range: number;
-  dry_max_ngram: number;
-  xtc_probability: number;
-  xtc_threshold: number;
-  smoothing_factor: number;
-  smoothing_curve: number;
-  min_temp: number;
-  max_temp: number;
-  temp_exponent: number;
-  temperature_last: boolean;
-  mirostat: boolean;
-  mirostat_tau: number;
-  mirostat_eta: number;
-}
-
-/** Sampling settings of the controls. top_k 0, top_p 1, min_p 0, repetition_penalty 1: that filter is off; seed null: a random one. */
-export interface Settings {
-  typical_p: number;
-  tfs: number;
-  top_a: number;
-  skew: number;
-  min_tokens: number;
-  presence_penalty: number;
-  frequency_penalty: number;
-  penalty_range: number;
-  penalty_decay: number;
-  dry_multiplier: number;
-  dry_base: number;
-  dry_allowed_length: number;
-  dry_range: number;
-  dry_max_ngram: number;
-  xtc_probability: number;
-  xtc_threshold: number;
-  smoothing_factor: number;
-  smoothing_curve: number;
-  min_temp: number;
-  max_temp: number;
-  temp_exponent: number;
-  temperature_last: boolean;
-  mirostat: boolean;
-  mirostat_tau: number;
-  mirostat_eta: number;
-  max_tokens: number;
-  temperature: number;
-  top_k: number;
-  top_p: number;
-  min_p: number;
-  repetition_penalty: number;
-  seed: number | null;
+/**
+ * The control of a sampling option. min, max, step: of its slider, step 0 = a switch. low, high: what may be typed.
+ *
+ * neutral: the value that does nothing. common: shown among the first. turns_on: another value turns a filter on.
+ */
+export interface SamplerControl {
+  name: string;
+  label: string;
+  hint: string;
+  min: number;
+  max: number;
+  step: number;
+  low: number;
+  high: number;
+  neutral: number | boolean;
+  common: boolean;
+  turns_on: boolean;
 }
 
 /** The reader pressed Generate. Carries everything, so it does not depend on the order of trait updates. */
 export interface Generate {
   type: "generate";
   prompt: string;
-  settings: Settings;
+  settings: Record<string, number | boolean | null>;
 }
 
 /** A picture of a turn. url: a small copy as a data URL. note: its size, and the tokens that the model reads of it. */
@@ -228,33 +179,12 @@ export interface ChatGo {
   index: number;
 }
 
-/** Synced traits of Playground. text and _tokens are set once, when a run ends. _defaults: the model's sampling defaults in words. */
+/**
+ * Synced traits of Playground, beside one for each of `_samplers`. text and _tokens are set once, when a run ends.
+ *
+ * _defaults: the model's sampling defaults in words.
+ */
 export interface PlaygroundState {
-  typical_p: number;
-  tfs: number;
-  top_a: number;
-  skew: number;
-  min_tokens: number;
-  presence_penalty: number;
-  frequency_penalty: number;
-  penalty_range: number;
-  penalty_decay: number;
-  dry_multiplier: number;
-  dry_base: number;
-  dry_allowed_length: number;
-  dry_range: number;
-  dry_max_ngram: number;
-  xtc_probability: number;
-  xtc_threshold: number;
-  smoothing_factor: number;
-  smoothing_curve: number;
-  min_temp: number;
-  max_temp: number;
-  temp_exponent: number;
-  temperature_last: boolean;
-  mirostat: boolean;
-  mirostat_tau: number;
-  mirostat_eta: number;
   status: Status;
   error: string;
   height: string;
@@ -262,12 +192,6 @@ export interface PlaygroundState {
   chat: boolean;
   text: string;
   view: "plain" | "probability" | "rank";
-  max_tokens: number;
-  temperature: number;
-  top_k: number;
-  top_p: number;
-  min_p: number;
-  repetition_penalty: number;
   seed: number | null;
   n_tokens: number;
   tokens_per_second: number;
@@ -279,6 +203,7 @@ export interface PlaygroundState {
   _model_label: string;
   _has_model: boolean;
   _sees: boolean;
+  _samplers: SamplerControl[];
   _defaults: string;
   _protocol: number;
   _static: boolean;
@@ -666,7 +591,11 @@ export type SampleToken = [id: number, text: string];
 /** A piece of the line of probabilities, in order of ids. id -1: several tokens together. */
 export type LinePart = [id: number, text: string, prob: number];
 
-/** Synced traits of SamplerMicroscope. settings: of the sliders. token: drawn; uniform null: greedy. _answer: what the text has. */
+/**
+ * Synced traits of SamplerMicroscope. settings: of the sliders. token: drawn; uniform null: greedy. _answer: what the text has.
+ *
+ * _about: each step of a chain in words.
+ */
 export interface MicroscopeState {
   status: Status;
   error: string;
@@ -686,6 +615,8 @@ export interface MicroscopeState {
   _steps: SampleStep[];
   _tokens: SampleToken[];
   _line: LinePart[];
+  _samplers: SamplerControl[];
+  _about: Record<string, string>;
   _protocol: number;
   _static: boolean;
 }

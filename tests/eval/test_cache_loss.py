@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from exl2nb.core.errors import ContextOverflow, OptionError
-from exl2nb.eval.lockstep import Baseline
-from exl2nb.eval.logits import logits
-from exl2nb.eval.needle import Needle, find
+from exl2nb.eval.cache_loss import Baseline, Needle, find_needle
+from exl2nb.eval.rows import logits
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +57,7 @@ def test_prompts_that_cannot_run(llm):
 
 def test_the_fact_is_found_where_it_is_and_not_where_it_is_not(llm):
     needle = Needle(sentences=8)
-    there, absent = (find(llm.model, llm.tokenizer, needle, mode="fp16", depth=depth) for depth in (0.5, None))
+    there, absent = (find_needle(llm.model, llm.tokenizer, needle, mode="fp16", depth=depth) for depth in (0.5, None))
     assert there.prob > 50 * absent.prob
     assert there.tokens > absent.tokens
     whole = llm.score(needle.text(0.5) + needle.answer)
@@ -77,4 +76,4 @@ def test_bad_needles(name, values):
 
 def test_an_answer_must_start_a_token(llm):
     with pytest.raises(OptionError, match="begin it with a space"):
-        find(llm.model, llm.tokenizer, Needle(question="They went to", answer="gether"), mode="q8", depth=None)
+        find_needle(llm.model, llm.tokenizer, Needle(question="They went to", answer="gether"), mode="q8", depth=None)
