@@ -228,6 +228,16 @@ EXL2NB_EXPORT(step) const char* step(int32_t count, int32_t position) {
   return nullptr;
 }
 
+// What the settings leave: for each token its probability, -1 if it is removed; or null as in draw_token.
+EXL2NB_EXPORT(probabilities)
+const double* probabilities(double temperature, double top_k, double top_p, double min_p) {
+  Model& m = model();
+  const draw::Settings settings{temperature, top_k, top_p, min_p, 0};
+  if (!m.open || !draw::valid(settings)) return nullptr;
+  m.drawn.resize(m.logits.size());
+  return draw::probabilities_into(m.logits.data(), int64_t(m.logits.size()), settings, m.drawn.data()) ? m.drawn.data() : nullptr;
+}
+
 // Draws from the logits. Four numbers, id, log probability, rank and choices, then pairs of id and log probability of the `top` best; or
 // null: the settings are out of range, or nothing can be drawn.
 EXL2NB_EXPORT(draw_token)

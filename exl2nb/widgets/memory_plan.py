@@ -8,7 +8,7 @@ import html
 import os
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import traitlets as t
 
@@ -20,8 +20,7 @@ from exl2nb.llm.memory import MemoryPlan as Planned
 from exl2nb.llm.plan import DeviceChoice
 from exl2nb.llm.plan import plan as plan_of
 from exl2nb.llm.split_plan import COLOURS as DEVICE_COLOURS
-from exl2nb.llm.split_plan import Share, SplitPlan, check_limit, check_speed
-from exl2nb.widgets import static
+from exl2nb.llm.split_plan import Share, SplitFormula, SplitPlan, check_limit, check_speed
 from exl2nb.widgets.base import ExlWidget
 from exl2nb.widgets.protocol import PlanState
 
@@ -58,9 +57,7 @@ class MemoryPlan(ExlWidget):
         True
     """
 
-    _esm = static.STATIC / "plan.js"
-    _css = static.STATIC / "plan.css"
-    _state_keys: ClassVar[tuple[str, ...]] = tuple(PlanState.__annotations__)
+    _bundle, _state_type = "plan", PlanState
 
     name = t.Unicode("").tag(sync=True)
     device = t.Enum(("cpu", "cuda"), "cpu").tag(sync=True)
@@ -94,13 +91,7 @@ class MemoryPlan(ExlWidget):
             self._modes = [m for m in SHOWN_MODES if m in modes] + [m for m in modes if m not in SHOWN_MODES]
             if isinstance(planned, SplitPlan):
                 split = planned.movable()
-                kinds = {kind: one.to_dict() for kind, one in split.kinds.items()}
-                self._split = {
-                    "devices": [[one.name, one.kind] for one in split.devices],
-                    "kinds": kinds,
-                    "lends": split.lends,
-                    "source": planned.load_source,
-                }
+                self._split = wire(split, planned.load_source)
             else:
                 self.device = planned.device
 
@@ -175,6 +166,16 @@ class MemoryPlan(ExlWidget):
         )
         first = html.escape(str(plan).split("\n", 1)[0])
         return f"<div><b>{first}</b></div>{_bar(plan)}<div>{html.escape(plan.verdict())}</div><table style='font-size:12px'>{rows}</table>"
+
+
+def wire(split: SplitFormula, source: str = "") -> dict[str, Any]:
+    """A formula as the page takes it, a `protocol.PlanSplit`. source: the model's place, as arguments in Python."""
+    return {
+        "devices": [{"name": one.name, "kind": one.kind} for one in split.devices],
+        "kinds": {kind: {**one.known, "formula": one.formula.to_dict()} for kind, one in split.kinds.items()},
+        "lends": split.lends,
+        "source": source,
+    }
 
 
 def _coloured(plan: SplitPlan) -> list[tuple[Share, str]]:
