@@ -336,8 +336,8 @@ def test_a_gpu_that_is_not_here_has_no_numbers(monkeypatch: pytest.MonkeyPatch) 
     """Beside one that is."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert [plan._is_here(gpu) for gpu in ("cuda", "cuda:0", "cuda:1", "cuda:12")] == [True, True, False, False]
-    assert plan._free("cuda:1") is None and plan._gpu_speed("cuda:1") is None
+    assert [plan.is_present(gpu) for gpu in ("cuda", "cuda:0", "cuda:1", "cuda:12")] == [True, True, False, False]
+    assert plan.free_bytes_on("cuda:1") is None and plan.gpu_read_speed("cuda:1") is None
 
 
 def test_moving_a_border_moves_whole_layers() -> None:

@@ -38,14 +38,14 @@ def compiler(monkeypatch, tmp_path):
     found = Compiler()
     monkeypatch.setenv("EXL2NB_KERNEL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(kernel_code, "nvrtc", lambda: found)
-    monkeypatch.setattr(kernel_code, "_codes", {})
+    monkeypatch.setattr(kernel_code, "compiled_codes", {})
     return found
 
 
 @pytest.fixture
 def again(monkeypatch):
     """Forget what is in memory, as a new process would."""
-    return lambda: monkeypatch.setattr(kernel_code, "_codes", {})
+    return lambda: monkeypatch.setattr(kernel_code, "compiled_codes", {})
 
 
 def test_a_file_of_plain_kernels_is_one_program(compiler):
@@ -160,7 +160,7 @@ def test_two_processes_that_compile_at_once_leave_one_whole_file(compiler, tmp_p
     assert said == [("200000\n", "")] * 2
     assert (tmp_path / "a").exists() and (tmp_path / "b").exists()
     (path,) = (tmp_path / "cache").iterdir()
-    assert kernel_code._load(path) == b"code" * 50_000
+    assert kernel_code.read_cached(path) == b"code" * 50_000
     assert kernel_code.code_of(SKINNY, 9, 0) == b"code" * 50_000
     assert compiler.compiled == []
 
@@ -200,7 +200,7 @@ def test_the_library_gets_code_and_symbol_or_the_reason(compiler, monkeypatch):
     import ctypes
 
     code, text = ctypes.c_void_p(), ctypes.c_void_p()
-    ask = lambda one: kernel_code._answer(one.source.encode(), one.name.encode(), 9, 0, ctypes.byref(code), ctypes.byref(text))  # noqa: E731
+    ask = lambda one: kernel_code.compiler_answer(one.source.encode(), one.name.encode(), 9, 0, ctypes.byref(code), ctypes.byref(text))  # noqa: E731
     assert ask(ROPE) == 0
     assert ctypes.string_at(text.value) == b"_ZN6exl2nb16rope_append_rowsE"
     assert ctypes.string_at(code.value).startswith(b".visible .entry")
@@ -209,7 +209,7 @@ def test_the_library_gets_code_and_symbol_or_the_reason(compiler, monkeypatch):
 
 
 def test_without_nvrtc_or_headers_it_says_what_to_install(monkeypatch, tmp_path):
-    monkeypatch.setattr(kernel_code, "_libraries", lambda: [str(tmp_path / "libnvrtc.so.13")])
+    monkeypatch.setattr(kernel_code, "nvrtc_candidates", lambda: [str(tmp_path / "libnvrtc.so.13")])
     with pytest.raises(NoCompiler, match=r"NVRTC was not found .* pip install nvidia-cuda-nvrtc"):
         kernel_code.Nvrtc()
 
@@ -240,8 +240,8 @@ def library(monkeypatch, tmp_path):
     )
     (tmp_path / "include").mkdir()
     (tmp_path / "include" / "cuda_fp16.h").touch()
-    monkeypatch.setattr(kernel_code, "_libraries", lambda: ["libnvrtc.so.12"])
-    monkeypatch.setattr(kernel_code, "_nvidia_folders", lambda kind: [tmp_path / kind])
+    monkeypatch.setattr(kernel_code, "nvrtc_candidates", lambda: ["libnvrtc.so.12"])
+    monkeypatch.setattr(kernel_code, "nvidia_folders", lambda kind: [tmp_path / kind])
     monkeypatch.setattr(kernel_code.ctypes, "CDLL", lambda name: found)
     return found
 
@@ -322,12 +322,12 @@ def ready(compiler, monkeypatch, tmp_path):
     def write(made_from=digest, version="12.8"):
         row = (SKINNY.source, SKINNY.name, "symbol", "0.xz", hashlib.sha256(b"ready").hexdigest(), "7", "5")
         (folder / "index.txt").write_text(f"{made_from}\n{version}\n" + "\t".join(row) + "\n")
-        kernel_code._ready.cache_clear()
+        kernel_code.ready_made.cache_clear()
         return folder
 
     yield write
-    kernel_code._ready.cache_clear()
-    kernel_code._unpacked.cache_clear()
+    kernel_code.ready_made.cache_clear()
+    kernel_code.unpacked_code.cache_clear()
 
 
 @pytest.mark.parametrize(

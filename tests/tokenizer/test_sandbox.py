@@ -18,7 +18,7 @@ DOUBLING = "{{% set n = namespace(x={start}) %}}{{% for i in range(60) %}}{step}
 def _impatient():
     """The same process with a quarter of the CPU time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chat, "_HELPER", Helper("exl2nb.tokenizer.sandbox", dataclasses.replace(chat.LIMITS, cpu_s=0.5)))
+        patch.setattr(chat, "TEMPLATE_HELPER", Helper("exl2nb.tokenizer.sandbox", dataclasses.replace(chat.LIMITS, cpu_s=0.5)))
         yield
 
 
