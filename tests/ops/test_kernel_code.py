@@ -125,7 +125,7 @@ def test_threads_that_want_one_kernel_compile_it_once(compiler):
 
 
 PROCESS = """
-import resource, sys, time
+import sys, time
 from pathlib import Path
 from exl2nb.ops import kernel_code
 from exl2nb.ops.kernel_code import KernelId
@@ -140,12 +140,10 @@ class Compiler:
         return b"code" * 50_000
 
 kernel_code.nvrtc = Compiler
-if len(sys.argv) > 4:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[4]), int(sys.argv[4])))
 code = kernel_code.code_of(KernelId("gemm/skinny/skinny_gemm.cuh", "skinny_gemm<0, true>"), 9, 0)
 print(len(code))
 """
-"""A process with an imitated compiler. Arguments: folder, its name, the name it waits for, the most bytes that a file may have."""
+"""A process with an imitated compiler. Arguments: folder, its name, the name it waits for."""
 
 
 def start(tmp_path, *arguments):
@@ -166,11 +164,18 @@ def test_two_processes_that_compile_at_once_leave_one_whole_file(compiler, tmp_p
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no RLIMIT_FSIZE")
-def test_a_full_disk_costs_the_cache_alone(tmp_path):
+def test_a_full_disk_costs_the_cache_alone(compiler, tmp_path, monkeypatch, caplog):
     """The kernel is there, a warning is logged, and no part of a file stays."""
-    out, err = start(tmp_path, "a", "a", "4096").communicate(timeout=100)
-    assert out == "200000\n"
-    assert "compiled kernels are not kept" in err
+    import resource
+
+    monkeypatch.setattr(compiler, "compile", lambda kernel, arch: b"code" * 50_000)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        assert len(kernel_code.code_of(SKINNY, 9, 0)) == 200_000
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "compiled kernels are not kept" in caplog.text
     assert list((tmp_path / "cache").iterdir()) == []
 
 
