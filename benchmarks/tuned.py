@@ -32,7 +32,7 @@ from exl2nb.converter.settings import describe_device
 from exl2nb.converter.tuning import Tuning
 from exl2nb.core.errors import Exl2Error, Interrupted
 from exl2nb.core.progress import Progress
-from exl2nb.eval.text import token_rows
+from exl2nb.eval.rows import token_rows
 from exl2nb.io.atomic import atomic_write
 from exl2nb.ops.placement import pick_device
 from exl2nb.tokenizer.tokenizer import Tokenizer

@@ -177,7 +177,7 @@ def stream_from(name: str, path: Path, options: DemoOptions, console: Console) -
 def measure(options: DemoOptions, paths: dict[str, Path], console: Console) -> tuple[dict[str, Comparison], tuple[str, ...]]:
     """Compare every model with the first on the packaged evaluation text. Returns results by name, and the passage's token texts."""
     from exl2nb.eval.comparison import compare_many
-    from exl2nb.eval.text import read_text, token_rows
+    from exl2nb.eval.rows import read_text, token_rows
     from exl2nb.tokenizer.tokenizer import Tokenizer
 
     console.say(console.bold("\nMeasuring all of them on the same text"))

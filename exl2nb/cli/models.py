@@ -43,9 +43,7 @@ def add_flag(group: argparse._ActionsContainer, option: Option, **changes: Any) 
     how: dict[str, Any] = (
         {"action": "store_const", "const": True} if option.kind is bool else {"type": option.kind, "metavar": option.metavar}
     )
-    if option.choices:
-        how["choices"] = option.choices
-    group.add_argument(str(option.flag), **{"help": option.flag_help or option.help, **how, **changes})
+    group.add_argument(str(option.flag), **{"dest": option.name, "help": option.flag_help or option.help, **how, **changes})
 
 
 def add_model(parser: argparse.ArgumentParser, *, cache: str = "", revision: bool = False) -> None:

@@ -42,7 +42,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def given_options(args: argparse.Namespace) -> dict[str, Any]:
     """Keywords of `LLM.stream` for the options that were given."""
-    from exl2nb.eval.text import read_text
+    from exl2nb.eval.rows import read_text
 
     options = {**NEUTRAL, **PRESETS[args.preset]} if args.preset else {}  # a preset is whole: no default of the model adds to it
     options |= {name: value for name in (*FLAGS, "stop", "regex", "choice") if (value := getattr(args, name)) is not None}

@@ -122,9 +122,9 @@ def _on_ray(name: str | None, options: ServerOptions, given: dict[str, Any], con
 
 def _given(args: argparse.Namespace) -> dict[str, Any]:
     """Options of the file and of the command line together."""
-    from exl2nb.eval.text import read_text
+    from exl2nb.eval.rows import read_text
     from exl2nb.server.options import ServerOptions, read_config, read_keys
-    from exl2nb.tokenizer.chat import INSTRUCT
+    from exl2nb.tokenizer.template import INSTRUCT
 
     known = [*(field.name for field in fields(ServerOptions)), *LOADING, *ON, "model", "api_key_file"]
     given = read_config(args.config, known) if args.config is not None else {}

@@ -13,12 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from exl2nb.converter.allocation import Allocation, MatrixOptions
+from exl2nb.converter.allocation import Allocation, Groups, MatrixOptions
 from exl2nb.converter.calibration import Rows
 from exl2nb.converter.gptq import dense, quantize
 from exl2nb.converter.hessian import Factor, Moments, advance, batches, factorize, input_of
 from exl2nb.converter.measurement import Measured, Measurement
-from exl2nb.converter.options import Groups
 from exl2nb.converter.weights import DenseWeights
 from exl2nb.converter.work import Context, hash_of
 from exl2nb.model import reference

@@ -23,10 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from exl2nb.converter import attention
-from exl2nb.converter.adam import TINY, Adam, shares
 from exl2nb.converter.calibration import Rows
-from exl2nb.converter.grid import Grid, loaded, stacks
+from exl2nb.converter.grid import TINY, Adam, Grid, loaded, shares, stacks
 from exl2nb.converter.hessian import batches, gpu_rows
 from exl2nb.converter.quantization import Made
 from exl2nb.converter.result import Quality, judge
@@ -355,7 +353,7 @@ class _Trainer:
         self._aside: torch.cuda.Stream | None = None
         device = teacher[f"{config.names.embed}.weight"].device
         self._share = shares(len(self._steps), POWER[device.type])
-        self._attention = attention.DenseAttention(config, ids.shape[1], device)
+        self._attention = reference.DenseAttention(config, ids.shape[1], device)
         self._half, self._hidden = half_products(device), hidden
         count = max(1, min(PRICED // ids.shape[1], len(ids)))
         self._prices = prices(config, teacher, ids[torch.arange(count) * (len(ids) // count)].to(device), seed) if hidden else []

@@ -260,9 +260,6 @@ def signature_with(signature: inspect.Signature, annotations: Mapping[str, Any],
     return signature.replace(parameters=[*kept, *more])
 
 
-T = TypeVar("T")
-
-
 class Registry(Generic[T]):
     """A table of named objects that refuses an unknown name by listing the known ones.
 

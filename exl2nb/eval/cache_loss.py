@@ -11,7 +11,7 @@ from torch import Tensor
 
 from exl2nb.core.errors import ContextOverflow, OptionError
 from exl2nb.eval.comparison import token_divergence
-from exl2nb.eval.logits import RowRunner, check_ids
+from exl2nb.eval.rows import RowRunner, check_ids
 from exl2nb.model.batch import Batch
 from exl2nb.model.model import Model
 from exl2nb.tokenizer.tokenizer import Tokenizer

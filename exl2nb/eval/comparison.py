@@ -14,7 +14,7 @@ from torch import Tensor
 
 from exl2nb.core.errors import OptionError
 from exl2nb.core.progress import Meter, Sink
-from exl2nb.eval.logits import RowRunner, check_ids
+from exl2nb.eval.rows import RowRunner, check_ids
 from exl2nb.model.model import Model
 
 if TYPE_CHECKING:

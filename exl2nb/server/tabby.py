@@ -20,7 +20,7 @@ from exl2nb.server.openai import model_entry, named_template
 from exl2nb.server.pictures import with_pictures
 from exl2nb.server.state import INLINE_CHARACTERS, State, admin, aside, permission, user
 from exl2nb.server.stream import HEADERS, MEDIA_TYPE, event
-from exl2nb.tokenizer.chat import INSTRUCT
+from exl2nb.tokenizer.template import INSTRUCT
 
 open_routes = APIRouter()
 router = APIRouter(dependencies=[Depends(user)])
@@ -90,7 +90,7 @@ async def current_model(request: Request) -> Any:
         "cache_size": llm.engine.spec.num_tokens,
         "cache_mode": llm.engine.spec.mode,
         "max_batch_size": llm.engine.loop.scheduler.max_sequences,
-        "chunk_size": llm.engine.loop.scheduler.max_chunk,
+        "chunk_size": llm.engine.loop.scheduler.chunks.max_tokens,
         "prompt_template": state.template if state.template in INSTRUCT else "default" if llm.tokenizer.templates.templates else None,
         "use_vision": llm.vision is not None,
         "draft": llm.engine.drafter is not None,

@@ -13,7 +13,7 @@ import traitlets as t
 
 from exl2nb.core.errors import OptionError
 from exl2nb.eval.comparison import token_divergence
-from exl2nb.eval.logits import RowRunner
+from exl2nb.eval.rows import RowRunner
 from exl2nb.model.lora import change_sizes
 from exl2nb.sampling.params import check_integer
 from exl2nb.widgets import static

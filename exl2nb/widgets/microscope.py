@@ -14,19 +14,17 @@ from exl2nb.core.errors import Exl2Error, OptionError
 from exl2nb.core.options import check_keywords, make
 from exl2nb.llm.options import DEFAULTS, SamplingOptions
 from exl2nb.sampling.explanation import Explanation, as_html
-from exl2nb.sampling.params import INTEGERS, SamplingParams
+from exl2nb.sampling.filters import ABOUT
+from exl2nb.sampling.params import OPTIONS, SamplingParams
 from exl2nb.sampling.replay import Replay, seeded
 from exl2nb.widgets import static
 from exl2nb.widgets.base import ExlWidget
-from exl2nb.widgets.protocol import LinePart, MicroscopeState, SampleStep, SampleToken
+from exl2nb.widgets.protocol import SLIDERS, LinePart, MicroscopeState, SampleStep, SampleToken
 
 if TYPE_CHECKING:
     import pandas as pd
 
-SLIDERS = (
-    "temperature", "top_k", "top_p", "min_p", "typical_p", "tfs", "top_a", "xtc_probability", "xtc_threshold", "repetition_penalty",
-    "presence_penalty", "frequency_penalty", "skew", "smoothing_factor",
-)  # fmt: skip
+_NAMES = tuple(one["name"] for one in SLIDERS)
 SHOWN = 14
 """Tokens of the table: so many of the first step's best and of the last's, and the drawn one."""
 LEAST = 0.004
@@ -82,6 +80,8 @@ class SamplerMicroscope(ExlWidget):
     _steps = t.List().tag(sync=True)
     _tokens = t.List().tag(sync=True)
     _line = t.List().tag(sync=True)
+    _samplers = t.List(SLIDERS).tag(sync=True)
+    _about = t.Dict(ABOUT).tag(sync=True)
 
     def __init__(
         self,
@@ -146,10 +146,10 @@ class SamplerMicroscope(ExlWidget):
         found = self.replay.explain(at, params)
         shown = found.shown(SHOWN)
         self._explanation, self._asked = found, (at, params)
-        rest = {name: value for name, value in params.changed.items() if name not in (*SLIDERS, "seed", "post_sampling")}
+        rest = {name: value for name, value in params.changed.items() if name not in (*_NAMES, "seed", "post_sampling")}
         with self.hold_sync():
             self.at, self.error, self.status = at, "", "idle"
-            self.settings = {name: getattr(params, name) for name in SLIDERS}
+            self.settings = {name: getattr(params, name) for name in _NAMES}
             self._others = ", ".join(f"{name}={str(value)[:40]}" for name, value in rest.items())
             self._tokens = [list(SampleToken(i, self._name(i))) for i in shown]
             self._steps = [list(step) for step in _steps(found, shown)]
@@ -175,9 +175,9 @@ class SamplerMicroscope(ExlWidget):
 
     def _receive_sample(self, message: Mapping[str, Any]) -> None:
         at, changes = message.get("at"), message.get("settings")
-        if not isinstance(at, int) or not isinstance(changes, dict) or not all(name in (*SLIDERS, "seed") for name in changes):
+        if not isinstance(at, int) or not isinstance(changes, dict) or not all(name in (*_NAMES, "seed") for name in changes):
             raise OptionError("SamplerMicroscope: the page sent invalid settings; reload it")
-        whole = {name: int(value) if name in (*INTEGERS, "seed") and _is_whole(value) else value for name, value in changes.items()}
+        whole = {name: int(value) if OPTIONS[name].kind is int and _is_whole(value) else value for name, value in changes.items()}
         self._show(min(max(at, 0), len(self.replay) - 1), replace(self.params, **whole))
 
     # ---- words ----

@@ -7,9 +7,8 @@ import random
 import numpy as np
 import pytest
 
-from exl2nb.converter.allocation import allocate
+from exl2nb.converter.allocation import allocate, group_rows, pareto_fronts
 from exl2nb.converter.measurement import ANCHORS, Measured, Measurement
-from exl2nb.converter.options import group_rows, pareto_fronts
 from exl2nb.converter.peer import RECIPES, PeerMeasurement
 from exl2nb.converter.sizes import CacheShape, Other, parse_bytes
 from exl2nb.core.errors import ConversionError, OptionError

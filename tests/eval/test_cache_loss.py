@@ -5,7 +5,7 @@ import torch
 
 from exl2nb.core.errors import ContextOverflow, OptionError
 from exl2nb.eval.cache_loss import Baseline, Needle, find_needle
-from exl2nb.eval.logits import logits
+from exl2nb.eval.rows import logits
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from exl2nb.core.errors import TokenizerError
-from exl2nb.tokenizer.chat import render
+from exl2nb.tokenizer.template import render
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
 from .makers import byte_level, write

@@ -7,8 +7,8 @@ import pytest
 
 from exl2nb.core.errors import TokenizerError
 from exl2nb.core.helper import Helper
-from exl2nb.tokenizer import chat
-from exl2nb.tokenizer.chat import render
+from exl2nb.tokenizer import template
+from exl2nb.tokenizer.template import render
 
 TALK = [{"role": "user", "content": "hi"}]
 DOUBLING = "{{% set n = namespace(x={start}) %}}{{% for i in range(60) %}}{step}{{% endfor %}}{end}"
@@ -18,7 +18,7 @@ DOUBLING = "{{% set n = namespace(x={start}) %}}{{% for i in range(60) %}}{step}
 def _impatient():
     """The same process with an eighth of the CPU time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chat, "TEMPLATE_HELPER", Helper("exl2nb.tokenizer.sandbox", dataclasses.replace(chat.LIMITS, cpu_s=0.25)))
+        patch.setattr(template, "TEMPLATE_HELPER", Helper("exl2nb.tokenizer.sandbox", dataclasses.replace(template.LIMITS, cpu_s=0.25)))
         yield
 
 

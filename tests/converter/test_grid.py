@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from exl2nb.converter.adam import Adam, shares
+from exl2nb.converter.grid import Adam, shares
 
 
 def walk(gradients, pooled, far=0.5, damping=1.0):
