@@ -27,6 +27,7 @@ from exl2nb.tokenizer.tokenizer import Tokenizer
 
 from .test_job import CONFIG, OPTIONS, convert, output, write_model
 
+pytestmark = pytest.mark.usefixtures("short_second_text")
 TEXT = [" ".join(f"w{(i * i + 7 * i + i // 90) % 90}" for i in range(9000))]
 TUNED = {
     "bpw": 3.0,
