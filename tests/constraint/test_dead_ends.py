@@ -2,7 +2,6 @@ import functools
 import json
 import random
 
-import jsonschema
 import pytest
 
 from exl2nb.constraint.dead_ends import find_dead_end, without_dead_ends
@@ -65,6 +64,8 @@ LINK = closed({"next": {"$ref": "#/$defs/link"}}, required=["next"])
     ],
 )
 def test_no_answer_ends_in_a_dead_end(schema):
+    import jsonschema
+
     found = list(texts(schema))
     assert found
     for text in found:
@@ -143,6 +144,8 @@ def test_a_dead_end_in_mid_answer_is_a_structure_error(fresh_llm, monkeypatch):
 
 
 def test_functions_with_taken_patterns(llm):
+    import jsonschema
+
     schema = closed({"score": {"enum": [1, 5, 10]}}, required=["score"], patternProperties={"^score$": SCORE})
     tool = {"type": "function", "function": {"name": "rate", "parameters": schema}}
     messages = [{"role": "user", "content": "x"}]
