@@ -2,6 +2,7 @@ import functools
 import json
 import random
 
+import numpy as np
 import pytest
 
 from exl2nb.constraint.dead_ends import find_dead_end, without_dead_ends
@@ -20,6 +21,9 @@ def closed(properties, **more):
     return {"type": "object", "properties": properties, "additionalProperties": False, **more}
 
 
+ENDS = {i for i in range(VOCAB) if WORDS.decode([i]) in ('"', "}", "]", ",", '"}', "],")}
+
+
 def texts(schema, count=40, steps=400):
     """Complete answers that the schema's masks allow; an answer that cannot go on raises StructureError."""
     made = structure("schema", schema)
@@ -28,9 +32,9 @@ def texts(schema, count=40, steps=400):
         for _ in range(steps):
             if constraint.finished or (constraint.accepting and rng.random() < 0.5):
                 break
-            mask = constraint.allowed()
-            allowed = [i for i in range(VOCAB) if i in mask and i not in WORDS.eos_ids]
-            ends = [i for i in allowed if WORDS.decode([i]) in ('"', "}", "]", ",", '"}', "],")]
+            bits = np.unpackbits(constraint.allowed().bits.view(np.uint8), bitorder="little")[:VOCAB]
+            allowed = [i for i in bits.nonzero()[0].tolist() if i not in WORDS.eos_ids]
+            ends = [i for i in allowed if i in ENDS]
             token = rng.choice(ends if ends and rng.random() < 0.6 else allowed)
             constraint.accept(token)
             ids.append(token)
