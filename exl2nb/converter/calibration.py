@@ -395,7 +395,7 @@ def calibration_rows(
             picked.append(encoder.encode(piece, add_special=row % 4 == 0)[:length])
         if all(len(ids) == length for ids in picked):
             return torch.tensor(picked, dtype=torch.int32)
-    ids = _encoded(encoder, text)
+    ids = encode_in_pieces(encoder, text)
     count = len(ids) // length
     rows = rows if at_least is None else max(at_least, min(rows, count))
     if count < rows:
@@ -413,7 +413,7 @@ def _shorter(count: int, rows: int) -> str:
     return f"give more text, or use length={fits}" if fits >= MIN_LENGTH else "give more text"
 
 
-def _encoded(encoder: Tokenizer, text: str) -> list[int]:
+def encode_in_pieces(encoder: Tokenizer, text: str) -> list[int]:
     """Ids of a whole text, piece by piece: a tokenizer takes twice as long for a book at once. A piece ends before an empty line."""
     ids, begin = list[int](), 0
     while begin < len(text) or not begin:

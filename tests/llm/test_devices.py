@@ -269,7 +269,7 @@ ON_GPU = {
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ON_GPU)
-def test_parts_on_a_gpu(name: str) -> None:
+def test_parts_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Close to the model on the GPU alone, the same bits however often, and captured steps give those of launched ones."""
     whole, split = load_model(DEMO, device="cuda"), load_model(DEMO, spans=ON_GPU[name])
     expected, found = _logits(whole).cpu(), _logits(split)
@@ -277,7 +277,7 @@ def test_parts_on_a_gpu(name: str) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0.02 * float(expected.std()))
     assert torch.equal(_logits(split), found)
     whole_on_gpu = split.capabilities.captures  # then the executor captures, see below
-    assert whole_on_gpu or any(part.captured and None not in part.captured.values() for part in split.parts)
+    assert whole_on_gpu or any(part.captured and None not in part.captured.values() for part in split.parts), "no step was captured"
     split.graphed = False
     assert torch.equal(_logits(split), found)
 
@@ -343,8 +343,8 @@ def test_a_gpu_that_is_not_here_has_no_numbers(monkeypatch: pytest.MonkeyPatch) 
     """Beside one that is."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert [plan._is_here(gpu) for gpu in ("cuda", "cuda:0", "cuda:1", "cuda:12")] == [True, True, False, False]
-    assert plan._free("cuda:1") is None and plan._gpu_speed("cuda:1") is None
+    assert [plan.is_present(gpu) for gpu in ("cuda", "cuda:0", "cuda:1", "cuda:12")] == [True, True, False, False]
+    assert plan.free_bytes_on("cuda:1") is None and plan.gpu_read_speed("cuda:1") is None
 
 
 def test_moving_a_border_moves_whole_layers() -> None:
