@@ -51,7 +51,9 @@ def measure(mode: str, args: argparse.Namespace) -> dict[str, object]:
 
     def write(tokens: int) -> Tensor:
         where = (torch.zeros(tokens, dtype=torch.int32), torch.arange(tokens, dtype=torch.int32), *pools)
-        return ops.norm_qkv_rope(inputs[:tokens], ops.QKVProjection(None, 0.0, blob, None, still, still, Hq, Hkv, D), *where)
+        return ops.norm_qkv_rope(
+            inputs[:tokens], ops.QkvOp(blob=blob, cos=still, sin=still, num_heads=Hq, num_kv_heads=Hkv, head_dim=D), *where
+        )
 
     inputs = torch.randn(context, 8)
     q = write(context)[:64].contiguous()

@@ -33,10 +33,10 @@ from make_random_model import KEYS, SHAPES, Shape, write_tokenizer
 import exl2nb
 from exl2nb.converter import sensitivity
 from exl2nb.converter.job import ConversionJob
+from exl2nb.converter.keywords import EFFORTS, REPORT_ROWS
 from exl2nb.converter.measurement import Measurement
 from exl2nb.converter.memory import Asked, planned_on_gpu
 from exl2nb.converter.result import Conversion
-from exl2nb.converter.settings import EFFORTS, REPORT_ROWS
 from exl2nb.core.progress import Progress
 from exl2nb.io import safetensors
 from exl2nb.model.loader import read_model_config

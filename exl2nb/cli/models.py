@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from exl2nb.core.options import Option
 from exl2nb.core.progress import Sink
 
 if TYPE_CHECKING:
@@ -35,6 +36,14 @@ def locate_demo(name: str) -> str | Path:
 def demo_directory() -> Path:
     """Directory of the packaged demo model."""
     return Path(__file__).resolve().parent.parent / "demo_model"
+
+
+def add_flag(group: argparse._ActionsContainer, option: Option, **changes: Any) -> None:
+    """Add the flag of an option; `changes` are arguments of `add_argument` that replace those that follow from the option."""
+    how: dict[str, Any] = (
+        {"action": "store_const", "const": True} if option.kind is bool else {"type": option.kind, "metavar": option.metavar}
+    )
+    group.add_argument(str(option.flag), **{"dest": option.name, "help": option.flag_help or option.help, **how, **changes})
 
 
 def add_model(parser: argparse.ArgumentParser, *, cache: str = "", revision: bool = False) -> None:
@@ -202,9 +211,9 @@ def _cache_mode(text: str) -> str:
 @contextmanager
 def loaded(directory: Path, progress: Sink | None = None, *, options: dict[str, Any] | None = None) -> Iterator[Model]:
     """A model for the length of a `with`; options: of `load_options`, device and RoPE."""
-    from exl2nb.llm.load import pick_device
     from exl2nb.model.loader import load_model
     from exl2nb.model.rope import RopeOverride
+    from exl2nb.ops.placement import pick_device
 
     options = options or {}
     rope = RopeOverride(**{name: options.get(f"rope_{name}") for name in (*ROPE, "scaling")})

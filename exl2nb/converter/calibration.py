@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from exl2nb.cache.spec import PAGE_SIZE
+from exl2nb.converter.keywords import MIN_LENGTH
 from exl2nb.core.errors import CalibrationWarning, OptionError, TokenizerError
 from exl2nb.core.files import placeholder, read_regular
 from exl2nb.core.progress import Meter, Sink
@@ -238,7 +239,6 @@ PACKAGED = {MIXED: ("(mixed)", "calibration_text/mixed.jsonl.xz"), DEMO: ("(defa
 DATE = "01 Jan 2026"  # for chat templates that state one: the same text on every day
 UNLIKE = 1.0  # nats per token of excess loss; demo model: its own text 0.18, books it never saw 0.22, the mixed text 2.3, code 4.0
 SENSITIVITY = 0.15  # of the calibration rows; the others are for Hessians
-MIN_LENGTH = 16  # tokens of a row
 MAX_UNKNOWN = 0.25
 MAX_PARTS = 0.35  # demo model: English 0.00, Finnish 0.09, source code 0.00, Russian, of which its vocabulary knows nothing, 0.90
 PIECE = 1 << 14  # characters of a text that are encoded at once, and those up to the next empty line

@@ -12,9 +12,9 @@ logger.addHandler(logging.NullHandler())
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 
 
-def warn(message: str) -> None:
-    """Issue a RuntimeWarning for the first line outside this package that led here."""
+def warn(message: str, category: type[Warning] = RuntimeWarning) -> None:
+    """Issue a warning for the first line outside this package that led here."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame, level = frame.f_back, level + 1
-    warnings.warn(message, RuntimeWarning, stacklevel=level)
+    warnings.warn(message, category, stacklevel=level)

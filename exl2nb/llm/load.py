@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from inspect import signature
@@ -12,18 +11,20 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from exl2nb.cache.spec import parse_mode
 from exl2nb.core import env
-from exl2nb.core.errors import DeviceError, OptionError, TokenizerError
+from exl2nb.core.errors import OptionError, TokenizerError
 from exl2nb.core.options import check_flag, check_keywords, shown
 from exl2nb.core.progress import Sink, showing
 from exl2nb.generator.draft import DraftModel, check_same_tokenizer
 from exl2nb.io import hub
 from exl2nb.llm.keywords import PARALLEL
-from exl2nb.llm.model import GPU_CHUNK, LLM
+from exl2nb.llm.model import LLM
 from exl2nb.llm.sampling_defaults import read_defaults
 from exl2nb.model.loader import load_model
 from exl2nb.model.model import Model, Span
 from exl2nb.model.rope import RopeOverride
+from exl2nb.model.runner import GPU_CHUNKS
 from exl2nb.model.streaming import Streaming
+from exl2nb.ops.placement import pick_device
 from exl2nb.sampling.defaults import CHAT_DEFAULTS
 from exl2nb.sampling.params import check_integer
 from exl2nb.tokenizer.tokenizer import Tokenizer
@@ -122,7 +123,7 @@ def load(
     exact = env.get("EXL2NB_DETERMINISTIC", "0") == "1" if deterministic is None else deterministic
     check_flag("load: deterministic", exact)
     if stream_from is not None:
-        check_integer("load: stream_from", stream_from, 0, GPU_CHUNK)  # a step has no more tokens of prompts
+        check_integer("load: stream_from", stream_from, 0, GPU_CHUNKS.max_tokens)  # a step has no more tokens of prompts
     check_flag("load: vision", vision)
     check_flag("load: generation_config", generation_config)
     with showing(progress, f"load {hub.label(path)}") as sink:
@@ -169,38 +170,6 @@ def load(
             llm.close()
             raise
     return llm
-
-
-def pick_device(device: str | None) -> str:
-    """The device that was asked for, as a loader takes it: "cpu", "cuda" or "cuda:1"; None and "auto" as in `load`.
-
-    Raises:
-        OptionError: none of these. DeviceError: it is not there, or cannot be used; says why.
-    """
-    wanted = env.get("EXL2NB_DEVICE", "auto") if device is None else device
-    if not isinstance(wanted, str) or not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", wanted):
-        raise OptionError(f"load: device is {shown(device)}; expected one of auto, cpu, cuda, cuda:<number>")
-    if wanted == "cpu":
-        return "cpu"
-    from exl2nb import ops
-
-    libraries = ops.libraries()
-    if wanted == "auto":
-        return libraries.best_device()
-    if problem := libraries.cuda_problem:
-        raise DeviceError(
-            f"device {wanted!r} cannot be used: {problem}; use device='cpu', or leave it at 'auto'; `exl2nb doctor` says more"
-        )
-    if ":" not in wanted:
-        return "cuda"
-    import torch
-
-    number, count = int(wanted.partition(":")[2]), torch.cuda.device_count()
-    if number >= count:
-        raise DeviceError(
-            f"device {wanted!r} is not there: torch sees {count} GPUs, cuda:0 to cuda:{count - 1}; `exl2nb doctor` lists them"
-        )
-    return f"cuda:{number}"
 
 
 def _chosen_devices(device: str | None, devices: DeviceChoice | None, gpu_layers: int | None, parallel: str) -> DeviceChoice | None:
@@ -305,7 +274,7 @@ def make_drafter(target: LLM, draft: LLM | str | os.PathLike[str], *, cache: str
         TokenizerError: its tokenizer is another one; names the first difference. Otherwise as `load`.
     """
     if not isinstance(draft, (str, os.PathLike)):
-        if not hasattr(draft, "engine"):
+        if not isinstance(draft, LLM):
             raise OptionError(f"load: draft is {str(draft)[:80]!r}; expected a directory, a hub id or a loaded model")
         return _drafter(
             target, draft.model, draft.tokenizer, cache, run=lambda function: draft.engine.call(function, timeout_s=BUSY_S)
@@ -313,13 +282,12 @@ def make_drafter(target: LLM, draft: LLM | str | os.PathLike[str], *, cache: str
     if draft == "self":
         from exl2nb.llm.self_draft import copy_of
 
-        folder = copy_of(target.path, device=target.model.draw_device, progress=progress)
+        folder = copy_of(target.path, device=target.model.capabilities.draw_device, progress=progress)
     else:
         folder = hub.resolve(Path(draft) if isinstance(draft, os.PathLike) else draft, progress=progress)
     tokenizer = Tokenizer.load(folder)
-    placement = target.model.placement
-    place = placement if isinstance(placement, str) else placement[-1]
-    model = load_model(folder, device=place, context=None, progress=progress, deterministic=target.model.deterministic)
+    device = target.model.capabilities.placement.layers[-1]
+    model = load_model(folder, device=device, context=None, progress=progress, deterministic=target.model.deterministic)
     try:
         return _drafter(target, model, tokenizer, cache, on_close=model.close)
     except BaseException:
@@ -332,20 +300,14 @@ def _drafter(target: LLM, model: Model, tokenizer: Tokenizer, cache: str, **opti
         raise OptionError("load: the draft model runs as ranks (parallel='tensor'), which share no cache with it; load it on one device")
     size = target.model.config.vocab_size
     check_same_tokenizer(target.tokenizer, tokenizer, target_size=size, draft_size=model.config.vocab_size)
-    from exl2nb.llm.model import executor_of
-
-    mine, theirs = model.placement, target.model.placement
-    if isinstance(mine, str) and executor_of(model) is not None:  # on one GPU
-        from exl2nb.generator.gpu_draft import GpuRounds
-
-        options |= {"rounds": GpuRounds, "late": mine == theirs and "run" not in options and target.model.ranks is None}
+    mine, theirs = model.capabilities, target.model.capabilities
+    on_device = mine.captures_drafts and theirs.captures_drafts and str(mine.placement) == str(theirs.placement) and "run" not in options
     return DraftModel(
         model,
         model.cache_spec(target.engine.spec.num_tokens, mode=cache),
         context=model.context,
         vocab_size=size,
         drawn=model.config.vocab_size == size,
-        device=model.device,
-        executor=executor_of(model),
+        on_device=on_device,
         **options,
     )

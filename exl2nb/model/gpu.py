@@ -43,7 +43,7 @@ class GpuForward:
         self.program, self.device, self.deterministic = program, device, deterministic
         self.stream_k_from = 0 if deterministic else STREAM_K_FROM
         self.vocab = program.outputs  # the hidden size where the program is a part of a model
-        self.most = MOST_ROUTED if any(name == "routed_mlp" for name, _ in program.steps) else MOST
+        self.most = MOST_ROUTED if any(isinstance(op, ops.RoutedOp) for op in program.steps) else MOST
         routed, hopper = self.most == MOST_ROUTED, device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
         self.prompt_tokens = 0 if routed or program.peers else PROMPT * PROMPT_STEPS if hopper else PROMPT  # tokens
         self._kernels: dict[int, gpu.StepKernels] = {}
@@ -74,7 +74,7 @@ class GpuForward:
         scratch = self._new_kernels(most)
         large = self._new_kernels(PROMPT) if self.prompt_tokens and not self.deterministic else None
         zeros = torch.zeros(max(most, PROMPT) + 1, dtype=torch.int32, device=self.device)
-        partial = self.program.steps[-1][0] == "residual_out"  # a part of a model, which hands on every row
+        partial = isinstance(self.program.steps[-1], ops.ResidualOutOp)  # a part of a model, which hands on every row
 
         def step(kernels: gpu.StepKernels, tokens: int, *, prompts: bool) -> None:
             row = zeros[:1]

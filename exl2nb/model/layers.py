@@ -68,7 +68,7 @@ class Embedding:
 
     def record(self, program: ops.Program) -> None:
         """Record the same op in a program."""
-        program.embed(self.table, scale=self.scale, position_table=self.position_table)
+        program.add(ops.EmbedOp(table=self.table, scale=self.scale, position_table=self.position_table))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ class Head:
 
     def record(self, program: ops.Program) -> None:
         """Record the same op in a program."""
-        program.norm_head(self.norm.weight, self.norm.eps, self.matrix, **self.norm.options)
+        program.add(ops.HeadOp(norm=self.norm.weight, eps=self.norm.eps, blob=self.matrix, **self.norm.options))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,11 +114,13 @@ class Attention:
     interleaved: bool
     clip: float
 
-    def projection(self, ropes: Mapping[str, tuple[Tensor, Tensor]]) -> ops.QKVProjection:
-        """The op's view of norm, q, k, v and rotation. ropes: tables (cos, sin) by kind."""
-        return ops.QKVProjection(
-            self.norm.weight, self.norm.eps, self.qkv, self.qkv_bias, *ropes[self.rope], self.num_heads, self.num_kv_heads, self.head_dim,
-            q_norm=self.q_norm, k_norm=self.k_norm, interleaved=self.interleaved, clip=self.clip, **self.norm.options,
+    def projection(self, ropes: Mapping[str, tuple[Tensor, Tensor]]) -> ops.QkvOp:
+        """The op for norm, q, k, v and rotation. ropes: tables (cos, sin) by kind."""
+        cos, sin = ropes[self.rope]
+        return ops.QkvOp(
+            norm=self.norm.weight, eps=self.norm.eps, **self.norm.options, blob=self.qkv, bias=self.qkv_bias, cos=cos, sin=sin,
+            num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, q_norm=self.q_norm, k_norm=self.k_norm,
+            layer=self.layer, interleaved=self.interleaved, clip=self.clip,
         )  # fmt: skip
 
     def attend(self, x: Tensor, step: Step) -> Tensor:
@@ -141,12 +143,12 @@ class Attention:
 
     def record_attend(self, program: ops.Program, ropes: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         """Record `attend` in a program."""
-        program.norm_qkv_rope(self.projection(ropes), layer=self.layer)
-        program.paged_attention(layer=self.layer, scale=self.scale, window=self.window, softcap=self.softcap)
+        program.add(self.projection(ropes))
+        program.add(ops.AttentionOp(layer=self.layer, scale=self.scale, window=self.window, softcap=self.softcap))
 
     def record_add(self, program: ops.Program) -> None:
         """Record `add` in a program."""
-        program.linear_residual(self.o, self.o_bias, norm=self.added.norm, eps=self.added.eps, scale=self.added.scale)
+        program.add(ops.ResidualOp(blob=self.o, bias=self.o_bias, norm=self.added.norm, eps=self.added.eps, scale=self.added.scale))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,8 +170,8 @@ class MLP:
 
     def record(self, program: ops.Program) -> None:
         """Record the same op in a program."""
-        self.record_activate(program, aside=False)
-        self.record_add(program, aside=False)
+        self.record_activate(program, side=False)
+        self.record_add(program, side=False)
 
     def activate(self, x: Tensor) -> Tensor:
         """The activations for x f32 `(T, H)` -> `(T, I)`."""
@@ -181,16 +183,18 @@ class MLP:
         """Project `inner` and add it to x, in place."""
         ops.linear_residual(x, inner, self.down, self.down_bias, norm=self.added.norm, eps=self.added.eps, scale=self.added.scale)
 
-    def record_activate(self, program: ops.Program, *, aside: bool) -> None:
-        """Record `activate` in a program; aside: into a second buffer; the first holds the output of attention."""
-        program.norm_gate_up(
-            self.norm.weight, self.norm.eps, self.up, self.up_bias,
-            activation=self.activation, gated=self.gated, aside=aside, **self.norm.options,
+    def record_activate(self, program: ops.Program, *, side: bool) -> None:
+        """Record `activate` in a program; side: into the second buffer; the first one holds the output of attention."""
+        op = ops.GateUpOp(
+            norm=self.norm.weight, eps=self.norm.eps, **self.norm.options, blob=self.up, bias=self.up_bias, activation=self.activation,
+            gated=self.gated, side=side,
         )  # fmt: skip
+        program.add(op)
 
-    def record_add(self, program: ops.Program, *, aside: bool) -> None:
+    def record_add(self, program: ops.Program, *, side: bool) -> None:
         """Record `add` in a program."""
-        program.linear_residual(self.down, self.down_bias, norm=self.added.norm, eps=self.added.eps, scale=self.added.scale, aside=aside)
+        added = self.added
+        program.add(ops.ResidualOp(blob=self.down, bias=self.down_bias, norm=added.norm, eps=added.eps, scale=added.scale, side=side))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,7 +223,7 @@ class RoutedMLP:
 
     def record(self, program: ops.Program) -> None:
         """Record the same op in a program."""
-        program.routed_mlp(self.experts)
+        program.add(self.experts)
 
     @property
     def unused_expert_bytes(self) -> int:
@@ -228,10 +232,10 @@ class RoutedMLP:
         return total - total * self.top_k // len(self.up)
 
     @property
-    def experts(self) -> ops.Experts:
-        """As the op takes them."""
-        return ops.Experts(
-            norm=self.norm.weight, eps=self.norm.eps, **self.norm.options, router=self.router, up=self.up, down=self.down, top_k=self.top_k,
+    def experts(self) -> ops.RoutedOp:
+        """The op."""
+        return ops.RoutedOp(
+            norm=self.norm.weight, eps=self.norm.eps, **self.norm.options, blob=self.router, up=self.up, down=self.down, top_k=self.top_k,
             renormalize=self.renormalize, activation=self.activation, shared_up=self.shared_up, shared_down=self.shared_down,
             shared_gate=self.shared_gate, post_norm=self.added.norm, post_eps=self.added.eps, scale=self.added.scale,
         )  # fmt: skip
@@ -261,9 +265,9 @@ class Layer:
         """Record the same op in a program."""
         if self.parallel and isinstance(self.mlp, MLP):
             self.attention.record_attend(program, ropes)
-            self.mlp.record_activate(program, aside=True)
+            self.mlp.record_activate(program, side=True)
             self.attention.record_add(program)
-            self.mlp.record_add(program, aside=True)
+            self.mlp.record_add(program, side=True)
         else:
             self.record_attention(program, ropes)
             self.mlp.record(program)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,10 +20,12 @@ from exl2nb.model.config import ModelConfig
 from exl2nb.model.gpu import GpuForward, formats_of
 from exl2nb.model.layers import MLP, Embedding, Head, Layer, RoutedMLP, Step, tensors_of
 from exl2nb.model.rope import both_tables, rope_switch, rope_tables
+from exl2nb.model.runner import GPU_CHUNKS, HOST_CHUNKS, Capabilities
 from exl2nb.ops import gpu_prefill
 from exl2nb.ops.draw import draw_ahead, join_ahead, step_draw
 from exl2nb.ops.gpu import LoraBuffers, unpack_half
 from exl2nb.ops.kernel_code import KernelId
+from exl2nb.ops.placement import Placement
 
 if TYPE_CHECKING:
     from exl2nb.model.parallel import ParallelModel
@@ -98,6 +100,7 @@ class Model:
 
     config: what it is. context: longest sequence it runs, in tokens. device: where it runs. weight_bytes: memory of all weights.
     rope_switch: sequences longer than this rotate with other factors (longrope), see `Span.long`; None: all rotate alike.
+    capabilities: what it can do, as a `StepRunner` declares it.
     adapters: what the rows of `Batch.adapters` mean, see `set_adapters`.
     Not thread-safe: one thread runs it (the engine's).
     """
@@ -114,6 +117,19 @@ class Model:
         self._ropes: dict[str, tuple[Tensor, Tensor]] = {}
         self._rows = 0  # positions in the RoPE tables
         self.adapters: LoraTable | None = None
+        on_cpu = device == "cpu"
+        routed = any(isinstance(layer.mlp, RoutedMLP) for layer in network.layers)
+        fused = on_cpu and not config.logit_softcap  # tokens are drawn from raw logits
+        self.capabilities = Capabilities(
+            placement=Placement.on(device, config.num_layers),
+            draw_device=device,
+            fused_draw=fused,
+            # in a small model the host's share of a step counts
+            draws_ahead=fused and not routed and self.rope_switch is None and self.weight_bytes <= SMALL_MODEL_BYTES,
+            captures_drafts=not on_cpu,
+            rope_switch=self.rope_switch,
+            chunks=HOST_CHUNKS if on_cpu else GPU_CHUNKS,
+        )
 
     @property
     def bytes_per_token(self) -> int:
@@ -135,21 +151,6 @@ class Model:
         return None
 
     @property
-    def draw_device(self) -> str:
-        """Where the logits of captured steps arrive, and tokens are drawn; "cpu": steps are not captured."""
-        return self.device
-
-    @property
-    def prompt_device(self) -> str:
-        """Where long prompts are computed; "cpu": they are cut into small pieces."""
-        return self.draw_device
-
-    @property
-    def placement(self) -> str | tuple[str, ...]:
-        """Where its cache lies: the device, or the device of every layer."""
-        return self.device
-
-    @property
     def where(self) -> str:
         """The devices in words."""
         return self.device
@@ -160,42 +161,44 @@ class Model:
 
     def new_cache(self, spec: CacheSpec) -> KVCache:
         """A cache where the model's layers are."""
-        return KVCache(spec, self.placement)
+        return KVCache(spec, self.capabilities.placement)
 
-    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+    def forward(self, batch: Batch, cache: KVCache, *, ids: Tensor | None = None, fetch: bool = True) -> Tensor:
         """Run one step as a single call into the compiled engine.
 
         Args:
-            batch: T tokens of B sequences. Tokens before them must be in the cache already.
+            batch: T tokens of B sequences, on the host. Tokens before them must be in the cache already.
             cache: of this model's layers, heads and head_dim; the step's K and V are written to `batch.slot_mapping`.
+            ids: int32 `(T,)` on the GPU, in place of the batch's; for models whose layers are all on GPUs.
+            fetch: a model on several devices returns logits on the host. False: they stay where the last layer is.
 
         Returns:
-            Logits f32 `(R, V)`, one row for each of `batch.logit_rows`. The same sequence gives the same bits however it is cut into steps
-            and whatever else is in the batch.
+            Logits f32 `(R, V)`, one row for each of `batch.logit_rows`. On a GPU they may not be there yet. On the CPU the same sequence
+            gives the same bits however it is cut into steps and whatever else is in the batch.
 
         Raises:
             ContextOverflow: a sequence is longer than `context`.
             OptionError: the cache belongs to another shape of model.
             EngineClosed: the model was closed.
         """
-        if self.device != "cpu":
-            return self.forward_gpu(batch, cache)
         self._prepare(batch, cache)
         if batch.pictures is not None:
-            return self._forward_seeing(batch, cache, None)
+            return self._forward_with_pictures(batch, cache, ids)
         batch = self._with_rope_rows(batch)
+        table, lora = self._lora(batch)
+        if self.device != "cpu":
+            return self.capped(self.gpu.run(batch, cache, ids=ids, lora=table))
         assert self._program is not None
-        _kept, lora = self._lora(batch)
-        logits = self._program.run(*TENSORS(batch), cache.k, cache.v, *lora)
-        return self.capped(logits)
+        return self.capped(self._program.run(*TENSORS(batch), cache.k, cache.v, *lora))
 
     @property
     def network_and_program(self) -> tuple[Network, ops.Program]:
         """The layers, and the program that they are recorded in; its ops stay the same ones.
 
         Raises:
-            EngineClosed: the model was closed.
+            EngineClosed: the model was closed. OptionError: it has several programs.
         """
+        self.capabilities.require("adapters")
         if self._network is None:
             raise EngineClosed("the model was closed; load it again")
         if self.device != "cpu":
@@ -219,11 +222,6 @@ class Model:
             raise OptionError("the batch names adapters, and the model has none: set_adapters comes first")
         return table, (table.words, batch.adapters)
 
-    @property
-    def draws(self) -> bool:
-        """Whether `step_draw` can run it: on the CPU, tokens drawn from raw logits."""
-        return self.device == "cpu" and not self.config.logit_softcap
-
     def step_draw(self, batch: Batch, cache: KVCache, settings: Tensor, top: int, columns: int | None = None) -> tuple[Tensor, Tensor]:
         """`forward`, and the draw of each logit row, in one call: what `ops.draw_rows` returns for these arguments, and the logits."""
         self._prepare(batch, cache)
@@ -232,72 +230,45 @@ class Model:
         _kept, lora = self._lora(batch)
         return step_draw(self._code, *TENSORS(batch), cache.k, cache.v, settings, top, *lora, columns)
 
-    @property
-    def runs_ahead(self) -> bool:
-        """Whether `draw_ahead` can run it: on the CPU, so small that the host's share of a step counts, tokens drawn from raw logits."""
-        if not self.draws or self._network is None or self.weight_bytes > SMALL_MODEL_BYTES:
-            return False
-        routed = any(isinstance(layer.mlp, RoutedMLP) for layer in self._network.layers)
-        return not routed and self.rope_switch is None
-
     def draw_ahead(
-        self, batch: Batch, cache: KVCache, draw: tuple[Tensor, int, int | None], fed: tuple[Tensor, Tensor] | None = None
+        self, batch: Batch, cache: KVCache, draw: tuple[Tensor, int, int | None], sources: tuple[Tensor, Tensor] | None = None
     ) -> Ahead:
         """Begin a step that draws its tokens, and return before it has run; errors as in `forward`.
 
         Args:
-            batch: at most `ops.draw.MOST_ROWS` tokens; it may be overwritten afterwards. cache: as in `forward`.
+            batch: at most `ops.draw.MOST_ROWS` tokens; it may be overwritten afterwards.
+            cache: as in `forward`.
             draw: settings, number of alternatives and columns, as `ops.draw_rows` takes them.
-            fed: feed and previous, as `ops.draw_ahead` takes them; None = all tokens are in the batch.
+            sources: feed and previous, as `ops.draw_ahead` takes them; None = all tokens are in the batch.
         """
         self._prepare(batch, cache)
         program = self._program
         assert program is not None
-        (settings, top, columns), (feed, previous) = draw, fed or (None, None)
+        (settings, top, columns), (feed, previous) = draw, sources or (None, None)
         kept, lora = self._lora(batch)
         drawn, logits = draw_ahead(self._code, *TENSORS(batch), cache.k, cache.v, settings, top, feed, previous, *lora, columns)
         return Ahead(drawn, logits, (program, kept))
-
-    def forward_gpu(self, batch: Batch, cache: KVCache, *, ids: Tensor | None = None) -> Tensor:
-        """`forward` of a model on the GPU: the batch is on the host, the logits are on the GPU and may not be there yet.
-
-        ids: int32 `(T,)` on the GPU, in place of the batch's.
-        """
-        self._prepare(batch, cache)
-        if batch.pictures is not None:
-            return self._forward_seeing(batch, cache, ids)
-        table, _ = self._lora(batch)
-        return self.capped(self.gpu.run(self._with_rope_rows(batch), cache, ids=ids, lora=table))
 
     def adapter_buffers(self) -> LoraBuffers:
         """Where captured steps of a model on the GPU find its adapters, as they are now."""
         assert self.adapters is not None, "a batch names adapters"
         return self.gpu.lora_buffers(self.adapters)
 
-    def _forward_seeing(self, batch: Batch, cache: KVCache, ids: Tensor | None) -> Tensor:
-        """A step in which some sequences have pictures: those run op by op, the others as always."""
-        assert batch.pictures is not None, "there are pictures"
-        bounds = batch.cu_seqlens[1:].long()
-        seeing = torch.searchsorted(bounds, batch.pictures.rows, right=True).unique().tolist()
-        blind = [row for row in range(len(bounds)) if row not in seeing]
-        if not blind:
-            return self._see(batch, cache, ids)
-        out = torch.empty(len(batch.logit_rows), self.config.vocab_size, device=self.device)
-        for chosen in (seeing, blind):
-            piece, tokens, rows = batch.select(chosen)
-            mine = None if ids is None else ids[tokens.to(ids.device)]
-            if piece.pictures is not None:
-                logits = self._see(piece, cache, mine)
-            else:
-                logits = self.forward(piece, cache) if self.device == "cpu" else self.forward_gpu(piece, cache, ids=mine)
-            if len(rows):
-                out[rows.to(out.device)] = logits
-        return out
-
-    def _see(self, batch: Batch, cache: KVCache, ids: Tensor | None) -> Tensor:
-        """A step whose sequences all have pictures, op by op."""
+    def _forward_with_pictures(self, batch: Batch, cache: KVCache, ids: Tensor | None) -> Tensor:
+        """Run a step in which some sequences have pictures. These run op by op, the others as a step of their own."""
         pictures = batch.pictures
         assert pictures is not None, "there are pictures"
+        bounds = batch.cu_seqlens[1:].long()
+        with_pictures = torch.searchsorted(bounds, pictures.rows, right=True).unique().tolist()
+        without = [row for row in range(len(bounds)) if row not in with_pictures]
+        if without:
+            out = torch.empty(len(batch.logit_rows), self.config.vocab_size, device=self.device)
+            for chosen in (with_pictures, without):
+                piece, tokens, rows = batch.select(chosen)
+                logits = self.forward(piece, cache, ids=None if ids is None else ids[tokens.to(ids.device)])
+                if len(rows):
+                    out[rows.to(out.device)] = logits
+            return out
         if batch.adapters is not None and bool((batch.adapters >= 0).any()):
             raise OptionError("a request with pictures runs without adapters: leave lora or the pictures out")
         network, batch = self._prepare(batch, cache), self._with_rope_rows(batch)
@@ -337,13 +308,16 @@ class Model:
         """The kernels of the first steps of one sequence on the GPU."""
         return self.gpu.kernels(cache)
 
-    def decode_step(
+    def make_decode_launcher(
         self, cache: KVCache, inputs: DecodeInputs, logits: Tensor, adapters: tuple[LoraBuffers, Tensor] | None
     ) -> Callable[[], None]:
-        """What launches a decode step on the GPU, as often as it is called; may be captured.
+        """Make the function that launches a decode step on the GPU, as often as it is called. A graph may capture it.
 
         Args:
-            inputs: read by each call. logits: f32 `(R, V)` to fill. adapters: as `ops.gpu.StepKernels.run` takes them.
+            cache: as in `forward`.
+            inputs: read by each call.
+            logits: f32 `(R, V)` to fill.
+            adapters: as `ops.gpu.StepKernels.run` takes them.
         """
         rows, bounds = len(inputs.ids), inputs.bounds
         kernels = self.gpu.step_kernels(rows)
@@ -371,6 +345,7 @@ class Model:
         observe: called with "embedding", then for each layer "layers.i.attention", "layers.i.middle" and "layers.i.output". The
         tensors are the model's buffers and change afterwards: copy them to keep them.
         """
+        self.capabilities.require("hidden states")
         network, batch = self._prepare(batch, cache), self._with_rope_rows(batch)
         table, _ = self._lora(batch)
         if self.device != "cpu":
@@ -417,6 +392,7 @@ class Model:
         Returns:
             Logits f32 `(R, V)`.
         """
+        self.capabilities.require("trace and patch")
         network, batch = self._prepare(batch, cache), self._with_rope_rows(batch)
         program = self._program if self.device == "cpu" else self.gpu.program
         assert program is not None
@@ -432,6 +408,7 @@ class Model:
 
     def layer(self, index: int, tokens: int) -> Borrowed:
         """A layer's steps for sequences of up to `tokens` tokens, for `trace` of another model of this shape."""
+        self.capabilities.require("trace and patch")
         if self._network is None:
             raise EngineClosed("the model was closed; load it again")
         if self.device != "cpu":
@@ -441,15 +418,16 @@ class Model:
                 self._extend_ropes(self._network, tokens)
             program = self._program
         assert program is not None
-        from exl2nb.model.trace import Borrowed, layers_of
+        from exl2nb.model.trace import Borrowed
 
-        return Borrowed(layers_of(program)[index], program)
+        return Borrowed(program.layers[index], program)
 
     def matrix(self, layer: int, part: str) -> Tensor | None:
         """A layer's matrix f32 `(K, N)` on the CPU, as the engine multiplies by it; None = experts.
 
         part: "qkv", "o", "up" ([gate; up]) or "down"; of layer -1 "head", or "embed", the table `(V, H)` times its factor.
         """
+        self.capabilities.require("matrices")
         if self._network is None:
             raise EngineClosed("the model was closed; load it again")
         if layer < 0 and part == "embed":
@@ -463,6 +441,7 @@ class Model:
 
     def unembed(self, x: Tensor) -> Tensor:
         """Logits f32 `(R, V)` of rows of the residual stream f32 `(R, H)`, after the last norm: the logit lens."""
+        self.capabilities.require("the logit lens")
         if self._network is None:
             raise EngineClosed("the model was closed; load it again")
         x = x.to(self.device)
@@ -604,12 +583,12 @@ class _LayerObserver:
         self._observe = observe
         self._layer = self._added = 0
 
-    def __call__(self, name: str, arguments: dict[str, Any], x: Tensor, mixed: Tensor | None) -> None:
-        if name == "embed":
+    def __call__(self, op: ops.Op, x: Tensor, mixed: Tensor | None) -> None:
+        if isinstance(op, ops.EmbedOp):
             self._observe("embedding", x)
-        elif name == "paged_attention" and mixed is not None:
-            self._layer, self._added = arguments["layer"], 0
+        elif isinstance(op, ops.AttentionOp) and mixed is not None:
+            self._layer, self._added = op.layer, 0
             self._observe(f"layers.{self._layer}.attention", mixed)
-        elif name in ("linear_residual", "routed_mlp"):
+        elif isinstance(op, (ops.ResidualOp, ops.RoutedOp)):
             self._added += 1
             self._observe(f"layers.{self._layer}.{'middle' if self._added == 1 else 'output'}", x)

@@ -29,7 +29,7 @@ from functools import partial
 from itertools import pairwise
 from math import prod
 from struct import Struct
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -294,7 +294,7 @@ class RankModel(Model):
         self.cache_shape = config.num_layers, config.num_kv_heads // group.size, config.head_dim
 
     def run(self, batch: Batch, cache: KVCache, ids: Tensor | None = None) -> Tensor:
-        """The rank's share of a step; logits f32 `(R, V)` on every rank. ids: as in `Model.forward_gpu`."""
+        """The rank's share of a step; logits f32 `(R, V)` on every rank. ids: as in `Model.forward`."""
         network, batch = self._prepare(batch, cache), self._with_rope_rows(batch)
         if self.device != "cpu":
             return self.capped(self.gpu.run(batch, cache, ids=ids))
@@ -367,18 +367,16 @@ class ParallelModel(RankModel):
         super().__init__(config, network, group, context=context, device=device, deterministic=deterministic)
         self.processes, self._store, self._broken = list(processes), store, ""
         self._caches, self._dropped, self._closing = 0, list[int](), threading.Event()
+        self.capabilities = replace(
+            self.capabilities,
+            fused_draw=False,  # the host draws from the gathered logits
+            draws_ahead=False,
+            captures_drafts=False,
+            missing=frozenset(("adapters", "hidden states", "matrices", "pictures", "the logit lens", "trace and patch")),
+            missing_why=f"the model runs as {group.size} ranks",
+        )
         if isinstance(group, Peers):
             threading.Thread(target=self._watch, name="exl2nb ranks", daemon=True).start()
-
-    @property
-    def draws(self) -> bool:
-        """False: the host draws from the gathered logits."""
-        return False
-
-    @property
-    def runs_ahead(self) -> bool:
-        """False: one step after the other."""
-        return False
 
     @property
     def ranks(self) -> ParallelModel | None:
@@ -390,22 +388,12 @@ class ParallelModel(RankModel):
         """The ranks in words."""
         return f"each of {self.group.size} ranks on {self.device.partition(':')[0]}"
 
-    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
-        """As `Model.forward`.
+    def forward(self, batch: Batch, cache: KVCache, *, ids: Tensor | None = None, fetch: bool = True) -> Tensor:
+        """As `Model.forward`. On GPUs `check` says afterwards whether all ranks took part.
 
         Raises:
             GenerationError: a rank is gone or does not answer; the model can only be closed then.
         """
-        if self.device != "cpu":
-            return self.forward_gpu(batch, cache)
-        self._tell_step(batch, cache, known=True)
-        try:
-            return self.run(batch, cache)
-        except RuntimeError as error:
-            raise self.lost(error) from error
-
-    def forward_gpu(self, batch: Batch, cache: KVCache, *, ids: Tensor | None = None) -> Tensor:
-        """As `Model.forward_gpu`; `check` says afterwards whether all ranks took part."""
         self._tell_step(batch, cache, known=ids is None)
         try:
             if ids is not None:
@@ -417,9 +405,9 @@ class ParallelModel(RankModel):
     def _tell_step(self, batch: Batch, cache: KVCache, *, known: bool) -> None:
         self.check()
         if batch.adapters is not None:
-            raise self._whole("adapters")
+            self.capabilities.require("adapters")
         if batch.pictures is not None:
-            raise self._whole("pictures")
+            self.capabilities.require("pictures")
         self._prepare(batch, cache)
         parts = [*TENSORS(batch), *([] if batch.long is None else [batch.long])]
         sizes = [len(batch.input_ids), *batch.block_table.shape, len(batch.logit_rows), len(parts) - len(TENSORS(batch)), not known]
@@ -479,30 +467,6 @@ class ParallelModel(RankModel):
             except (OSError, ValueError) as error:  # ValueError: closed, because another rank has ended
                 raise self.lost(error) from error
 
-    def forward_by_ops(self, *_: Any, **__: Any) -> NoReturn:
-        """Raises OptionError: hidden states need the model in one process."""
-        raise self._whole("hidden states")
-
-    def trace(self, *_: Any, **__: Any) -> NoReturn:
-        """Raises OptionError: traces need the model in one process."""
-        raise self._whole("trace and patch")
-
-    def layer(self, index: int, tokens: int) -> NoReturn:
-        """Raises OptionError: traces need the model in one process."""
-        raise self._whole("trace and patch")
-
-    def matrix(self, layer: int, part: str) -> NoReturn:
-        """Raises OptionError: a rank has a part of a matrix."""
-        raise self._whole("matrices")
-
-    def unembed(self, x: Tensor) -> NoReturn:
-        """Raises OptionError: a rank has a part of the head."""
-        raise self._whole("the logit lens")
-
-    def set_adapters(self, adapters: Sequence[Any]) -> NoReturn:
-        """Raises OptionError: adapters need the model in one process."""
-        raise self._whole("adapters")
-
     def close(self) -> None:
         """End the other ranks, drop every tensor. Harmless when repeated."""
         if self._network is None:
@@ -544,9 +508,6 @@ class ParallelModel(RankModel):
             self.group.stop()
         end(self.processes, wait_s=0)
         return GenerationError(f"{self._broken}; close the model and load it again")
-
-    def _whole(self, what: str) -> OptionError:
-        return OptionError(f"{what}: the model runs as {self.group.size} ranks, which this does not know yet; load it on one device")
 
 
 class SharedCache(KVCache):

@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,22 +25,20 @@ from exl2nb import ops
 from exl2nb.cache.pool import CachePart, KVCache
 from exl2nb.cache.spec import PAGE_SIZE
 from exl2nb.core import env
-from exl2nb.core.errors import EngineClosed, OptionError
+from exl2nb.core.errors import EngineClosed
 from exl2nb.core.log import logger
 from exl2nb.model.batch import TENSORS, Batch
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.gpu import GpuForward, formats_of
 from exl2nb.model.layers import Embedding, RoutedMLP, Step, tensors_of
 from exl2nb.model.model import DecodeInputs, Model, Network, Span, forward_gpu_observed
+from exl2nb.model.runner import GPU_CHUNKS, HOST_CHUNKS
 from exl2nb.model.streaming import ExpertStream, LayerStream, Streaming, experts_fit, prompts_of, select
 from exl2nb.ops import gpu_prefill
 from exl2nb.ops.cuda_sample import ROW_BYTES, pack_cuts, sample_rows
 from exl2nb.ops.gpu import LoraBuffers, capturing, launch_lock
 from exl2nb.ops.kernel_code import KernelId
-
-if TYPE_CHECKING:
-    from exl2nb.model.trace import Borrowed
-    from exl2nb.ops.lora import Adapter
+from exl2nb.ops.placement import Placement
 
 STREAM_ROWS = {"cpu": 64, "cuda": 2560}  # of a part's table at first: on a GPU a chunk of a prompt and the requests that decode beside it
 MOST = 64  # sequences of a captured step
@@ -114,7 +112,7 @@ class SplitModel(Model):
         streaming: where prompts through layers on the CPU are computed, whose tensors are `together`; None: on the CPU.
 
     Attributes:
-        device: "cpu", where batches are made and logits arrive. placement: of every layer, for `KVCache`.
+        device: "cpu", where batches are made and logits arrive.
     """
 
     def __init__(
@@ -143,22 +141,23 @@ class SplitModel(Model):
         self._taken_over: dict[str, Tensor] = {}  # of a device, for all of its parts: they run one after the other
         self._shown: tuple[Batch, list[Batch]] | None = None  # the last batch, and what each part sees of it
         self._graphed = env.get("EXL2NB_CUDA_GRAPHS", "1") == "1"
-
-    @property
-    def placement(self) -> tuple[str, ...]:
-        """The device of every layer."""
-        return tuple(span.device for span in self.spans for _ in range(span.first, span.last))
-
-    @property
-    def draw_device(self) -> str:
-        """The last GPU where all layers are on GPUs: captured steps then run through all of them."""
-        on_host = self.experts_apart or any(span.device == "cpu" for span in self.spans)
-        return "cpu" if on_host else numbered(self.spans[-1].device)
-
-    @property
-    def prompt_device(self) -> str:
-        """A GPU also where that computes the prompts of layers on the CPU."""
-        return self.draw_device if self.streaming is None or not (self._host or self._expert_streams) else self.streaming.device
+        on_host = experts or any(span.device == "cpu" for span in self.spans)
+        # where all layers are on GPUs, captured steps run through all of them and the last one draws
+        draw_device = "cpu" if on_host else numbered(self.spans[-1].device)
+        prompt_device = draw_device
+        if streaming is not None and (self._host or self._expert_streams):
+            prompt_device = streaming.device  # a GPU computes the prompts of layers on the CPU
+        self.capabilities = replace(
+            self.capabilities,
+            placement=Placement(tuple(span.device for span in self.spans for _ in range(span.first, span.last))),
+            draw_device=draw_device,
+            fused_draw=on_host,
+            draws_ahead=False,
+            captures_drafts=False,
+            chunks=HOST_CHUNKS if prompt_device == "cpu" else GPU_CHUNKS,
+            missing=frozenset(("adapters", "pictures", "trace and patch")),
+            missing_why=f"the model is split ({self.where})",
+        )
 
     def _cut(self, span: Span) -> Iterator[Piece]:
         """The pieces of a span whose experts are elsewhere."""
@@ -186,11 +185,6 @@ class SplitModel(Model):
                 found += part.gpu.kernels(cache.part(part.span.first, part.span.last))
         return found
 
-    @property
-    def draws(self) -> bool:
-        """Whether the host draws, from the logits of the last part."""
-        return self.draw_device == "cpu"
-
     def step_draw(self, batch: Batch, cache: KVCache, settings: Tensor, top: int, columns: int | None = None) -> tuple[Tensor, Tensor]:
         """As `Model.step_draw`; the last part draws where it is captured on a GPU. The next step overwrites the logits.
 
@@ -202,19 +196,13 @@ class SplitModel(Model):
         logits = _fetched(logits)
         return ops.draw_rows(logits, settings, None, min(top, logits.shape[1]), columns), logits
 
-    @property
-    def runs_ahead(self) -> bool:
-        """False: one step after the other."""
-        return False
-
-    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
-        """As `Model.forward`; logits f32 `(R, V)` on the host."""
-        logits = _fetched(self._in_turn(batch, cache)[0])
+    def forward(self, batch: Batch, cache: KVCache, *, ids: Tensor | None = None, fetch: bool = True) -> Tensor:
+        """As `Model.forward`."""
+        logits = self._in_turn(batch, cache, ids=ids)[0]
+        if not fetch:
+            return logits
+        logits = _fetched(logits)
         return logits.clone() if len(logits) <= MOST else logits  # a captured step overwrites those of the last one
-
-    def forward_gpu(self, batch: Batch, cache: KVCache, *, ids: Tensor | None = None) -> Tensor:
-        """As `Model.forward_gpu`, where all layers are on GPUs."""
-        return self._in_turn(batch, cache, ids=ids)[0]
 
     def forward_by_ops(self, batch: Batch, cache: KVCache, observe: Observe | None = None) -> Tensor:
         """As `Model.forward_by_ops`, with the batch on the host; observe sees tensors of every device."""
@@ -230,26 +218,6 @@ class SplitModel(Model):
             return self.capped(network.head(x, torch.arange(len(x), dtype=torch.int32)))
         with ops.on_device(last.span.device):
             return self.capped(gpu_prefill.unembed(last.program, x)).cpu()
-
-    @property
-    def network_and_program(self) -> tuple[Network, ops.Program]:
-        """Raises OptionError: it has several programs."""
-        raise self._split("adapters")
-
-    def set_adapters(self, adapters: Sequence[Adapter | None]) -> None:
-        """Raises OptionError: adapters need the model on one device."""
-        raise self._split("adapters")
-
-    def trace(self, *_: Any, **__: Any) -> Tensor:
-        """Raises OptionError: traces need the model on one device."""
-        raise self._split("trace and patch")
-
-    def layer(self, index: int, tokens: int) -> Borrowed:
-        """Raises OptionError: traces need the model on one device."""
-        raise self._split("trace and patch")
-
-    def _split(self, what: str) -> OptionError:
-        return OptionError(f"{what}: the model is split ({self.where}), which this does not know yet; load it on one device")
 
     @property
     def where(self) -> str:
@@ -297,9 +265,9 @@ class SplitModel(Model):
         with self.in_order():
             self._prepare(batch, cache)
             if batch.adapters is not None:
-                raise self._split("adapters")
+                self.capabilities.require("adapters")
             if batch.pictures is not None:
-                raise self._split("pictures")
+                self.capabilities.require("pictures")
             batch = self._with_rope_rows(batch)
             tokens = 0 if by_ops or len(batch.input_ids) == len(batch.context_lens) else prompts_of(batch)[1]  # none where all decode
             prompts = {first: host for first, host in self._host.items() if tokens >= host.stream.rows}
@@ -414,7 +382,7 @@ class SplitModel(Model):
 
         None: without. Where all parts are on GPUs the executor has the graph of the whole step.
         """
-        if part.gpu is None or part.headed or self.draw_device != "cpu":
+        if part.gpu is None or part.headed or self.capabilities.captures:
             return None
         with ops.on_device(part.span.device):
             captured = self._captured(part, batch, pools)
@@ -435,14 +403,14 @@ class SplitModel(Model):
             return _then_experts(part, x)
         return stream.run(part.piece.last - 1, part.program, x)
 
-    def decode_step(
+    def make_decode_launcher(
         self, cache: KVCache, inputs: DecodeInputs, logits: Tensor, adapters: tuple[LoraBuffers, Tensor] | None
     ) -> Callable[[], None]:
-        """As `Model.decode_step`: on all GPUs, in streams that begin and end in the current one of the last GPU."""
+        """As `Model.make_decode_launcher`: on all GPUs, in streams that begin and end in the current one of the last GPU."""
         if adapters is not None:
-            raise self._split("adapters")
+            self.capabilities.require("adapters")
         self._open()
-        home, rows = torch.device(self.draw_device), len(inputs.ids)
+        home, rows = torch.device(self.capabilities.draw_device), len(inputs.ids)
         streams: dict[torch.device, torch.cuda.Stream] = {}
         steps: list[Callable[[], None]] = []
         x = logits
@@ -472,10 +440,10 @@ class SplitModel(Model):
     @contextmanager
     def in_order(self) -> Iterator[None]:
         """As `Model.in_order`: captured steps are in the order of the last GPU's stream, other work in that of each GPU."""
-        if self.draw_device == "cpu":
+        if not self.capabilities.captures:
             yield
             return
-        home = torch.cuda.current_stream(torch.device(self.draw_device))
+        home = torch.cuda.current_stream(torch.device(self.capabilities.draw_device))
         others = [torch.cuda.current_stream(torch.device(place)) for place in {numbered(span.device) for span in self.spans}]
         for stream in others:
             stream.wait_stream(home)
@@ -578,7 +546,7 @@ class SplitModel(Model):
         if last == self.config.num_layers and not cut:
             network.head.record(program)
         else:
-            program.residual_out()
+            program.add(ops.ResidualOutOp())
         gpu = None if kind == "cpu" else GpuForward(program, torch.device(device), deterministic=self.deterministic)
         return Part(piece, program, stream, gpu, experts)
 

@@ -29,9 +29,10 @@ from exl2nb.model.batch import Batch
 from exl2nb.model.layers import Layer, RoutedMLP, tensors_of
 from exl2nb.model.model import Span
 from exl2nb.ops import gpu_prefill, kv_codes
-from exl2nb.ops.host_prefill import LayerRun, layers_of, moved
+from exl2nb.ops.host_prefill import LayerRun, moved
 from exl2nb.ops.memory import large_pages
 from exl2nb.ops.program import Program
+from exl2nb.ops.records import Op, QkvOp
 
 ALIGN = 256  # bytes; where a tensor of a layer begins
 SHORT = 8  # tokens of a sequence that does not count as a prompt: it decodes, perhaps with draft tokens
@@ -357,7 +358,7 @@ class LayerStream:
         self._buffers = Buffers(self._images, self.device, lanes)
         self._lent = {number: lent[(place + BUFFERS) % len(lent)] for place, number in enumerate(lent)}  # and what its buffer holds next
         self._programs: list[Program] = []
-        self._steps: list[tuple[Program, list[tuple[str, dict[str, Any]]]]] = []
+        self._steps: list[tuple[Program, list[Op]]] = []
         self._tables: dict[int, tuple[Tensor, Tensor]] = {}
         with torch.inference_mode(False):
             self._room = _room(layers, self.device)
@@ -394,7 +395,7 @@ class LayerStream:
         """
         if len(self._programs) != len(programs) or any(a is not b for a, b in zip(programs, self._programs)):
             self._programs, self._tables = [*programs], {}
-            each = [(program, steps) for program in programs for steps in layers_of(program)]
+            each = [(program, steps) for program in programs for steps in program.layers]
             self._steps = [(program, self._moved(number, steps)) for number, (program, steps) in enumerate(each)]
         lanes, buffers = self._buffers.lanes, self._buffers
         with ops.on_device(str(self.device)):
@@ -409,7 +410,7 @@ class LayerStream:
             for number, (program, steps) in enumerate(self._steps):
                 if number + 1 < len(self._steps):
                     buffers.load(number + 1, pages.send)
-                here, layer = buffers.use(number), steps[0][1]["layer"]
+                here, layer = buffers.use(number), next(op.layer for op in steps if isinstance(op, QkvOp))
                 walk = LayerRun(program, inputs, sequences, {layer: pages.k[here]}, {layer: pages.v[here]}, self._room)
                 walk.walk(x, steps)
                 pages.fetch(number)
@@ -421,7 +422,7 @@ class LayerStream:
                 buffers.load(number)
         return x
 
-    def _moved(self, number: int, steps: list[tuple[str, dict[str, Any]]]) -> list[tuple[str, dict[str, Any]]]:
+    def _moved(self, number: int, steps: list[Op]) -> list[Op]:
         image, buffer = self._images[number], self._buffers.memory[number % BUFFERS]
         if number in self._lent:  # recorded for the buffer
             if self.device.type != "cpu":
@@ -439,7 +440,7 @@ class LayerStream:
                 self._tables[key] = tensor, tensor.to(self.device)
             return self._tables[key][1]
 
-        return moved(steps, move)
+        return [moved(op, move) for op in steps]
 
 
 def _inside(tensor: Tensor, buffer: Tensor) -> bool:
@@ -465,10 +466,10 @@ class ExpertStream:
         self.device = torch.device(streaming.device)
         images = [Image(mlp, self.device) for mlp in experts.values()]
         self._buffers = Buffers(images, self.device, lanes)
-        self._steps: dict[int, list[tuple[str, dict[str, Any]]]] = {}
+        self._steps: dict[int, list[Op]] = {}
         for number, (layer, mlp) in enumerate(experts.items()):
             image, buffer = images[number], self._buffers.memory[number % BUFFERS]
-            self._steps[layer] = moved([("routed_mlp", {"experts": mlp.experts})], partial(_there, image, buffer))
+            self._steps[layer] = [moved(mlp.experts, partial(_there, image, buffer))]
         first = next(iter(experts.values()))
         with torch.inference_mode(False):
             self._room = _room(experts.values(), self.device)

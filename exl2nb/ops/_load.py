@@ -183,7 +183,7 @@ def load() -> Libraries:
     import torch
 
     from exl2nb.ops import kernel_code
-    from exl2nb.ops.program import check_schema
+    from exl2nb.ops.records import check_schema
 
     cpu, cuda = find("libexl2nb_cpu.so"), find("libexl2nb_cuda.so")
     if env.get("EXL2NB_ENGINE", "compiled") == "reference":

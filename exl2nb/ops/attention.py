@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,37 +10,8 @@ from torch import Tensor
 from exl2nb.ops import reference
 from exl2nb.ops._library import check, define
 from exl2nb.ops.kv_codes import page_size
+from exl2nb.ops.records import QkvOp
 from exl2nb.ops.weights import dense
-
-
-@dataclass(frozen=True, eq=False)
-class QKVProjection:
-    """What the first half of a layer's attention consists of: the one list of arguments that its op, its reference and the program share.
-
-    norm: f32 `(H,)`, or None for none. eps: of every norm here. layer_norm: every norm here subtracts the mean (LayerNorm) instead of being
-    an RMS norm; norm_bias: f32 `(H,)`, added after it.
-    blob: the stacked matrix [q; k; v], K = H, N = (Hq + 2 * Hkv) * D. bias: f32 `(N,)` or None.
-    cos, sin: f32 `(max_pos, rotary_dim / 2)`; dimension i rotates with rotary_dim / 2 + i (interleaved: 2 i with 2 i + 1), those after
-    rotary_dim pass through. No columns: nothing rotates.
-    q_norm, k_norm: f32 `(D,)`, one row per head `(heads, D)`, or `(heads * D,)` for one norm over all heads together; applied before the
-    rotation. clip: q, k and v are cut to [-clip, clip] before anything else; 0 = not.
-    """
-
-    norm: Tensor | None
-    eps: float
-    blob: Tensor
-    bias: Tensor | None
-    cos: Tensor
-    sin: Tensor
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    q_norm: Tensor | None = None
-    k_norm: Tensor | None = None
-    norm_bias: Tensor | None = None
-    layer_norm: bool = False
-    interleaved: bool = False
-    clip: float = 0.0
 
 
 def _norm_qkv_rope(
@@ -52,7 +22,8 @@ def _norm_qkv_rope(
     for what, values, end in (("a slot", slots, num_slots), ("a position", positions, len(cos))):
         inside = not len(x) or (int(values.min()) >= 0 and int(values.max()) < end)
         check(inside, op, what, values.tolist()[:8], f"0 to {end - 1}")
-    layer = QKVProjection(norm, eps, dense(blob), bias, cos, sin, *rest)
+    names = "num_heads", "num_kv_heads", "head_dim", "q_norm", "k_norm", "norm_bias", "layer_norm", "interleaved", "clip"
+    layer = QkvOp(norm=norm, eps=eps, blob=dense(blob), bias=bias, cos=cos, sin=sin, **dict(zip(names, rest)))
     return reference.norm_qkv_rope(x, layer, positions, slots, k_pool, v_pool)
 
 
@@ -70,7 +41,7 @@ _norm_qkv_rope_op = define(
 )
 
 
-def norm_qkv_rope(x: Tensor, layer: QKVProjection, positions: Tensor, slots: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
+def norm_qkv_rope(x: Tensor, layer: QkvOp, positions: Tensor, slots: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
     """Norm, the stacked matrix [q; k; v], optional per-head norms, rotary embedding; K and V are written to their slots.
 
     Args:
@@ -85,11 +56,7 @@ def norm_qkv_rope(x: Tensor, layer: QKVProjection, positions: Tensor, slots: Ten
     Raises:
         RuntimeError, ValueError: shapes disagree, or a slot or position is out of range (nothing is written then).
     """
-    a = layer
-    return _norm_qkv_rope_op(
-        x, a.norm, a.eps, a.blob, a.bias, a.cos, a.sin, positions, slots, k_pool, v_pool, a.num_heads, a.num_kv_heads, a.head_dim,
-        a.q_norm, a.k_norm, a.norm_bias, a.layer_norm, a.interleaved, a.clip,
-    )  # fmt: skip
+    return _norm_qkv_rope_op(x, *layer.arguments(positions, slots, k_pool, v_pool))
 
 
 def _paged_attention(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +17,9 @@ from torch import Tensor
 from exl2nb.ops import gpu, reference
 from exl2nb.ops.attention import paged_attention
 from exl2nb.ops.cuda_attention import gate_rows, gather_cache, norm_rows, rope_append, rotate_rows
-from exl2nb.ops.moe import Experts
 from exl2nb.ops.prefill_attention import attend, attend_whole, can_attend
 from exl2nb.ops.program import Program
+from exl2nb.ops.records import AttentionOp, EmbedOp, GateUpOp, HeadOp, NormedOp, Op, QkvOp, ResidualOp, ResidualOutOp, RoutedOp
 
 if TYPE_CHECKING:
     from exl2nb.ops.lora import Adapter, LoraChange
@@ -78,20 +78,20 @@ def prefill(
     k_pools: Sequence[Tensor],
     v_pools: Sequence[Tensor],
     *,
-    watch: Callable[[str, dict[str, Any], Tensor, Tensor | None], None] | None = None,
+    watch: Callable[[Op, Tensor, Tensor | None], None] | None = None,
     lora: Adapters | None = None,
     blocks: Sequence[tuple[int, int, int, int]] = (),
 ) -> Tensor:
     """Logits f32 `(R, V)` of a step of any number of tokens; K and V are written to their slots.
 
-    watch: called after every op with its name and arguments, the residual stream f32 `(T, H)`, and what attention or MLP left to be added.
+    watch: called after every op with the op, the residual stream f32 `(T, H)`, and what attention or MLP left to be added.
     lora: adapters of the tokens. blocks: runs of tokens that see each other whole, as `model.batch.Batch.blocks` gives them.
     """
     run = Run(program, inputs, sequences, k_pools, v_pools, lora, blocks)
-    for run.number, (name, arguments) in enumerate(program.steps):
-        getattr(run, name)(arguments)
+    for run.number, op in enumerate(program.steps):
+        getattr(run, op.name)(op)
         if watch is not None:
-            watch(name, arguments, run.x, run.done.get(False))
+            watch(op, run.x, run.done.get(False))
     return run.logits
 
 
@@ -101,7 +101,9 @@ def unembed(program: Program, x: Tensor) -> Tensor:
     rows = torch.arange(len(x), dtype=torch.int32, device=x.device)
     run = Run(program, Inputs(*[nothing] * 6, logit_rows=rows), Sequences([], []), [], [])
     run.x = x
-    run.norm_head(program.steps[-1][1])
+    head = program.steps[-1]
+    assert isinstance(head, HeadOp)
+    run.norm_head(head)
     return run.logits
 
 
@@ -127,53 +129,52 @@ class Run:
         self.gathered = False  # what attention left, from all ranks
         self._unpacked_half: Tensor | None = None
 
-    def embed(self, a: dict[str, Any]) -> None:
+    def embed(self, a: EmbedOp) -> None:
         """The residual stream of the tokens."""
         i = self.inputs
-        self.x = reference.embed(a["table"], i.ids, a["scale"], a["position_table"], i.positions)
+        self.x = reference.embed(a.table, i.ids, a.scale, a.position_table, i.positions)
         for change, rows in self._changes():
             for part in change.parts:
                 low = part.a[i.ids[rows].long(), : part.rank].float() * part.scale
                 self.x[rows, part.first : part.first + part.b.shape[1]] += low @ part.b.float()
 
-    def norm_qkv_rope(self, a: dict[str, Any]) -> None:
+    def norm_qkv_rope(self, a: QkvOp) -> None:
         """Q, K and V of the stream; K and V go to the cache."""
-        norm_bias, layer_norm, interleaved, clip = a["rest"]
-        i, layer, (num_heads, num_kv_heads, head_dim) = self.inputs, a["layer"], a["heads"]
-        x, pools = self._normed(self.x, a, norm_bias, layer_norm), (self.k[layer], self.v[layer])
-        bare = a["bias"] is None and a["q_norm"] is None and a["k_norm"] is None and not clip and not interleaved
-        if bare and head_dim % 16 == 0 and 2 * a["cos"].shape[1] == head_dim and pools[0].dtype == pools[1].dtype == torch.float16:
-            y = self._adapted(x, a["blob"], None, half=True)
-            rotate_rows(y, a["cos"], a["sin"], i.positions, i.slots, *pools, num_heads, num_kv_heads, head_dim)
-            q, k, v = y.view(len(y), -1, head_dim).split([num_heads, num_kv_heads, num_kv_heads], 1)
+        i, layer, heads = self.inputs, a.layer, (a.num_heads, a.num_kv_heads, a.head_dim)
+        x, pools = self._normed(self.x, a), (self.k[layer], self.v[layer])
+        bare = a.bias is None and a.q_norm is None and a.k_norm is None and not a.clip and not a.interleaved
+        if bare and a.head_dim % 16 == 0 and 2 * a.cos.shape[1] == a.head_dim and pools[0].dtype == pools[1].dtype == torch.float16:
+            y = self._adapted(x, a.blob, None, half=True)
+            rotate_rows(y, a.cos, a.sin, i.positions, i.slots, *pools, *heads)
+            q, k, v = y.view(len(y), -1, a.head_dim).split([a.num_heads, a.num_kv_heads, a.num_kv_heads], 1)
             self.parts = q, k, v
             return
-        y = self._adapted(x, a["blob"], a["bias"])
+        y = self._adapted(x, a.blob, a.bias)
         self.parts = rope_append(
-            y, a["cos"], a["sin"], i.positions, i.slots, *pools, a["q_norm"], a["k_norm"], *a["heads"], a["eps"], layer_norm, interleaved,
-            clip,
+            y, a.cos, a.sin, i.positions, i.slots, *pools, a.q_norm, a.k_norm, *heads, a.eps, a.layer_norm, a.interleaved,
+            a.clip,
         )  # fmt: skip
 
-    def paged_attention(self, a: dict[str, Any]) -> None:
+    def paged_attention(self, a: AttentionOp) -> None:
         """Attention over the cache, left in `done`."""
-        q, pools, pages = self.parts[0], (self.k[a["layer"]], self.v[a["layer"]]), self.inputs.block_table
+        q, pools, pages = self.parts[0], (self.k[a.layer], self.v[a.layer]), self.inputs.block_table
         self._attend(a)
         for first, last, row, end in self.blocks:
-            y = attend_whole(q[first:last], *pools, pages[row], end, scale=a["scale"], window=a["window"], softcap=a["softcap"])
+            y = attend_whole(q[first:last], *pools, pages[row], end, scale=a.scale, window=a.window, softcap=a.softcap)
             self.done[False][first:last] = y.to(self.done[False].dtype)
         if peers := self.program.peers:
             mixed = self.done[False].float().reshape(len(q), -1)
             self.done[False], self.gathered = peers.gather(mixed, [mixed.shape[1]] * peers.size), True
 
-    def _attend(self, a: dict[str, Any]) -> None:
+    def _attend(self, a: AttentionOp) -> None:
         (q, k, v), self.parts = self.parts, ()
-        layer, head_dim = a["layer"], q.shape[2]
+        layer, head_dim = a.layer, q.shape[2]
         k_pool, v_pool = self.k[layer], self.v[layer]
-        longest, softcap, i = max(self.sequences.lengths), a["softcap"], self.inputs
-        window = a["window"] if 0 < a["window"] < longest else 0
+        longest, softcap, i = max(self.sequences.lengths), a.softcap, self.inputs
+        window = a.window if 0 < a.window < longest else 0
         if torch.float32 in (k_pool.dtype, v_pool.dtype) or not can_attend(head_dim, window=window, softcap=softcap):
             self.done[False] = paged_attention(
-                q.float().contiguous(), k_pool, v_pool, i.block_table, i.cu_seqlens, i.context_lens, scale=a["scale"], window=a["window"],
+                q.float().contiguous(), k_pool, v_pool, i.block_table, i.cu_seqlens, i.context_lens, scale=a.scale, window=a.window,
                 softcap=softcap,
             )  # fmt: skip
             return
@@ -183,41 +184,39 @@ class Run:
                 keys, values = k[first:last], v[first:last]
             else:  # what is stored, so that a prompt in pieces sees what a prompt at once would
                 keys, values = gather_cache(k_pool, v_pool, i.block_table[row], length, head_dim)
-            parts.append(attend(q[first:last], keys, values, scale=a["scale"], window=window, softcap=softcap))
+            parts.append(attend(q[first:last], keys, values, scale=a.scale, window=window, softcap=softcap))
         self.done[False] = parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def linear_residual(self, a: dict[str, Any]) -> None:
+    def linear_residual(self, a: ResidualOp) -> None:
         """The projection of what is in `done`, added to the stream."""
-        x, scale = self.done.pop(a["aside"]).half(), a["scale"]
-        whole, self.gathered = self.gathered and not a["aside"], self.gathered and a["aside"]  # attention's matrix is whole on every rank
+        x, scale = self.done.pop(a.side).half(), a.scale
+        whole, self.gathered = self.gathered and not a.side, self.gathered and a.side  # attention's matrix is whole on every rank
         if peers := None if whole else self.program.peers:
-            y = peers.add(self._adapted(x, a["blob"], a["bias"]))
-            self.x.add_(y if a["norm"] is None else F.rms_norm(y, (y.shape[1],), a["norm"], a["eps"]), alpha=scale)
+            y = peers.add(self._adapted(x, a.blob, a.bias))
+            self.x.add_(y if a.norm is None else F.rms_norm(y, (y.shape[1],), a.norm, a.eps), alpha=scale)
             return
-        if len(x) > FEW and a["norm"] is None and not self._changes():  # added up in the product
-            torch.addmm(self.x, x, self.weight(a["blob"], x.device), out_dtype=torch.float32, alpha=scale, out=self.x)
-            if a["bias"] is not None:
-                self.x.add_(a["bias"], alpha=scale)
+        if len(x) > FEW and a.norm is None and not self._changes():  # added up in the product
+            torch.addmm(self.x, x, self.weight(a.blob, x.device), out_dtype=torch.float32, alpha=scale, out=self.x)
+            if a.bias is not None:
+                self.x.add_(a.bias, alpha=scale)
             return
-        y = self._adapted(x, a["blob"], a["bias"])
-        if a["norm"] is not None:
-            plain, y = y, F.rms_norm(y, (y.shape[1],), a["norm"], a["eps"])
+        y = self._adapted(x, a.blob, a.bias)
+        if a.norm is not None:
+            plain, y = y, F.rms_norm(y, (y.shape[1],), a.norm, a.eps)
             for change, rows in self._changes():
                 if change.norm is not None:
-                    y[rows] = F.rms_norm(plain[rows], (y.shape[1],), change.norm, a["eps"])
+                    y[rows] = F.rms_norm(plain[rows], (y.shape[1],), change.norm, a.eps)
         self.x.add_(y, alpha=scale)
 
-    def norm_gate_up(self, a: dict[str, Any]) -> None:
+    def norm_gate_up(self, a: GateUpOp) -> None:
         """The MLP's activations, left in `done`."""
-        norm_bias, layer_norm, gated = a["rest"]
-        y = self._adapted(self._normed(self.x, a, norm_bias, layer_norm), a["blob"], a["bias"], half=True)
-        self.done[a["aside"]] = gate_rows(y, a["activation"], gated)
+        y = self._adapted(self._normed(self.x, a), a.blob, a.bias, half=True)
+        self.done[a.side] = gate_rows(y, reference.ACTIVATIONS.index(a.activation), a.gated)
 
-    def routed_mlp(self, a: dict[str, Any]) -> None:
+    def routed_mlp(self, e: RoutedOp) -> None:
         """Expert by expert, for the rows that chose it; the host waits for the choice."""
-        e: Experts = a["experts"]
         h = norm_rows(self.x, e.norm, e.norm_bias, e.eps, e.layer_norm)
-        chosen, weight = reference.route(self.product(h, e.router, None).float(), e.top_k, e.renormalize)
+        chosen, weight = reference.route(self.product(h, e.blob, None).float(), e.top_k, e.renormalize)
         out = torch.zeros_like(self.x)
         for expert in chosen.unique().tolist():  # rising, so that a row's experts are added in that order
             rows, place = torch.where(chosen == expert)
@@ -233,12 +232,11 @@ class Run:
     def _gated(self, h: Tensor, blob: Tensor, activation: str) -> Tensor:
         return gate_rows(self.product(h, blob, None, half=True), reference.ACTIVATIONS.index(activation), True)
 
-    def norm_head(self, a: dict[str, Any]) -> None:
+    def norm_head(self, a: HeadOp) -> None:
         """Logits of the wanted rows."""
-        norm_bias, layer_norm = a["rest"]
         rows = self.x.index_select(0, self.inputs.logit_rows)
         wanted = self._changes(self.lora.wanted)
-        self.logits = self._adapted(self._normed(rows, a, norm_bias, layer_norm, wanted), a["blob"], a["bias"], changes=wanted)
+        self.logits = self._adapted(self._normed(rows, a, wanted), a.blob, a.bias, changes=wanted)
         if peers := self.program.peers:
             self.logits = peers.gather(self.logits, peers.vocab)
 
@@ -249,14 +247,12 @@ class Run:
         of = self.lora.tokens if of is None else of
         return [(change, rows) for adapter, rows in of if (change := adapter.get(self.number)) is not None]
 
-    def _normed(
-        self, x: Tensor, a: dict[str, Any], bias: Tensor | None, layer_norm: bool, changes: list[tuple[LoraChange, Tensor]] | None = None
-    ) -> Tensor:
+    def _normed(self, x: Tensor, a: NormedOp, changes: list[tuple[LoraChange, Tensor]] | None = None) -> Tensor:
         """The norm in front of an op's matrix, f16."""
-        y = norm_rows(x, a["norm"], bias, a["eps"], layer_norm)
+        y = norm_rows(x, a.norm, a.norm_bias, a.eps, a.layer_norm)
         for change, rows in self._changes() if changes is None else changes:
             if change.norm is not None:
-                y[rows] = norm_rows(x[rows], change.norm, change.norm_bias, a["eps"], layer_norm)
+                y[rows] = norm_rows(x[rows], change.norm, change.norm_bias, a.eps, a.layer_norm)
         return y
 
     def _adapted(
@@ -285,7 +281,7 @@ class Run:
                 y[rows] = mine
         return y.half() if half and changes else y
 
-    def residual_out(self, a: dict[str, Any]) -> None:
+    def residual_out(self, a: ResidualOutOp) -> None:
         """The stream itself, of every token."""
         self.logits = self.x
 

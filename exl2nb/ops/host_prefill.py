@@ -16,8 +16,8 @@ from torch import Tensor
 
 from exl2nb.ops import blob as layout
 from exl2nb.ops import gpu_prefill
-from exl2nb.ops.moe import Experts
 from exl2nb.ops.program import Program
+from exl2nb.ops.records import Op, ResidualOp
 
 CHUNK = 1 << 24  # weights that are unpacked at a time: what is between words and fp16 numbers stays in a GPU's cache
 
@@ -180,30 +180,15 @@ def _put(out: Tensor, values: Tensor, rows: Tensor | None, run: Stretch, K: int)
 # ---- a layer
 
 
-def layers_of(program: Program) -> list[list[tuple[str, dict[str, Any]]]]:
-    """The steps of every layer of a program, without what is before and behind them."""
-    found: list[list[tuple[str, dict[str, Any]]]] = []
-    for name, arguments in program.steps:
-        if name == "norm_qkv_rope":
-            found.append([])
-        if name not in ("embed", "norm_head", "residual_out"):
-            found[-1].append((name, arguments))
-    return found
-
-
-def moved(steps: Sequence[tuple[str, dict[str, Any]]], move: Callable[[Tensor], Tensor]) -> list[tuple[str, dict[str, Any]]]:
-    """A layer's steps with tensors elsewhere, blobs as `Packed`. move: gives the place of a tensor of the CPU."""
+def moved(op: Op, move: Callable[[Tensor], Tensor]) -> Op:
+    """An op with tensors elsewhere, blobs as `Packed`. move: gives the place of a tensor of the CPU."""
 
     def of(value: Any) -> Any:
         if isinstance(value, Tensor):
             return Packed.of(value, move(value)) if value.dtype == torch.uint8 else move(value)
-        if isinstance(value, (tuple, list)):
-            return tuple(of(one) for one in value)
-        if isinstance(value, Experts):
-            return replace(value, **{field.name: of(getattr(value, field.name)) for field in fields(value)})
-        return value
+        return tuple(of(one) for one in value) if isinstance(value, (tuple, list)) else value
 
-    return [(name, {key: of(value) for key, value in arguments.items()}) for name, arguments in steps]
+    return replace(op, **{field.name: of(getattr(op, field.name)) for field in fields(op) if field.init})
 
 
 class LayerRun(gpu_prefill.Run):
@@ -221,19 +206,19 @@ class LayerRun(gpu_prefill.Run):
         super().__init__(program, inputs, sequences, k_pools, v_pools)  # pyright: ignore[reportArgumentType] - only looked up
         self._unpacked_half = room
 
-    def walk(self, x: Tensor, steps: Sequence[tuple[str, dict[str, Any]]]) -> None:
+    def walk(self, x: Tensor, steps: Sequence[Op]) -> None:
         """Add the layer to x f32 `(T, H)`, in place."""
         self.x = x
-        for name, arguments in steps:
-            getattr(self, name)(arguments)
+        for op in steps:
+            getattr(self, op.name)(op)
 
-    def linear_residual(self, a: dict[str, Any]) -> None:
+    def linear_residual(self, a: ResidualOp) -> None:
         """As in `gpu_prefill`, with the CPU too."""
         if self.x.device.type != "cpu":
             super().linear_residual(a)
             return
-        y = self.product(self.done.pop(a["aside"]).half(), a["blob"], a["bias"])
-        self.x.add_(y if a["norm"] is None else torch.nn.functional.rms_norm(y, (y.shape[1],), a["norm"], a["eps"]), alpha=a["scale"])
+        y = self.product(self.done.pop(a.side).half(), a.blob, a.bias)
+        self.x.add_(y if a.norm is None else torch.nn.functional.rms_norm(y, (y.shape[1],), a.norm, a.eps), alpha=a.scale)
 
     def product(self, x: Tensor, blob: Any, bias: Tensor | None, *, half: bool = False) -> Tensor:
         """As in `gpu_prefill`, for any number of rows."""

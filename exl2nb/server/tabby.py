@@ -90,7 +90,7 @@ async def current_model(request: Request) -> Any:
         "cache_size": llm.engine.spec.num_tokens,
         "cache_mode": llm.engine.spec.mode,
         "max_batch_size": llm.engine.loop.scheduler.max_sequences,
-        "chunk_size": llm.engine.loop.scheduler.max_chunk,
+        "chunk_size": llm.engine.loop.scheduler.chunks.max_tokens,
         "prompt_template": state.template if state.template in INSTRUCT else "default" if llm.tokenizer.templates.templates else None,
         "use_vision": llm.vision is not None,
         "draft": llm.engine.drafter is not None,

@@ -42,7 +42,6 @@ class BitMap(ExlWidget):
     _esm = static.STATIC / "bitmap.js"
     _css = static.STATIC / "bitmap.css"
     _state_keys: ClassVar[tuple[str, ...]] = tuple(BitMapState.__annotations__)
-    _picture_key = "A row per matrix, a column per layer; darker: more bits per weight."
 
     title = t.Unicode("").tag(sync=True, option=True)
     metric = t.Enum(("bpw", "error", "share", "difference"), "bpw").tag(sync=True, option=True)
@@ -130,6 +129,3 @@ class BitMap(ExlWidget):
 
     def _static_body(self) -> str:
         return bitgrid.table(self.grid, self.title)
-
-    def _picture(self) -> static.Pixels | None:
-        return bitgrid.picture(self.grid)

@@ -66,7 +66,7 @@ def continuations(
             steps, words = base.run(mode, tuple(tokenizer.eos_ids)), Detokenizer(tokenizer, ids)
             ended = False
             while not ended and not stop.is_set():
-                found, ended = _turn(steps)
+                found, ended = take_turn(steps)
                 yield [_token(cell, one, words, tokenizer) for one in found]
             if stop.is_set():
                 return
@@ -76,7 +76,7 @@ def continuations(
         base.close()
 
 
-def _turn(steps: Iterator[LockstepToken]) -> tuple[list[LockstepToken], bool]:
+def take_turn(steps: Iterator[LockstepToken]) -> tuple[list[LockstepToken], bool]:
     """The tokens of one turn, and whether the answer ended."""
     found, end = [], time.monotonic() + TURN_S
     for step in steps:
@@ -155,7 +155,6 @@ class CacheExplorer(BackgroundWidget):
     _esm = static.STATIC / "caches.js"
     _css = static.STATIC / "caches.css"
     _state_keys: ClassVar[tuple[str, ...]] = tuple(CachesState.__annotations__)
-    _picture_key = "A band per cache mode, a block per token; redder: larger KL; a black line: the first difference."
 
     prompt = t.Unicode("It was a dark night, and the old man").tag(sync=True, option=True)
     modes = t.List(t.Unicode(), [BASELINE, "q8", "q6", "q4"]).tag(sync=True, option=True)
@@ -455,10 +454,6 @@ class CacheExplorer(BackgroundWidget):
             f'<div style="margin-top:8px"><b>Needle</b> {fact}<table style="font-size:12px"><thead><tr><th></th>{head}</tr></thead>'
             f"<tbody>{rows}</tbody></table>{html.escape(self._verdict)}</div>"
         )
-
-    def _picture(self) -> static.Pixels | None:
-        rows = list(self.tokens.values())
-        return columns.strips(rows, [columns.first_difference(rows[0], row) for row in rows]) if rows else None
 
 
 def _depth(depth: float | None) -> str:

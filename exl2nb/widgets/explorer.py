@@ -194,7 +194,6 @@ class BitrateExplorer(BackgroundWidget):
     _esm = static.STATIC / "explorer.js"
     _css = static.STATIC / "explorer.css"
     _state_keys: ClassVar[tuple[str, ...]] = tuple(ExplorerState.__annotations__)
-    _picture_key = "A row per matrix, a column per layer; darker: more bits per weight."
 
     bpw = t.Float(4.0).tag(sync=True, option=True)
     prompt = t.Unicode("It was a dark night, and the old man").tag(sync=True, option=True)
@@ -422,9 +421,6 @@ class BitrateExplorer(BackgroundWidget):
                 words = html.escape(self.prompt + text)
                 parts.append(f'<div style="margin-top:6px"><b>{name}</b><div style="white-space:pre-wrap">{words}</div></div>')
         return "".join(parts)
-
-    def _picture(self) -> static.Pixels | None:
-        return bitgrid.picture(self._grid)
 
 
 def curve_svg(curve: Sequence[Sequence[Any]], marks: Sequence[Sequence[Any]], now: tuple[float, float]) -> str:

@@ -12,7 +12,6 @@ import traitlets as t
 
 from exl2nb.core.errors import OptionError
 from exl2nb.core.options import shown
-from exl2nb.core.show import colour
 from exl2nb.io import hub
 from exl2nb.widgets import bitgrid, static
 from exl2nb.widgets.base import ExlWidget
@@ -54,7 +53,6 @@ class WeightHistogram(ExlWidget):
     _esm = static.STATIC / "histogram.js"
     _css = static.STATIC / "histogram.css"
     _state_keys: ClassVar[tuple[str, ...]] = tuple(WeightHistogramState.__annotations__)
-    _picture_key = "How often each code is used, one histogram per model."
 
     layer = t.Int(0).tag(sync=True, option=True)
     matrix = t.Unicode("").tag(sync=True, option=True)
@@ -184,19 +182,6 @@ class WeightHistogram(ExlWidget):
         head = "".join(f"<th>{name}</th>" for name in ("", "bits", "group", "error", "clipped", "code entropy, bits", "codes"))
         caption = html.escape(f"layer {self.layer} {self.matrix}, row {self.row}")
         return f'<table style="font-size:12px"><caption>{caption}</caption><tr>{head}</tr>{rows}</table>'
-
-    def _picture(self) -> static.Pixels | None:
-        if not self._groups:
-            return None
-        pixels: list[list[static.RGB]] = []
-        for one in self._all:
-            most = max(one["after"]) or 1
-            heights = [round(40 * count / most) for count in one["after"]]
-            for y in range(40, 0, -1):
-                line = [colour(float(one["bits"])) if height >= y else (255, 255, 255) for height in heights]
-                pixels.append([dot for dot in line for _ in range(4)])
-            pixels += [[(200, 200, 200)] * (4 * BINS)] + [[(255, 255, 255)] * (4 * BINS)] * 5
-        return pixels
 
 
 def _opened(sources: Any, original: Any) -> tuple[dict[str, Weights], str]:

@@ -25,7 +25,6 @@ from exl2nb.widgets.base import ExlWidget
 from exl2nb.widgets.protocol import PlanState
 
 SHOWN_MODES = ("fp16", "q8", "q6", "q4", "fp8", "fp32")
-BAR_PX = 480
 
 
 class MemoryPlan(ExlWidget):
@@ -61,7 +60,6 @@ class MemoryPlan(ExlWidget):
     _esm = static.STATIC / "plan.js"
     _css = static.STATIC / "plan.css"
     _state_keys: ClassVar[tuple[str, ...]] = tuple(PlanState.__annotations__)
-    _picture_key = "From the left: weights, cache, activations, graphs, logits; a black line: the memory that is free."
 
     name = t.Unicode("").tag(sync=True)
     device = t.Enum(("cpu", "cuda"), "cpu").tag(sync=True)
@@ -176,31 +174,6 @@ class MemoryPlan(ExlWidget):
         )
         first = html.escape(str(plan).split("\n", 1)[0])
         return f"<div><b>{first}</b></div>{_bar(plan)}<div>{html.escape(plan.verdict())}</div><table style='font-size:12px'>{rows}</table>"
-
-    def _picture(self) -> static.Pixels | None:
-        plan = self.plan
-        if isinstance(plan, SplitPlan):
-            layers = plan.movable().layers
-            line = [
-                _rgb(colour)
-                for share, colour in _coloured(plan)
-                for _ in range(BAR_PX * share.first // layers, BAR_PX * share.last // layers)
-            ]
-            return [line] * 16
-        most = max(1, plan.total, plan.free or 0)
-        line: list[static.RGB] = []
-        for name, size in plan.parts.items():
-            line += [_rgb(COLOURS[name])] * round(BAR_PX * size / most)
-        line = (line + [(236, 236, 236)] * BAR_PX)[:BAR_PX]
-        if plan.free is not None and plan.free < most:
-            at = round(BAR_PX * plan.free / most)
-            line[at : at + 2] = [(0, 0, 0)] * len(line[at : at + 2])
-        return [line] * 16
-
-
-def _rgb(colour: str) -> static.RGB:
-    red, green, blue = bytes.fromhex(colour[1:])
-    return red, green, blue
 
 
 def _coloured(plan: SplitPlan) -> list[tuple[Share, str]]:

@@ -150,9 +150,6 @@ class ProgressView(ExlWidget):
         mark = {"done": "✓ ", "stopped": "■ ", "error": "✕ "}.get(self.status, "")
         return f"<div>{html.escape(mark + self._summary())}</div>"
 
-    def _picture(self) -> static.Pixels | None:
-        return static.bar_pixels(1.0 if self.status == "done" else self.share or 0.0)
-
 
 APPEAR_AFTER_S = 0.4
 

@@ -9,7 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypedDict
 
-from exl2nb.sampling.params import INTEGERS, RANGES, SamplingParams
+from exl2nb.core.options import Option, options_of
+from exl2nb.generator.request import Request
+from exl2nb.sampling.filters import SWITCHES
+from exl2nb.sampling.params import SamplingParams
 from exl2nb.widgets.typescript import module
 
 PROTOCOL_VERSION = 1
@@ -150,97 +153,47 @@ class Stop(TypedDict):
 # ---- the playground: sampling options, chat
 
 
-class Sampler(NamedTuple):
-    """A control. least, most, step: of its slider, step 0 = a switch. low, high: what may be typed. neutral: where it does nothing."""
+class SamplerControl(TypedDict):
+    """The control of a sampling option. min, max, step: of its slider, step 0 = a switch. low, high: what may be typed.
+
+    neutral: the value that does nothing. common: shown among the first. turns_on: another value turns a filter on.
+    """
 
     name: str
     label: str
     hint: str
-    least: float
-    most: float
+    min: float
+    max: float
     step: float
     low: float
     high: float
     neutral: float | bool
+    common: bool
+    turns_on: bool
 
 
-class SamplerValues(TypedDict):
-    """The folded samplers, fields of `SamplingParams`."""
-
-    typical_p: float
-    tfs: float
-    top_a: float
-    skew: float
-    min_tokens: int
-    presence_penalty: float
-    frequency_penalty: float
-    penalty_range: int
-    penalty_decay: int
-    dry_multiplier: float
-    dry_base: float
-    dry_allowed_length: int
-    dry_range: int
-    dry_max_ngram: int
-    xtc_probability: float
-    xtc_threshold: float
-    smoothing_factor: float
-    smoothing_curve: float
-    min_temp: float
-    max_temp: float
-    temp_exponent: float
-    temperature_last: bool
-    mirostat: bool
-    mirostat_tau: float
-    mirostat_eta: float
+def _control(one: Option) -> SamplerControl:
+    least, most, step = one.slider or (0, 1, 0)
+    low, high = one.range or (0, 1)
+    return SamplerControl(
+        name=one.name,
+        label=one.label,
+        hint=one.hint,
+        min=least,
+        max=most,
+        step=step,
+        low=least if one.not_zero else low,
+        high=high,
+        neutral=one.default,
+        common=one.common,
+        turns_on=one.name in SWITCHES,
+    )
 
 
-def _sampler(name: str, label: str, hint: str, least: float = 0, most: float = 1, step: float = 0) -> Sampler:
-    low, high = {**RANGES, **INTEGERS}.get(name, (0, 1))
-    return Sampler(name, label, hint, least, most, step, low, high, getattr(SamplingParams, name))
-
-
-SAMPLERS = (
-    _sampler("typical_p", "Typical-p", "1 = off", 0.05, 1, 0.05),
-    _sampler("tfs", "Tail-free", "1 = off", 0.05, 1, 0.05),
-    _sampler("top_a", "Top-a", "0 = off", 0, 1, 0.01),
-    _sampler("skew", "Skew", "0 = off; > 0 favours unlikely tokens", -3, 3, 0.1),
-    _sampler("min_tokens", "Min tokens", "no end token before this many", 0, 512, 1),
-    _sampler("presence_penalty", "Presence penalty", "0 = off", -2, 2, 0.1),
-    _sampler("frequency_penalty", "Frequency penalty", "0 = off", -2, 2, 0.1),
-    _sampler("penalty_range", "Penalty range", "window in tokens; 0 = all", 0, 4096, 1),
-    _sampler("penalty_decay", "Penalty decay", "fade-out in tokens after the range", 0, 4096, 1),
-    _sampler("dry_multiplier", "DRY multiplier", "penalises repeated sequences; 0 = off", 0, 5, 0.1),
-    _sampler("dry_base", "DRY base", "growth per repeated token", 1, 4, 0.05),
-    _sampler("dry_allowed_length", "DRY allowed length", "longest repeat not penalised", 1, 20, 1),
-    _sampler("dry_range", "DRY range", "window in tokens; 0 = all", 0, 4096, 1),
-    _sampler("dry_max_ngram", "DRY max n-gram", "longest repeat tracked, in tokens", 1, 100, 1),
-    _sampler("xtc_probability", "XTC probability", "chance to exclude top choices; 0 = off", 0, 1, 0.05),
-    _sampler("xtc_threshold", "XTC threshold", "minimum probability of a top choice", 0, 0.5, 0.01),
-    _sampler("smoothing_factor", "Smoothing factor", "0 = off", 0, 10, 0.1),
-    _sampler("smoothing_curve", "Smoothing curve", "1 = quadratic", 1, 3, 0.1),
-    _sampler("min_temp", "Min temperature", "dynamic, at low entropy", 0, 4, 0.05),
-    _sampler("max_temp", "Max temperature", "dynamic, at high entropy; 0 = off", 0, 4, 0.05),
-    _sampler("temp_exponent", "Temperature exponent", "dynamic, of the entropy", 0.1, 5, 0.1),
-    _sampler("temperature_last", "Temperature last", "applied after the filters"),
-    _sampler("mirostat", "Mirostat", "holds surprise at a target"),
-    _sampler("mirostat_tau", "Mirostat tau", "target surprise, bits", 0, 10, 0.1),
-    _sampler("mirostat_eta", "Mirostat eta", "learning rate", 0, 1, 0.01),
-)
-
-
-DEFAULTS = {one.name: one.neutral for one in SAMPLERS}
-
-
-class Settings(SamplerValues):
-    """Sampling settings of the controls. top_k 0, top_p 1, min_p 0, repetition_penalty 1: that filter is off; seed null: a random one."""
-
-    max_tokens: int
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition_penalty: float
-    seed: int | None
+SAMPLERS = [_control(one) for cls in (SamplingParams, Request) for one in options_of(cls).values() if one.label]
+"""Every option that has a control."""
+SLIDERS = [_control(one) for one in options_of(SamplingParams).values() if one.label and one.one_row]
+"""Those that act on one row of logits."""
 
 
 class Generate(TypedDict):
@@ -248,7 +201,7 @@ class Generate(TypedDict):
 
     type: Literal["generate"]
     prompt: str
-    settings: Settings
+    settings: dict[str, float | bool | None]
 
 
 class ShownPicture(NamedTuple):
@@ -308,8 +261,11 @@ class ChatGo(TypedDict):
     index: int
 
 
-class PlaygroundState(SamplerValues):
-    """Synced traits of Playground. text and _tokens are set once, when a run ends. _defaults: the model's sampling defaults in words."""
+class PlaygroundState(TypedDict):
+    """Synced traits of Playground, beside one for each of `_samplers`. text and _tokens are set once, when a run ends.
+
+    _defaults: the model's sampling defaults in words.
+    """
 
     status: Status
     error: str
@@ -318,12 +274,6 @@ class PlaygroundState(SamplerValues):
     chat: bool
     text: str
     view: Literal["plain", "probability", "rank"]
-    max_tokens: int
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition_penalty: float
     seed: int | None
     n_tokens: int
     tokens_per_second: float
@@ -335,6 +285,7 @@ class PlaygroundState(SamplerValues):
     _model_label: str
     _has_model: bool
     _sees: bool
+    _samplers: list[SamplerControl]
     _defaults: str
     _protocol: int
     _static: bool
@@ -828,7 +779,10 @@ class LinePart(NamedTuple):
 
 
 class MicroscopeState(TypedDict):
-    """Synced traits of SamplerMicroscope. settings: of the sliders. token: drawn; uniform null: greedy. _answer: what the text has."""
+    """Synced traits of SamplerMicroscope. settings: of the sliders. token: drawn; uniform null: greedy. _answer: what the text has.
+
+    _about: each step of a chain in words.
+    """
 
     status: Status
     error: str
@@ -848,6 +802,8 @@ class MicroscopeState(TypedDict):
     _steps: list[SampleStep]
     _tokens: list[SampleToken]
     _line: list[LinePart]
+    _samplers: list[SamplerControl]
+    _about: dict[str, str]
     _protocol: int
     _static: bool
 
@@ -1349,7 +1305,7 @@ _EXPORTED |= {"FromKernel": FromKernel, "ToKernel": ToKernel}
 
 def typescript() -> str:
     """The TypeScript module that `widgets/src/protocol.gen.ts` must equal."""
-    return module(_EXPORTED, version=PROTOCOL_VERSION, lists={"SAMPLERS": ("Sampler", SAMPLERS)})
+    return module(_EXPORTED, version=PROTOCOL_VERSION)
 
 
 if __name__ == "__main__":

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 _PRIMITIVE = {str: "string", int: "number", float: "number", bool: "boolean", type(None): "null"}
 
 
-def module(exported: Mapping[str, Any], *, version: int, lists: Mapping[str, tuple[str, Sequence[Any]]] | None = None) -> str:
+def module(exported: Mapping[str, Any], *, version: int) -> str:
     """A TypeScript module that declares each of `exported`, and the protocol's version.
 
     Args:
         exported: types by name.
         version: of the protocol.
-        lists: JSON values by the name of their constant, each beside the name of their type.
 
     Raises:
         TypeError: an annotation has no TypeScript spelling.
@@ -33,9 +31,6 @@ def module(exported: Mapping[str, Any], *, version: int, lists: Mapping[str, tup
         if isinstance(kind, type) and doc:
             lines.append(_comment(doc))
         lines.append(_declaration(name, kind, exported))
-    for name, (kind, values) in (lists or {}).items():
-        rows = "".join(f"  {json.dumps(value, ensure_ascii=False)},\n" for value in values)
-        lines += ["", f"export const {name}: readonly {kind}[] = [\n{rows}];"]
     return "\n".join(lines) + "\n"
 
 

@@ -6,7 +6,7 @@ import html
 import math
 import os
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from exl2nb.model.weights import Weights
     from exl2nb.quant.exl2_slice import Exl2Unit
-
-BIT_PX = 10
 
 
 def unit_table(title: str, key: str, shown: Mapping[str, Any]) -> str:
@@ -66,22 +64,6 @@ def _rows(shown: Mapping[str, Any], zero: int) -> list[list[str]]:
     return found
 
 
-def unit_picture(shown: Mapping[str, Any]) -> static.Pixels:
-    """The words, bit 31 on the left, each field in the colour of its code."""
-    colours = field_colours(shown["codes"], shown["bits"], shown["zero"])
-    rows = []
-    for word in range(shown["bits"]):
-        bits = [colours[32 * word + bit] for bit in range(31, -1, -1)]
-        line = [dot for colour in bits for dot in (colour,) * BIT_PX]
-        rows += [line] * (BIT_PX - 1) + [[(255, 255, 255)] * len(line)]
-    return rows
-
-
-def field_colours(codes: Sequence[int], bits: int, zero: int) -> list[static.RGB]:
-    """Colour of each of the 32 * bits bits of a unit, in the order of the stream."""
-    return [diverging(2 * (code - zero) / zero) for code in codes for _ in range(bits)]
-
-
 def half(value: float) -> str:
     """The sixteen bits of an fp16 value: "0x3800"."""
     return f"0x{struct.unpack('<H', struct.pack('<e', value))[0]:04X}"
@@ -110,7 +92,6 @@ class WeightBrowser(ExlWidget):
     _esm = static.STATIC / "weights.js"
     _css = static.STATIC / "weights.css"
     _state_keys: ClassVar[tuple[str, ...]] = tuple(WeightsState.__annotations__)
-    _picture_key = "A row per 32-bit word, bit 31 on the left, in the colour of its code."
 
     title = t.Unicode("").tag(sync=True, option=True)
     layer = t.Int(0).tag(sync=True, option=True)
@@ -269,9 +250,6 @@ class WeightBrowser(ExlWidget):
 
     def _static_body(self) -> str:
         return unit_table(self.title, self.key, self._slice)
-
-    def _picture(self) -> static.Pixels | None:
-        return unit_picture(self._slice)
 
 
 _PLACE = ("layer", "matrix", "group", "unit", "column")

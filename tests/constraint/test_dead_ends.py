@@ -29,7 +29,8 @@ def texts(schema, count=40, steps=400):
         for _ in range(steps):
             if constraint.finished or (constraint.accepting and rng.random() < 0.5):
                 break
-            allowed = [i for i in range(VOCAB) if i in constraint.allowed() and i not in WORDS.eos_ids]
+            mask = constraint.allowed()
+            allowed = [i for i in range(VOCAB) if i in mask and i not in WORDS.eos_ids]
             ends = [i for i in allowed if WORDS.decode([i]) in ('"', "}", "]", ",", '"}', "],")]
             token = rng.choice(ends if ends and rng.random() < 0.6 else allowed)
             constraint.accept(token)

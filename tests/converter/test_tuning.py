@@ -195,7 +195,7 @@ def test_rows_of_a_short_text(source):
 
 def test_a_gpu_rounds_on_more_rows(source, tmp_path, monkeypatch):
     def asked(device, **options):
-        monkeypatch.setattr(job_module, "pick_device", lambda name: torch.device(device))
+        monkeypatch.setattr(job_module, "pick_device", lambda name, **_: device)
         found = ConversionJob(source, tmp_path / "out", bpw=4.0, **options).settings
         return found.rows, found.least_rows
 

@@ -30,6 +30,7 @@ from exl2nb.model.batch import Span as Tokens
 from exl2nb.model.layers import RoutedMLP, tensors_of
 from exl2nb.model.loader import load_model
 from exl2nb.model.model import Model, Span
+from exl2nb.model.runner import GPU_CHUNKS, HOST_CHUNKS
 from exl2nb.model.split import SplitModel
 from exl2nb.model.streaming import Buffers, ExpertStream, Image, Lanes, LayerStream, Streaming, lent_layers, together, with_lent, worth
 
@@ -212,7 +213,7 @@ def test_a_lent_layer_is_there_while_its_step_is_captured(monkeypatch: pytest.Mo
 def test_where_lent_layers_are(monkeypatch: pytest.MonkeyPatch) -> None:
     model = lending(monkeypatch, [2, 5])
     assert model.where == "layers 0 to 9 on cpu, of these 2, 5 lent to cpu, layers 10 to 11 on cpu"
-    assert len(model.placement) == 12 and [(host.first, host.last) for host in model._host.values()] == [(0, 5)]
+    assert len(model.capabilities.placement.layers) == 12 and [(host.first, host.last) for host in model._host.values()] == [(0, 5)]
     model.close()
     assert not model._lent
 
@@ -422,7 +423,7 @@ def test_who_streams() -> None:
         with pytest.raises(OptionError, match="stream_from"):
             ex.load(DEMO, devices=["cpu", "cpu"], stream_from=wrong, progress=None)
     with ex.load(DEMO, devices=["cpu", "cpu"], stream_from=100, progress=None) as llm:
-        assert llm.model.prompt_device == "cpu" and llm.model.streaming is None
+        assert llm.model.capabilities.chunks is HOST_CHUNKS and llm.model.streaming is None
 
 
 def test_captured_steps_belong_to_one_cache(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -540,7 +541,7 @@ def test_a_plan_counts_the_buffers() -> None:
         more = with_.shares[1].work - without.shares[1].work
         assert more >= 2 * largest and with_.shares[0].work == without.shares[0].work
     apart = [Span("cpu", a, b) for a, b in pairwise((0, 6, 12))]
-    assert load_model(DEMO, spans=apart).prompt_device == "cpu"
+    assert load_model(DEMO, spans=apart).capabilities.chunks is HOST_CHUNKS
 
 
 # ---- on a GPU
@@ -625,9 +626,9 @@ def streaming_packed(blob: torch.Tensor, place: torch.Tensor) -> Any:
 def test_text_with_half_the_layers_on_the_host() -> None:
     text = "The old man went to the sea, and the sea was calm. " * 12
     with ex.load(DEMO, device="cpu", progress=None) as whole, ex.load(DEMO, gpu_layers=6, progress=None) as llm:
-        assert llm.model.prompt_device.startswith("cuda")
+        assert llm.model.capabilities.chunks is GPU_CHUNKS
         assert abs(llm.score(text).total - whole.score(text).total) < 0.02 * len(llm.score(text).tokens)
         answers = {llm.generate(text, max_tokens=8, temperature=0).text for _ in range(3)}
         assert len(answers) == 1
     with ex.load(DEMO, gpu_layers=6, stream_from=0, progress=None) as llm:
-        assert llm.model.prompt_device == "cpu"
+        assert llm.model.capabilities.chunks is HOST_CHUNKS

@@ -14,8 +14,8 @@ import notebook_memory
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 
 
-# The others are run by .ci/run, with everything else that is slow in a browser or a kernel.
-FIRST = ("01_quickstart", "07_speculation_and_batching")
+# The cheapest one. .ci/run runs the others, with everything else that is slow in a browser or a kernel.
+FIRST = ("07_speculation_and_batching",)
 
 
 def ids(path: Path) -> str:

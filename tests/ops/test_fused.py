@@ -52,7 +52,8 @@ def test_norm_qkv_rope(norm_kind, head_norms, shape, storage, T):
     positions, slots = torch.randperm(600, generator=g)[:T].int(), torch.randperm(3 * P, generator=g)[:T].int()
     pools = [new_pool(storage, 3, Hkv, D, fill=0.0) for _ in range(4)]
     heads = {"num_heads": Hq, "num_kv_heads": Hkv, "head_dim": D, "q_norm": q_norm, "k_norm": k_norm}
-    layer = ops.QKVProjection(norm, 1e-5, blob, bias, angles.cos(), angles.sin(), **heads, interleaved=interleaved, clip=clip, **options)
+    turned = {"cos": angles.cos(), "sin": angles.sin(), "interleaved": interleaved}
+    layer = ops.QkvOp(norm=norm, eps=1e-5, blob=blob, bias=bias, **turned, **heads, clip=clip, **options)
     q = ops.norm_qkv_rope(x, layer, positions, slots, *pools[:2])
     where = (angles.cos(), angles.sin(), positions, slots, *pools[2:])
     close(q, REFERENCES["norm_qkv_rope"](x, norm, 1e-5, blob, bias, *where, *heads.values(), *options.values(), interleaved, clip))
@@ -71,7 +72,8 @@ def test_half_pools_round_to_nearest_even():
     angles = torch.rand(9, D // 2, generator=g)
     pools = {dtype: [torch.zeros(1, Hkv, P, D, dtype=dtype) for _ in range(2)] for dtype in (torch.float16, torch.float32)}
     for k, v in pools.values():
-        layer = ops.QKVProjection(torch.ones(H), 1e-6, blob, None, angles.cos(), angles.sin(), 2 * Hkv, Hkv, D)
+        heads = {"num_heads": 2 * Hkv, "num_kv_heads": Hkv, "head_dim": D}
+        layer = ops.QkvOp(norm=torch.ones(H), eps=1e-6, blob=blob, cos=angles.cos(), sin=angles.sin(), **heads)
         ops.norm_qkv_rope(x, layer, i32([0, 1, 2, 3, 8]), i32([9, 4, 3, 0, 7]), k, v)
     for half, full in zip(*pools.values()):
         assert torch.equal(half, full.half())
@@ -84,7 +86,8 @@ def test_out_of_range_indices_raise_and_write_nothing(name, value):
     k, v = torch.zeros(3, 1, P, D), torch.zeros(3, 1, P, D)
     where = {"positions": i32([0, 1]), "slots": i32([0, 1])}
     where[name][1] = value
-    layer = ops.QKVProjection(torch.ones(H), 1e-5, blob, None, torch.ones(600, 8), torch.ones(600, 8), 1, 1, D)
+    tables = {"cos": torch.ones(600, 8), "sin": torch.ones(600, 8)}
+    layer = ops.QkvOp(norm=torch.ones(H), eps=1e-5, blob=blob, **tables, num_heads=1, num_kv_heads=1, head_dim=D)
     with pytest.raises(RuntimeError, match=f"norm_qkv_rope: a {name[:-1]} is {value}; expected 0 to"):
         ops.norm_qkv_rope(torch.randn(2, H), layer, where["positions"], where["slots"], k, v)
     assert (k == 0).all()
@@ -191,18 +194,15 @@ def everything(*, parallel):
     mlp = {"activation": "gelu", "gated": False, **options}
     added = {"norm": post, "eps": 1e-6, "scale": 0.4}
     program = ops.Program()
-    program.embed(table, scale=3.0, position_table=places)
-    projection = ops.QKVProjection(norm, 1e-5, qkv, None, angles.cos(), angles.sin(), **heads, **options)
-    program.norm_qkv_rope(projection, layer=0)
-    program.paged_attention(layer=0, scale=0.25)
-    if parallel:
-        program.norm_gate_up(norm, 1e-5, up, aside=True, **mlp)
-        program.linear_residual(o, **added)
-    else:
-        program.linear_residual(o, **added)
-        program.norm_gate_up(norm, 1e-5, up, **mlp)
-    program.linear_residual(down, aside=parallel, **added)
-    program.norm_head(norm, 1e-5, head, **options)
+    program.add(ops.EmbedOp(table=table, scale=3.0, position_table=places))
+    projection = ops.QkvOp(norm=norm, eps=1e-5, blob=qkv, cos=angles.cos(), sin=angles.sin(), **heads, **options)
+    program.add(projection)
+    program.add(ops.AttentionOp(scale=0.25))
+    inside = [ops.ResidualOp(blob=o, **added), ops.GateUpOp(norm=norm, eps=1e-5, blob=up, side=parallel, **mlp)]
+    for op in reversed(inside) if parallel else inside:
+        program.add(op)
+    program.add(ops.ResidualOp(blob=down, side=parallel, **added))
+    program.add(ops.HeadOp(norm=norm, eps=1e-5, blob=head, **options))
 
     def step(ids, positions, slots, block_table, cu_seqlens, context_lens, rows, k_pools, v_pools):
         x = ops.embed(table, ids, scale=3.0, position_table=places, positions=positions)
@@ -241,14 +241,14 @@ def test_wrong_arguments_are_named():
     with pytest.raises(RuntimeError, match="linear_residual: norm is float32"):
         ops.linear_residual(x.clone(), x, blob, norm=torch.ones(31))
     program = ops.Program()
-    program.embed(torch.randn(5, 32))
-    tables = (torch.ones(9, 8), torch.ones(9, 8))
+    program.add(ops.EmbedOp(table=torch.randn(5, 32)))
+    made = {"cos": torch.ones(9, 8), "sin": torch.ones(9, 8), "num_heads": 2, "num_kv_heads": 1, "head_dim": 16}
     wide = ops.pack_dense(torch.randn(64, 32))
     with pytest.raises(ValueError, match=r"head norm is .*expected \(16,\), \(2, 16\) or \(32,\)"):
-        program.norm_qkv_rope(ops.QKVProjection(norm, 1e-5, wide, None, *tables, 2, 1, 16, q_norm=torch.ones(8)), layer=0)
+        program.add(ops.QkvOp(norm=norm, eps=1e-5, blob=wide, **made, q_norm=torch.ones(8)))
     with pytest.raises(ValueError, match="linear_residual: norm is"):
-        program.linear_residual(blob, norm=torch.ones(31))
-    program.linear_residual(blob, aside=True)
-    program.norm_head(norm, 1e-5, blob)
+        program.add(ops.ResidualOp(blob=blob, norm=torch.ones(31)))
+    program.add(ops.ResidualOp(blob=blob, side=True))
+    program.add(ops.HeadOp(norm=norm, eps=1e-5, blob=blob))
     with pytest.raises(RuntimeError, match="nothing to add to the residual"):
         program.run(*single(0, [1], [0]), [torch.zeros(1, 1, P, 16)], [torch.zeros(1, 1, P, 16)])

@@ -54,14 +54,15 @@ def digest() -> str:
     experts = [ops.pack_dense(randn(n, k, seed=n)) for k, n in [(96, 48), (24, 96)] * 4]
     router = ops.pack_dense(randn(4, 96, seed=6))
     shared = {"shared_up": experts[0], "shared_down": experts[1], "shared_gate": ops.pack_dense(torch.ones(1, 96))}
-    layer = {"norm": torch.ones(96), "eps": 1e-5, "router": router, "up": experts[::2], "down": experts[1::2]}
-    take(ops.routed_mlp(y := x.clone(), ops.Experts(**layer, top_k=2, renormalize=2.0, **shared)))
+    layer = {"norm": torch.ones(96), "eps": 1e-5, "blob": router, "up": experts[::2], "down": experts[1::2]}
+    take(ops.routed_mlp(y := x.clone(), ops.RoutedOp(**layer, top_k=2, renormalize=2.0, **shared)))
     take(y)
     angles = torch.arange(54).view(9, 6) * 0.1
     for full in (False, True):
         pools = [torch.zeros(1, 1, 256, 24, dtype=torch.float16) for _ in range(2)]
         options = {"q_norm": torch.ones(48 if full else 24), "layer_norm": not full, "interleaved": full, "clip": 2.0}
-        layer = ops.QKVProjection(torch.ones(96), 1e-5, qkv, None, angles.cos(), angles.sin(), 2, 1, 24, **options)
+        tables = {"cos": angles.cos(), "sin": angles.sin()}
+        layer = ops.QkvOp(norm=torch.ones(96), eps=1e-5, blob=qkv, **tables, num_heads=2, num_kv_heads=1, head_dim=24, **options)
         take(ops.norm_qkv_rope(x, layer, torch.arange(3).int(), torch.arange(3).int(), *pools))
         take(pools[0])
     for options in (

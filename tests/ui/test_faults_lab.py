@@ -119,7 +119,7 @@ def test_a_notebook_nobody_trusts(lab, page, screenshots):
     cells = []
     for widget in widgets:
         view = {"application/vnd.jupyter.widget-view+json": {"model_id": "0" * 32, "version_major": 2, "version_minor": 0}}
-        outputs = [nbformat.v4.new_output("display_data", data={**view, **widget._static_bundle()})]
+        outputs = [nbformat.v4.new_output("display_data", data={**widget._repr_mimebundle_()[0], **view})]
         cells.append(nbformat.v4.new_code_cell("widget", outputs=outputs))
     book = nbformat.v4.new_notebook(
         cells=cells, metadata={"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}

@@ -116,7 +116,7 @@ def test_accessible(page, theme, screenshots):
 
 def test_an_export_shows_the_turns_and_no_buttons(page, tmp_path):
     play = Playground(chat=True)
-    play._turns = TURNS
+    play.set_trait("_turns", TURNS)
     play.to_html(tmp_path / "chat.html")
     page.context.set_offline(True)
     page.goto((tmp_path / "chat.html").as_uri())

@@ -29,6 +29,7 @@ from exl2nb.widgets.progress import ProgressView
 from exl2nb.widgets.servermonitor import ServerMonitor
 from exl2nb.widgets.speculation import Speculation
 from exl2nb.widgets.weights import WeightBrowser
+from tests.widgets.page import tell
 
 WIDGETS = Path(__file__).parents[2] / "widgets"
 DATA = Path(__file__).parents[1] / "data"
@@ -65,7 +66,8 @@ def test_state_types_name_the_synced_traits(widget, state):
     import anywidget
 
     ours = set(widget().keys) - set(anywidget.AnyWidget().keys) - {"_esm", "_css"}
-    assert set(state.__annotations__) == ours
+    controls = {one["name"] for one in protocol.SAMPLERS} if state is protocol.PlaygroundState else set()
+    assert set(state.__annotations__) | controls == ours
 
 
 @pytest.mark.parametrize("widget", [widget for widget, _ in STATES])
@@ -82,7 +84,7 @@ def test_a_closed_widget_of_a_model_is_freed(llm):
     def used():
         made = Playground(llm)
         made.max_tokens = 3
-        made._dispatch(None, {"type": "generate", "run": 1, "prompt": "It was", "settings": {}}, [])
+        tell(made, {"type": "generate", "run": 1, "prompt": "It was", "settings": {}})
         made.wait(60)
         made.close()
         table = PageTable(llm, period_s=0.05)

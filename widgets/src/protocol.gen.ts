@@ -106,79 +106,30 @@ export interface Stop {
   type: "stop";
 }
 
-/** A control. least, most, step: of its slider, step 0 = a switch. low, high: what may be typed. neutral: where it does nothing. */
-export type Sampler = [name: string, label: string, hint: string, least: number, most: number, step: number, low: number, high: number, neutral: number | boolean];
-
-/** The folded samplers, fields of `SamplingParams`. */
-export interface SamplerValues {
-  typical_p: number;
-  tfs: number;
-  top_a: number;
-  skew: number;
-  min_tokens: number;
-  presence_penalty: number;
-  frequency_penalty: number;
-  penalty_range: number;
-  penalty_decay: number;
-  dry_multiplier: number;
-  dry_base: number;
-  dry_allowed_length: number;
-  dry_range: number;
-  dry_max_ngram: number;
-  xtc_probability: number;
-  xtc_threshold: number;
-  smoothing_factor: number;
-  smoothing_curve: number;
-  min_temp: number;
-  max_temp: number;
-  temp_exponent: number;
-  temperature_last: boolean;
-  mirostat: boolean;
-  mirostat_tau: number;
-  mirostat_eta: number;
-}
-
-/** Sampling settings of the controls. top_k 0, top_p 1, min_p 0, repetition_penalty 1: that filter is off; seed null: a random one. */
-export interface Settings {
-  typical_p: number;
-  tfs: number;
-  top_a: number;
-  skew: number;
-  min_tokens: number;
-  presence_penalty: number;
-  frequency_penalty: number;
-  penalty_range: number;
-  penalty_decay: number;
-  dry_multiplier: number;
-  dry_base: number;
-  dry_allowed_length: number;
-  dry_range: number;
-  dry_max_ngram: number;
-  xtc_probability: number;
-  xtc_threshold: number;
-  smoothing_factor: number;
-  smoothing_curve: number;
-  min_temp: number;
-  max_temp: number;
-  temp_exponent: number;
-  temperature_last: boolean;
-  mirostat: boolean;
-  mirostat_tau: number;
-  mirostat_eta: number;
-  max_tokens: number;
-  temperature: number;
-  top_k: number;
-  top_p: number;
-  min_p: number;
-  repetition_penalty: number;
-  seed: number | null;
+/**
+ * The control of a sampling option. min, max, step: of its slider, step 0 = a switch. low, high: what may be typed.
+ *
+ * neutral: the value that does nothing. common: shown among the first. turns_on: another value turns a filter on.
+ */
+export interface SamplerControl {
+  name: string;
+  label: string;
+  hint: string;
+  min: number;
+  max: number;
+  step: number;
+  low: number;
+  high: number;
+  neutral: number | boolean;
+  common: boolean;
+  turns_on: boolean;
 }
 
 /** The reader pressed Generate. Carries everything, so it does not depend on the order of trait updates. */
 export interface Generate {
   type: "generate";
   prompt: string;
-  settings: Settings;
+  settings: Record<string, number | boolean | null>;
 }
 
 /** A picture of a turn. url: a small copy as a data URL. note: its size, and the tokens that the model reads of it. */
@@ -221,33 +172,12 @@ export interface ChatGo {
   index: number;
 }
 
-/** Synced traits of Playground. text and _tokens are set once, when a run ends. _defaults: the model's sampling defaults in words. */
+/**
+ * Synced traits of Playground, beside one for each of `_samplers`. text and _tokens are set once, when a run ends.
+ *
+ * _defaults: the model's sampling defaults in words.
+ */
 export interface PlaygroundState {
-  typical_p: number;
-  tfs: number;
-  top_a: number;
-  skew: number;
-  min_tokens: number;
-  presence_penalty: number;
-  frequency_penalty: number;
-  penalty_range: number;
-  penalty_decay: number;
-  dry_multiplier: number;
-  dry_base: number;
-  dry_allowed_length: number;
-  dry_range: number;
-  dry_max_ngram: number;
-  xtc_probability: number;
-  xtc_threshold: number;
-  smoothing_factor: number;
-  smoothing_curve: number;
-  min_temp: number;
-  max_temp: number;
-  temp_exponent: number;
-  temperature_last: boolean;
-  mirostat: boolean;
-  mirostat_tau: number;
-  mirostat_eta: number;
   status: Status;
   error: string;
   height: string;
@@ -255,12 +185,6 @@ export interface PlaygroundState {
   chat: boolean;
   text: string;
   view: "plain" | "probability" | "rank";
-  max_tokens: number;
-  temperature: number;
-  top_k: number;
-  top_p: number;
-  min_p: number;
-  repetition_penalty: number;
   seed: number | null;
   n_tokens: number;
   tokens_per_second: number;
@@ -272,6 +196,7 @@ export interface PlaygroundState {
   _model_label: string;
   _has_model: boolean;
   _sees: boolean;
+  _samplers: SamplerControl[];
   _defaults: string;
   _protocol: number;
   _static: boolean;
@@ -625,7 +550,11 @@ export type SampleToken = [id: number, text: string];
 /** A piece of the line of probabilities, in order of ids. id -1: several tokens together. */
 export type LinePart = [id: number, text: string, prob: number];
 
-/** Synced traits of SamplerMicroscope. settings: of the sliders. token: drawn; uniform null: greedy. _answer: what the text has. */
+/**
+ * Synced traits of SamplerMicroscope. settings: of the sliders. token: drawn; uniform null: greedy. _answer: what the text has.
+ *
+ * _about: each step of a chain in words.
+ */
 export interface MicroscopeState {
   status: Status;
   error: string;
@@ -645,6 +574,8 @@ export interface MicroscopeState {
   _steps: SampleStep[];
   _tokens: SampleToken[];
   _line: LinePart[];
+  _samplers: SamplerControl[];
+  _about: Record<string, string>;
   _protocol: number;
   _static: boolean;
 }
@@ -1068,31 +999,3 @@ export interface OutlierMapState {
 export type FromKernel = Delta | Snapshot | Done | Pong | Tops | Fates;
 
 export type ToKernel = Ready | Resync | Ping | Stop | Generate | ChatSend | ChatAgain | ChatEdit | ChatGo | LookAt | LookInto | Solve | SolveSize | Make | ScaleTo | Look | RunCaches | HideNeedle | RunPrompts | Sample | ShowFrame | ReadPrompt | PatchLayer | ShowGroup;
-
-export const SAMPLERS: readonly Sampler[] = [
-  ["typical_p", "Typical-p", "1 = off", 0.05, 1, 0.05, 0.0, 1.0, 1.0],
-  ["tfs", "Tail-free", "1 = off", 0.05, 1, 0.05, 0.0, 1.0, 1.0],
-  ["top_a", "Top-a", "0 = off", 0, 1, 0.01, 0.0, 1.0, 0.0],
-  ["skew", "Skew", "0 = off; > 0 favours unlikely tokens", -3, 3, 0.1, -10.0, 10.0, 0.0],
-  ["min_tokens", "Min tokens", "no end token before this many", 0, 512, 1, 0, 2147483647, 0],
-  ["presence_penalty", "Presence penalty", "0 = off", -2, 2, 0.1, -100.0, 100.0, 0.0],
-  ["frequency_penalty", "Frequency penalty", "0 = off", -2, 2, 0.1, -100.0, 100.0, 0.0],
-  ["penalty_range", "Penalty range", "window in tokens; 0 = all", 0, 4096, 1, 0, 2147483647, 0],
-  ["penalty_decay", "Penalty decay", "fade-out in tokens after the range", 0, 4096, 1, 0, 2147483647, 0],
-  ["dry_multiplier", "DRY multiplier", "penalises repeated sequences; 0 = off", 0, 5, 0.1, 0.0, 100.0, 0.0],
-  ["dry_base", "DRY base", "growth per repeated token", 1, 4, 0.05, 1.0, 10.0, 1.75],
-  ["dry_allowed_length", "DRY allowed length", "longest repeat not penalised", 1, 20, 1, 1, 1000, 2],
-  ["dry_range", "DRY range", "window in tokens; 0 = all", 0, 4096, 1, 0, 2147483647, 0],
-  ["dry_max_ngram", "DRY max n-gram", "longest repeat tracked, in tokens", 1, 100, 1, 1, 1000, 50],
-  ["xtc_probability", "XTC probability", "chance to exclude top choices; 0 = off", 0, 1, 0.05, 0.0, 1.0, 0.0],
-  ["xtc_threshold", "XTC threshold", "minimum probability of a top choice", 0, 0.5, 0.01, 0.0, 1.0, 0.1],
-  ["smoothing_factor", "Smoothing factor", "0 = off", 0, 10, 0.1, 0.0, 100.0, 0.0],
-  ["smoothing_curve", "Smoothing curve", "1 = quadratic", 1, 3, 0.1, 1.0, 3.0, 1.0],
-  ["min_temp", "Min temperature", "dynamic, at low entropy", 0, 4, 0.05, 0.0, 100.0, 0.0],
-  ["max_temp", "Max temperature", "dynamic, at high entropy; 0 = off", 0, 4, 0.05, 0.0, 100.0, 0.0],
-  ["temp_exponent", "Temperature exponent", "dynamic, of the entropy", 0.1, 5, 0.1, 0.01, 100.0, 1.0],
-  ["temperature_last", "Temperature last", "applied after the filters", 0, 1, 0, 0, 1, false],
-  ["mirostat", "Mirostat", "holds surprise at a target", 0, 1, 0, 0, 1, false],
-  ["mirostat_tau", "Mirostat tau", "target surprise, bits", 0, 10, 0.1, 0.0, 100.0, 5.0],
-  ["mirostat_eta", "Mirostat eta", "learning rate", 0, 1, 0.01, 0.0, 10.0, 0.1],
-];

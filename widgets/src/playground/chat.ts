@@ -2,7 +2,7 @@
 import type { ChatTurn, PlaygroundState } from "../protocol.gen";
 import type { State } from "../shared/afm";
 import { h, setAttributes } from "../shared/dom";
-import { readSettings } from "./settings";
+import { readSettings } from "./samplers";
 
 const SAID: Record<string, string> = { user: "You", assistant: "Model", system: "System", tool: "Tool" };
 
