@@ -5,13 +5,11 @@ Importing this room defines the ops and loads the compiled library (see `_load.l
 
 from exl2nb.ops import _load
 from exl2nb.ops._load import on_device
-from exl2nb.ops.attention import norm_qkv_rope, paged_attention
 from exl2nb.ops.blob import shape
 from exl2nb.ops.draw import draw_ahead, draw_rows, join_ahead, mask_logits, step_draw
 from exl2nb.ops.gptq import gptq_losses, gptq_quantize
-from exl2nb.ops.linear import embed, linear, linear_residual, norm_gate_up, norm_head
+from exl2nb.ops.layer_ops import embed, linear, linear_residual, norm_gate_up, norm_head, norm_qkv_rope, paged_attention, routed_mlp
 from exl2nb.ops.memory import read_memory
-from exl2nb.ops.moe import routed_mlp
 from exl2nb.ops.program import Program
 from exl2nb.ops.records import AttentionOp, EmbedOp, GateUpOp, HeadOp, Op, QkvOp, ResidualOp, ResidualOutOp, RoutedOp
 from exl2nb.ops.weights import pack_concat, pack_dense, pack_exl2, pack_gptq, reconstruct, unpack
