@@ -97,7 +97,7 @@ def kept(shape: Shape, effort: str) -> tuple[int, int]:
     """Every how many layers the sweep of the whole model keeps a stream, and bytes of those that it keeps on the host at once."""
     stream, layers = 4 * EFFORTS[effort].rows * EFFORTS[effort].length * shape.hidden_size, shape.num_hidden_layers
     room = sensitivity.HOST_BYTES + sensitivity.DISK_BYTES
-    return sensitivity._spacing(stream, layers, room), min(sensitivity.HOST_BYTES, stream * sensitivity.kept_streams(stream, layers, room))
+    return sensitivity.kept_spacing(stream, layers, room), min(sensitivity.HOST_BYTES, stream * sensitivity.kept_streams(stream, layers, room))
 
 
 def digest(model: Path) -> str:
@@ -153,7 +153,7 @@ def shape(args: argparse.Namespace, work: Path) -> dict[str, object]:
     warm = Shape(hidden_size=256, intermediate_size=512, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=4, vocab_size=4096)
     write_dense(warm, 1, work / "warm")
     convert(work / "warm", work / "warm-out", bpw=args.bpw, device=args.device)
-    sensitivity._spacing = lambda nbytes, layers, room: every
+    sensitivity.kept_spacing = lambda nbytes, layers, room: every
     host = sensitivity.HOST_BYTES
     options, peaks = {"bpw": args.bpw, "device": args.device, "effort": args.effort}, Peaks()
     for layers in sorted(args.layers):

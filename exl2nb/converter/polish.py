@@ -180,7 +180,7 @@ def polish(context: Context, rows: Rows, measurement: Measurement, allocation: A
         kinds = _kinds(measurement.linears, weights.config.num_layers)
         probes = _probes(measurement.matrices, allocation, kinds)
         found = tried([allocation.groups(), *(groups for groups, _ in probes.values())])
-        corrections = _corrections(found, [predicted for _, predicted in probes.values()])
+        corrections = corrections_of(found, [predicted for _, predicted in probes.values()])
         factors = dict(zip(probes, corrections))
         allocations = [allocation]
         for strength in STRENGTHS:
@@ -222,7 +222,7 @@ def _probes(
     return found
 
 
-def _corrections(kl: Tensor, predicted: Sequence[float]) -> list[float]:
+def corrections_of(kl: Tensor, predicted: Sequence[float]) -> list[float]:
     """True over predicted cost of each probe, the less believed the more it differs from row to row, over their mean.
 
     kl: f64 `(1 + probes, rows)`, the allocation's own first.

@@ -145,7 +145,9 @@ class Libraries:
         if found is None:
             return "cuda"
         if found.gpu:
-            _warn(f"the GPU is not used, models run on the CPU: {found}. `exl2nb doctor` says more; device='cpu' says that this is meant")
+            warn_once(
+                f"the GPU is not used, models run on the CPU: {found}. `exl2nb doctor` says more; device='cpu' says that this is meant"
+            )
         return "cpu"
 
 
@@ -166,7 +168,7 @@ def on_device(device: str) -> AbstractContextManager[object]:
 
 
 @cache
-def _warn(text: str) -> None:
+def warn_once(text: str) -> None:
     """Once a process."""
     warnings.warn(text, RuntimeWarning, stacklevel=5)
 

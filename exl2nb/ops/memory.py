@@ -66,6 +66,11 @@ def kept_memory() -> Iterator[None]:
                 libc.malloc_trim(0)
 
 
+def memory_is_kept() -> bool:
+    """Return whether a block of `kept_memory` is open."""
+    return _keepers[0] > 0
+
+
 _read_memory_op = define("read_memory(Tensor data) -> int", fake=lambda data: 0, reference=lambda data: int(data.long().sum()))
 
 

@@ -25,8 +25,8 @@ from exl2nb.core.helper import Helper, HelperError, Limits
 MAX_TOKEN = 8192  # characters of one token, or of one text that a step inserts
 MAX_GROWTH = 64  # characters that one becomes, in normalizers and decoders
 MAX_ID = 1 << 22  # of a token: writing a tokenizer out takes memory for every number up to the largest
-_TRIAL = 2  # number of the checks below: a change tries every file again
-_tried: set[str] = set()
+TRIAL_BYTES = 2  # number of the checks below: a change tries every file again
+tried_files: set[str] = set()
 
 
 def parse(text: str, source: Path) -> tokenizers.Tokenizer:
@@ -39,14 +39,14 @@ def parse(text: str, source: Path) -> tokenizers.Tokenizer:
         TokenizerError: the library cannot read it, or fails, hangs or grows when it is used.
     """
     raw = text.encode()
-    key = hashlib.sha256(f"{_TRIAL} {tokenizers.__version__} ".encode() + raw).hexdigest()
+    key = hashlib.sha256(f"{TRIAL_BYTES} {tokenizers.__version__} ".encode() + raw).hexdigest()
     kept = _folder() / key
-    if key not in _tried and not os.path.exists(kept):
-        _try(text, len(raw), source)
+    if key not in tried_files and not os.path.exists(kept):
+        try_in_helper(text, len(raw), source)
         with suppress(OSError):  # a read-only home: the next process tries again
             kept.parent.mkdir(parents=True, exist_ok=True)
             kept.touch()
-    _tried.add(key)
+    tried_files.add(key)
     try:
         with library_errors:
             return tokenizers.Tokenizer.from_str(text)
@@ -60,7 +60,8 @@ def _folder() -> Path:
     return Path(home or os.path.expanduser("~/.cache")) / "exl2nb" / "tokenizers"
 
 
-def _try(text: str, size: int, source: Path) -> None:
+def try_in_helper(text: str, size: int, source: Path) -> None:
+    """Read a tokenizer in a helper process; raise TokenizerError where it fails there."""
     helper = Helper("exl2nb.tokenizer.backend", Limits(cpu_s=30, wall_s=300, memory_bytes=(512 << 20) + 24 * size))
     try:
         helper.ask({"text": text})

@@ -79,7 +79,7 @@ INSTRUCT: dict[str, Instruct] = {
 MAX_TEMPLATE = 1 << 20  # characters
 # a conversation of 1000 messages takes 0.02 s; a large template takes 0.05 s to compile
 LIMITS = Limits(cpu_s=2.0, wall_s=30.0, memory_bytes=384 << 20)
-_HELPER = Helper("exl2nb.tokenizer.sandbox", LIMITS)
+TEMPLATE_HELPER = Helper("exl2nb.tokenizer.sandbox", LIMITS)
 
 
 class ChatTemplates:
@@ -121,7 +121,7 @@ class ChatTemplates:
     def prepare(self) -> None:
         """Start the process that renders templates, where there is one to render: the first prompt comes sooner."""
         if self.templates:
-            _HELPER.start()
+            TEMPLATE_HELPER.start()
 
     def pick(self, *, name: str | None = None, tools: bool = False) -> str:
         """The source of a template: by name, or "tool_use" where tools are given and it exists, or "default".
@@ -171,7 +171,7 @@ def render(
         raise OptionError(f"template is {str(template)[:80]!r}; expected a text, the template's Jinja source")
     given = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt, **variables}
     try:
-        return _HELPER.ask({"template": template, "variables": {**(special_tokens or {}), **given}})["text"]
+        return TEMPLATE_HELPER.ask({"template": template, "variables": {**(special_tokens or {}), **given}})["text"]
     except HelperError as error:
         if error.kind == "TemplateSyntaxError":
             raise TokenizerError(f"chat template, line {error.line}: {error}; it is not valid Jinja") from error

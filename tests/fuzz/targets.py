@@ -319,7 +319,7 @@ def template(data: bytes) -> None:
     sandbox, helper = renderer()
     text = data.decode("utf-8", "replace")
     if worth_asking(data, sandbox.parse, text):
-        with patch.object(chat_templates, "_HELPER", helper):
+        with patch.object(chat_templates, "TEMPLATE_HELPER", helper):
             chat_templates.render([{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}], text, tools=[{"a": 1}])
 
 

@@ -111,7 +111,7 @@ def test_attention_of_a_long_text_appears_row_by_row(llm, monkeypatch):
     assert (view.pattern(0, 0).sum(1) - 1).abs().max() < 0.15
     view.observe(lambda change: view.stop(), "_one")
     view.start(text + " And then").wait()
-    assert view.status == "stopped" and state(view, "_rows")[1] < 256
+    assert view.status == "stopped" and state(view, "_share") < shares[-1] == 1
 
 
 @pytest.fixture(scope="module")
