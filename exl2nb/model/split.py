@@ -182,11 +182,6 @@ class SplitModel(Model):
         self._open()
         return self.parts[-1].program.outputs
 
-    @property
-    def captured_parts(self) -> int:
-        """Number of parts with captured steps of which none failed."""
-        return sum(bool(part.captured) and None not in part.captured.values() for part in self._parts)
-
     def kernels(self, cache: KVCache) -> list[KernelId]:
         """As `Model.kernels`."""
         self._open()
