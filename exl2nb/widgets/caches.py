@@ -16,7 +16,7 @@ from exl2nb.core.options import check_keywords
 from exl2nb.eval.cache_loss import Baseline, LockstepToken, Needle, NeedleResult, find_needle
 from exl2nb.sampling.params import check_integer
 from exl2nb.tokenizer.detokenize import Detokenizer
-from exl2nb.widgets import columns, static
+from exl2nb.widgets import static
 from exl2nb.widgets.background import Background, BackgroundWidget
 from exl2nb.widgets.base import as_text
 from exl2nb.widgets.feed import Feed
@@ -337,10 +337,10 @@ class CacheExplorer(BackgroundWidget):
                     "token_bytes": kind.token_bytes if kind else None,
                     "fits": kind.fits if kind else None,
                     "tokens": len(tokens),
-                    "kl_mean": columns.mean_kl(tokens),
+                    "kl_mean": static.mean_kl(tokens),
                     "kl_max": max(known, default=None),
-                    "same_choice": columns.same_choice(tokens),
-                    "first_difference": columns.first_difference(found.get(BASELINE, []), tokens),
+                    "same_choice": static.same_choice(tokens),
+                    "first_difference": static.first_difference(found.get(BASELINE, []), tokens),
                     "text": "".join(token.text for token in tokens),
                 }
             )
@@ -419,7 +419,7 @@ class CacheExplorer(BackgroundWidget):
 
     def _summary(self) -> str:
         found = self.tokens
-        parts = [f"{mode} KL {kl:.3g}" for mode, some in found.items() if (kl := columns.mean_kl(some)) is not None]
+        parts = [f"{mode} KL {kl:.3g}" for mode, some in found.items() if (kl := static.mean_kl(some)) is not None]
         return f"CacheExplorer({self.status}" + (f": {', '.join(parts)})" if parts else f", {', '.join(self.modes)})")
 
     def _static_body(self) -> str:
@@ -428,13 +428,13 @@ class CacheExplorer(BackgroundWidget):
         shown = []
         for mode in self._run_modes or self.modes:
             tokens, kind = found.get(mode, []), kinds.get(mode)
-            mean = columns.mean_kl(tokens)
+            mean = static.mean_kl(tokens)
             note = "" if kind is None else f"{kind.note}, {kind.token_bytes:,} bytes per token"
             note += "" if mean is None else f", mean KL {mean:.3g}"
-            shown.append(columns.column_html(mode.upper(), note, tokens, columns.first_difference(base, tokens)))
+            shown.append(static.column_html(mode.upper(), note, tokens, static.first_difference(base, tokens)))
         prompt = html.escape(self._run_prompt or self.prompt)
         head = f'<div style="white-space:pre-wrap"><b>Prompt</b> {prompt}</div>'
-        return head + columns.side_by_side(shown) + self._needle_html()
+        return head + static.side_by_side(shown) + self._needle_html()
 
     def _needle_html(self) -> str:
         if not self._hits:

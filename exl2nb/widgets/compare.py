@@ -18,7 +18,7 @@ from exl2nb.core.show import size_text
 from exl2nb.llm.model import LLM
 from exl2nb.llm.options import DEFAULTS, RequestOptions
 from exl2nb.sampling.params import check_integer
-from exl2nb.widgets import columns
+from exl2nb.widgets import static
 from exl2nb.widgets.background import Background, BackgroundWidget
 from exl2nb.widgets.base import as_text
 from exl2nb.widgets.feed import Feed
@@ -415,10 +415,10 @@ class Compare(BackgroundWidget):
                         "column": head.label,
                         "text": "".join(token.text for token in tokens),
                         "tokens": len(tokens),
-                        "first_difference": columns.first_difference(answers[0], tokens),
-                        "kl_mean": columns.mean_kl(tokens),
+                        "first_difference": static.first_difference(answers[0], tokens),
+                        "kl_mean": static.mean_kl(tokens),
                         "kl_max": max(known, default=None),
-                        "same_choice": columns.same_choice(tokens),
+                        "same_choice": static.same_choice(tokens),
                         "tokens_per_second": speed.tps if speed else None,
                         "ttft_s": speed.ttft_s if speed else None,
                         "finish_reason": speed.reason if speed else "",
@@ -490,16 +490,16 @@ class Compare(BackgroundWidget):
         parts = []
         for prompt, answers in zip(self._run_prompts, self.answers):
             shown = [
-                columns.column_html(head.label, _note(head, tokens), tokens, columns.first_difference(answers[0], tokens))
+                static.column_html(head.label, _note(head, tokens), tokens, static.first_difference(answers[0], tokens))
                 for head, tokens in zip(self._heads, answers)
             ]
             words = html.escape(prompt)
-            parts.append(f'<div style="margin-top:6px;white-space:pre-wrap"><b>Prompt</b> {words}</div>{columns.side_by_side(shown)}')
+            parts.append(f'<div style="margin-top:6px;white-space:pre-wrap"><b>Prompt</b> {words}</div>{static.side_by_side(shown)}')
         return "".join(parts) or f"<div>{html.escape(self._summary())}</div>"
 
 
 def _note(head: CompareColumn, tokens: Sequence[KlToken]) -> str:
-    mean = columns.mean_kl(tokens)
+    mean = static.mean_kl(tokens)
     parts = [head.note, size_text(head.nbytes) if head.nbytes else "", f"mean KL {mean:.3g}" if mean is not None else ""]
     return ", ".join(part for part in parts if part)
 

@@ -41,7 +41,7 @@ ANSWER = SimpleNamespace(tokens=(), prompt="", tokens_per_second=0.0, text="", s
 
 
 def test_committed_typescript_is_what_python_generates():
-    for name, text in (("protocol", protocol.typescript()), ("constants", protocol.typescript_constants())):
+    for name, text in (("protocol", typescript.typescript()), ("constants", typescript.typescript_constants())):
         committed = (WIDGETS / "src" / f"{name}.gen.ts").read_text(encoding="utf-8")
         assert committed == text, f"{name}.gen.ts is stale: run `npm run protocol` in widgets/ and commit"
 
@@ -107,7 +107,7 @@ def test_a_closed_widget_of_a_model_is_freed(llm):
 
 
 def test_declarations():
-    text = protocol.typescript()
+    text = typescript.typescript()
     assert (
         "export type TokenItem = [text: string, id: number, prob: number | null, rank: number | null, top: Alternative[] | null];" in text
     )

@@ -15,8 +15,8 @@ from exl2nb.core import show
 from exl2nb.llm.memory import Stage
 from exl2nb.llm.split_plan import Holder, KindFormula, SplitFormula
 from exl2nb.widgets import static
-from exl2nb.widgets.columns import kl_step
 from exl2nb.widgets.memory_plan import wire
+from exl2nb.widgets.static import kl_step
 
 WIDGETS = Path(__file__).parents[2] / "widgets"
 ESBUILD = WIDGETS / "node_modules" / ".bin" / "esbuild"
