@@ -51,9 +51,7 @@ def measure(mode: str, args: argparse.Namespace) -> dict[str, object]:
 
     def write(tokens: int) -> Tensor:
         where = (torch.zeros(tokens, dtype=torch.int32), torch.arange(tokens, dtype=torch.int32), *pools)
-        return ops.norm_qkv_rope(
-            inputs[:tokens], ops.QkvOp(blob=blob, cos=still, sin=still, num_heads=Hq, num_kv_heads=Hkv, head_dim=D), *where
-        )
+        return ops.QkvOp(blob=blob, cos=still, sin=still, num_heads=Hq, num_kv_heads=Hkv, head_dim=D)(inputs[:tokens], *where)
 
     inputs = torch.randn(context, 8)
     q = write(context)[:64].contiguous()

@@ -428,7 +428,7 @@ def encode_in_pieces(encoder: Tokenizer, text: str) -> list[int]:
 
 def unknown_share(encoder: Tokenizer, ids: Tensor) -> float:
     """How many of some tokens are the one for what the tokenizer does not know."""
-    special = getattr(encoder, "special_tokens", {})
+    special = encoder.special_tokens
     unknown = encoder.encode(special["unk_token"], add_special=False) if "unk_token" in special else []
     return float((ids == unknown[0]).float().mean()) if len(unknown) == 1 else 0.0
 
@@ -458,10 +458,9 @@ def check_known(encoder: Tokenizer, ids: Tensor, name: str) -> None:
 
 def _parts(encoder: Tokenizer) -> list[int]:
     """Byte tokens: a single byte, or some bytes of a character."""
-    table: dict[int, bytes] | None = getattr(encoder, "byte_table", None)
-    if table is None:
-        return sorted(getattr(encoder, "byte_ids", ()))
-    return [token for token, text in table.items() if not _is_text(text)]
+    if encoder.byte_table is None:
+        return sorted(encoder.byte_ids)
+    return [token for token, text in encoder.byte_table.items() if not _is_text(text)]
 
 
 def _is_text(data: bytes) -> bool:

@@ -20,11 +20,11 @@ from exl2nb.cache.spec import CacheSpec
 from exl2nb.core.errors import EngineClosed, GenerationError, TokenizerError
 from exl2nb.core.log import logger
 from exl2nb.core.progress import Sink
-from exl2nb.generator.executor import Draw, Executor, PendingStep, Results, Step, executor_for
+from exl2nb.generator.engine import executor_for
+from exl2nb.generator.executor import Draw, Executor, PendingStep, Results, Step
 from exl2nb.generator.sequence import Sequence, choose
 from exl2nb.generator.speculation import DeviceDrafts, DraftRound, StepTimes
 from exl2nb.model.batch import Batch, Span
-from exl2nb.model.model import Model
 from exl2nb.sampling.draw import Sampled
 from exl2nb.sampling.state import SamplerState
 from exl2nb.tokenizer.tokenizer import Tokenizer
@@ -115,7 +115,7 @@ class DraftModel:
         run: runs a function while nothing else runs the model; a TimeoutError means that it is in use, and nothing is proposed this time.
         drawn: whether the draft's tokens are ids of the target as they are: the vocabularies are of one size.
         executor: makes what computes the steps; None = what the model's capabilities ask for.
-        rounds: makes what runs all steps of a round at once; None = what the model's capabilities allow.
+        rounds: makes what runs all steps of a round at once on a GPU; None = every step is launched alone.
         on_device: whether the target's steps read the draft tokens where they are made: both models run on the same GPU, in the same
             stream.
         on_close: called at the end, to give the model back.
@@ -145,11 +145,6 @@ class DraftModel:
         self._cache, self._table = model.new_cache(spec), PageTable(spec.num_pages)
         self._executor, self._drawn = (executor or executor_for)(model, self._cache), drawn
         self.rounds = None if rounds is None else rounds(model, self._cache)
-        if rounds is None and model.capabilities.captures_drafts:
-            from exl2nb.generator.gpu_draft import GpuRounds
-
-            assert isinstance(model, Model), "models on GPUs"
-            self.rounds = GpuRounds(model, self._cache)
         self._on_device = on_device
         self._measured: tuple[DraftRound, int] | None = None  # the last round, and its steps, if its time says something
         self._known: dict[int, _DraftCache] = {}

@@ -18,6 +18,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -25,14 +26,13 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from exl2nb import ops
 from exl2nb.cache.pool import KVCache
 from exl2nb.cache.spec import CacheSpec
 from exl2nb.core.errors import ContextOverflow, EngineClosed, GenerationError, OptionError
 from exl2nb.core.log import logger
 from exl2nb.core.progress import Sink
 from exl2nb.generator.batch import MAX_ROWS, BatchBuilder
-from exl2nb.generator.executor import Executor, executor_for
+from exl2nb.generator.executor import Executor, HostExecutor
 from exl2nb.generator.handle import TICK_S, Handle
 from exl2nb.generator.loop import StepLoop
 from exl2nb.generator.pager import Pager
@@ -198,6 +198,7 @@ class Engine:
         self.model, self.tokenizer, self.spec = model, tokenizer, cache_spec
         self.context = cache_spec.num_tokens if context is None else context
         self.cache = model.new_cache(cache_spec)
+        self._last_device = self.cache.placement.devices[-1]
         self.executor: Executor = (executor or executor_for)(model, self.cache)
         size = cache_spec.page_size
         self.pager = Pager(cache_spec.num_pages, page_size=size, copy=self.executor.copy, salt=cache_spec.mode)
@@ -450,8 +451,9 @@ class Engine:
         loop, scheduler = self.loop, self.loop.scheduler
         try:
             # an interrupt inside Thread.start can leave a thread behind, unknown to the engine, beside its successor: only one may run
-            last = self.cache.placement.devices[-1]  # where tokens are drawn; this thread begins on the first GPU
-            with self._run_lock, torch.inference_mode(), ops.on_device(last):
+            last = self._last_device  # where tokens are drawn; this thread begins on the first GPU
+            place = torch.cuda.device(last) if last.startswith("cuda:") else nullcontext()
+            with self._run_lock, torch.inference_mode(), place:
                 while True:
                     idle = not (scheduler.running or scheduler.waiting or loop.in_flight)
                     if (idle or self._arrived or self._calls or self._closed) and not self._collect(idle):
@@ -503,6 +505,16 @@ class Engine:
         while self._calls:
             self._calls.popleft().fail(error)
         self.loop.fail_all(error)
+
+
+def executor_for(model: StepRunner, cache: KVCache) -> Executor:
+    """The executor that a model's capabilities ask for."""
+    if not model.capabilities.captures:
+        return HostExecutor(model, cache)
+    from exl2nb.generator.gpu_executor import GpuExecutor
+
+    assert isinstance(model, Model), "models on GPUs"
+    return GpuExecutor(model, cache)
 
 
 def sequences_for(request: Request, tokenizer: Tokenizer, *, context: int) -> list[Sequence]:

@@ -18,7 +18,7 @@ import torch
 from exl2nb.cache.pool import KVCache
 from exl2nb.core.progress import Sink
 from exl2nb.model.batch import Batch
-from exl2nb.model.model import Ahead, Model
+from exl2nb.model.model import Ahead
 from exl2nb.ops.draw import MOST_ROWS
 from exl2nb.sampling.chain import batches, draw_batch, draw_settings, drawn_rows
 from exl2nb.sampling.draw import Sampled
@@ -123,16 +123,6 @@ class Executor(Protocol):
     def close(self) -> None:
         """Wait for running steps and free what the executor holds. Results that were not read are dropped."""
         ...
-
-
-def executor_for(model: StepRunner, cache: KVCache) -> Executor:
-    """The executor that a model's capabilities ask for."""
-    if not model.capabilities.captures:
-        return HostExecutor(model, cache)
-    from exl2nb.generator.gpu_executor import GpuExecutor
-
-    assert isinstance(model, Model), "models on GPUs"
-    return GpuExecutor(model, cache)
 
 
 class _StepAhead:

@@ -254,7 +254,8 @@ class Exl2ForCausalLM(PreTrainedModel, GenerationMixin):
             kwargs["device"] = place
         torch_random = kwargs.pop("torch_random", False)
         check_flag("torch_random", torch_random)  # before the model is read
-        model = cls(exl2nb.load(pretrained_model_name_or_path, **{"progress": None, **kwargs}), torch_random=torch_random)
+        options: dict[str, Any] = {"progress": None, **kwargs}
+        model = cls(exl2nb.load(pretrained_model_name_or_path, **options), torch_random=torch_random)
         model._own = True
         return model
 

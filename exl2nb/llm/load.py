@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from exl2nb.cache.spec import parse_mode
 from exl2nb.core import env
 from exl2nb.core.errors import OptionError, TokenizerError
-from exl2nb.core.options import check_flag, check_keywords, shown
+from exl2nb.core.options import make, shown, spelled_out
 from exl2nb.core.progress import Sink, showing
 from exl2nb.generator.draft import DraftModel, check_same_tokenizer
 from exl2nb.io import hub
-from exl2nb.llm.keywords import PARALLEL
+from exl2nb.llm.keywords import LOAD_DEFAULTS, LoadOptions, LoadParams
 from exl2nb.llm.model import LLM
 from exl2nb.llm.sampling_defaults import read_defaults
 from exl2nb.model.loader import load_model
@@ -30,6 +29,8 @@ from exl2nb.sampling.params import check_integer
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from exl2nb.llm.plan import DeviceChoice
     from exl2nb.model.vision.encoder import VisionEncoder
 
@@ -37,30 +38,8 @@ CONTEXT = 4096  # tokens, where the caller does not say and the model allows mor
 CACHE_TOKENS = 4096  # at least, so that several short requests run together on a model with a short context
 
 
-def load(
-    path: str | os.PathLike[str],
-    *,
-    revision: str | None = None,
-    device: str | None = None,
-    devices: DeviceChoice | None = None,
-    gpu_layers: int | None = None,
-    parallel: str = "layers",
-    stream_from: int | None = None,
-    cache: str = "fp16",
-    context: int | None = None,
-    cache_tokens: int | None = None,
-    max_sequences: int = 16,
-    draft: LLM | str | os.PathLike[str] | None = None,
-    rope_scale: float | None = None,
-    rope_theta: float | None = None,
-    rope_alpha: float | None = None,
-    rope_scaling: Mapping[str, Any] | None = None,
-    deterministic: bool | None = None,
-    vision: bool = True,
-    generation_config: bool = True,
-    progress: Sink | Literal["auto"] | None = "auto",
-    **unknown: Any,
-) -> LLM:
+@spelled_out(LoadOptions, LOAD_DEFAULTS)
+def load(path: str | os.PathLike[str], **options: Unpack[LoadOptions]) -> LLM:
     """Load a model, EXL2 or plain fp16, bf16 or fp32.
 
     Args:
@@ -112,25 +91,20 @@ def load(
         ...     llm.generate("It was", max_tokens=3, temperature=0).finish_reason
         'length'
     """
-    check_keywords(unknown, [*signature(load).parameters][1:-1], where="load")
-    rope = RopeOverride(scale=rope_scale, theta=rope_theta, alpha=rope_alpha, scaling=rope_scaling)
-    cache = parse_mode(cache, where="load")
-    for name, value in (("context", context), ("cache_tokens", cache_tokens), ("max_sequences", max_sequences)):
-        if value is not None or name == "max_sequences":
-            check_integer(f"load: {name}", value, 1, 1 << 24)
-    chosen = _chosen_devices(device, devices, gpu_layers, parallel)
-    place = pick_device(device) if chosen is None else "cpu"
-    exact = env.get("EXL2NB_DETERMINISTIC", "0") == "1" if deterministic is None else deterministic
-    check_flag("load: deterministic", exact)
+    asked = make(LoadParams, options, where="load")
+    context, cache_tokens, stream_from, progress = asked.context, asked.cache_tokens, asked.stream_from, asked.progress
+    rope = RopeOverride(scale=asked.rope_scale, theta=asked.rope_theta, alpha=asked.rope_alpha, scaling=asked.rope_scaling)
+    cache = parse_mode(asked.cache, where="load")
+    chosen = _chosen_devices(asked)
+    place = pick_device(asked.device) if chosen is None else "cpu"
+    exact = env.get("EXL2NB_DETERMINISTIC", "0") == "1" if asked.deterministic is None else asked.deterministic
     if stream_from is not None:
         check_integer("load: stream_from", stream_from, 0, GPU_CHUNKS.max_tokens)  # a step has no more tokens of prompts
-    check_flag("load: vision", vision)
-    check_flag("load: generation_config", generation_config)
     with showing(progress, f"load {hub.label(path)}") as sink:
-        folder = hub.resolve(path, revision=revision, progress=sink)
+        folder = hub.resolve(path, revision=asked.revision, progress=sink)
         with _fitting(folder, f"{_gib(sum(file.stat().st_size for file in folder.glob('*.safetensors') if file.is_file()))} of weights"):
             sizes = {"context": context, "cache": cache, "cache_tokens": cache_tokens}
-            if parallel == "tensor":
+            if asked.parallel == "tensor":
                 model = _load_ranks(folder, chosen, context=context, rope=rope, deterministic=exact, progress=sink)
             else:
                 spans, apart = ((), False) if chosen is None else _spans(folder, chosen, stream_from=stream_from, **sizes)
@@ -141,15 +115,15 @@ def load(
     try:
         tokenizer = Tokenizer.load(folder)
         tokenizer.templates.prepare()
-        defaults = read_defaults(folder) if generation_config else CHAT_DEFAULTS
+        defaults = read_defaults(folder) if asked.generation_config else CHAT_DEFAULTS
         _check_vocabulary(tokenizer, model, folder)
         tokens = min(model.context, CONTEXT) if context is None else context
         held = max(tokens, CACHE_TOKENS) if cache_tokens is None else max(tokens, cache_tokens)
         with _fitting(folder, f"{_gib(model.cache_spec(held, mode=cache).total_bytes)} for the cache of {held} tokens"):
-            sizes = {"context": tokens, "cache_tokens": held, "max_sequences": max_sequences}
-            encoder = _tower(folder, model) if vision and model.config.files.passed else None
+            sizes = {"context": tokens, "cache_tokens": held, "max_sequences": asked.max_sequences}
+            encoder = _tower(folder, model) if asked.vision and model.config.files.passed else None
             llm = LLM(
-                model, tokenizer, path=folder, cache=cache, name=hub.display_name(folder, revision), vision=encoder,
+                model, tokenizer, path=folder, cache=cache, name=hub.display_name(folder, asked.revision), vision=encoder,
                 sampling_defaults=defaults, **sizes,
             )  # fmt: skip
     except BaseException:
@@ -161,10 +135,10 @@ def load(
     except BaseException:
         llm.close()
         raise
-    if draft is not None:
+    if asked.draft is not None:
         try:
             with showing(progress, "load the draft model") as sink:
-                llm.engine.drafter = make_drafter(llm, draft, cache=cache, progress=sink)
+                llm.engine.drafter = make_drafter(llm, asked.draft, cache=cache, progress=sink)
                 llm.engine.drafter.prepare(sink)
         except BaseException:
             llm.close()
@@ -172,17 +146,15 @@ def load(
     return llm
 
 
-def _chosen_devices(device: str | None, devices: DeviceChoice | None, gpu_layers: int | None, parallel: str) -> DeviceChoice | None:
+def _chosen_devices(asked: LoadParams) -> DeviceChoice | None:
     """What to split the model over, or None."""
-    if parallel not in PARALLEL:
-        raise OptionError(f"load: parallel is {shown(parallel)}; expected one of {', '.join(PARALLEL)}")
-    if sum(value is not None for value in (device, devices, gpu_layers)) > 1:
+    if sum(value is not None for value in (asked.device, asked.devices, asked.gpu_layers)) > 1:
         raise OptionError("load: device, devices and gpu_layers say the same thing; expected one of them")
-    if gpu_layers is not None:
+    if asked.gpu_layers is not None:
         from exl2nb.llm.plan import gpu_layers as choice
 
-        return choice(gpu_layers)
-    return devices
+        return choice(asked.gpu_layers)
+    return asked.devices
 
 
 def _load_ranks(
@@ -302,6 +274,10 @@ def _drafter(target: LLM, model: Model, tokenizer: Tokenizer, cache: str, **opti
     check_same_tokenizer(target.tokenizer, tokenizer, target_size=size, draft_size=model.config.vocab_size)
     mine, theirs = model.capabilities, target.model.capabilities
     on_device = mine.captures_drafts and theirs.captures_drafts and str(mine.placement) == str(theirs.placement) and "run" not in options
+    if mine.captures_drafts:
+        from exl2nb.generator.gpu_draft import GpuRounds
+
+        options["rounds"] = GpuRounds
     return DraftModel(
         model,
         model.cache_spec(target.engine.spec.num_tokens, mode=cache),

@@ -33,7 +33,7 @@ from exl2nb.model.layout import ATTENTION, layer_linears
 from exl2nb.model.loader import read_model_config
 from exl2nb.model.lora import adapter_bytes
 from exl2nb.model.split import STREAM_ROWS, Span
-from exl2nb.model.streaming import BUFFERS, experts_fit, lent_layers
+from exl2nb.model.streaming import BUFFERS, experts_fit
 from exl2nb.model.vision.encoder import plan_encoder
 from exl2nb.ops.host_prefill import CHUNK
 from exl2nb.ops.memory import read_memory
@@ -236,7 +236,7 @@ def place_layers(
     if rest < len(budgets):
         held[rest] = first, last
     elif first < last:
-        missing = sum(sizes[_kind(budgets[-1].device)].of(first, last))
+        missing = sizes[_kind(budgets[-1].device)].total(first, last)
         raise OptionError(
             f"{where}: layers {first} to {last - 1} find no room in devices: {size_text(missing)} are missing; raise a budget, give one "
             "device 'rest', or take a smaller context= or cache='q4'"
@@ -248,13 +248,13 @@ def _holds(budget: Budget, sizes: Mapping[str, Sizes], first: int, last: int, ho
     """host: so many layers of the CPU lend to it."""
     if budget.layers is not None:
         return last - first <= budget.layers
-    here = sizes[_kind(budget.device)]
-    return sum(here.of(first, last)) + len(lent_layers(host)) * (here.layer_cache + here.lent) <= (budget.bytes or 0)
+    return sizes[_kind(budget.device)].total(first, last, host=host) <= (budget.bytes or 0)
 
 
 def _by_shares(budgets: Sequence[Budget], sizes: Mapping[str, Sizes], layers: int) -> list[Span]:
     """Every device its share of weights and cache, a layer at least while there are as many."""
-    weight = [a + b for a, b in zip(sizes[_kind(budgets[0].device)].parts[1:-1], [sizes[_kind(budgets[0].device)].layer_cache] * layers)]
+    here = sizes[_kind(budgets[0].device)]
+    weight = [part + here.of(0, 1)["cache"] for part in here.known["parts"][1:-1]]
     spans, first, passed, wanted = [], 0, 0, 0.0
     for i, budget in enumerate(budgets):
         wanted += (budget.share or 0.0) * sum(weight)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -18,12 +18,13 @@ from exl2nb.core.errors import ContextOverflow, EngineClosed, OptionError
 from exl2nb.model.batch import TENSORS, Batch
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.gpu import GpuForward, formats_of
-from exl2nb.model.layers import MLP, Embedding, Head, Layer, RoutedMLP, Step, tensors_of
+from exl2nb.model.layers import MLP, Embedding, Head, Layer, RoutedMLP, tensors_of
 from exl2nb.model.rope import both_tables, rope_switch, rope_tables
 from exl2nb.model.runner import GPU_CHUNKS, HOST_CHUNKS, Capabilities
 from exl2nb.ops import gpu_prefill
 from exl2nb.ops.draw import draw_ahead, join_ahead, step_draw
 from exl2nb.ops.gpu import LoraBuffers, unpack_half
+from exl2nb.ops.interpreter import CpuBackend, Inputs, interpret, observing
 from exl2nb.ops.kernel_code import KernelId
 from exl2nb.ops.placement import Placement
 
@@ -99,8 +100,9 @@ class Model:
     """A network ready to run. Made by `loader.load_model`.
 
     config: what it is. context: longest sequence it runs, in tokens. device: where it runs. weight_bytes: memory of all weights.
+    spans: the layers of each device, in running order.
     rope_switch: sequences longer than this rotate with other factors (longrope), see `Span.long`; None: all rotate alike.
-    capabilities: what it can do, as a `StepRunner` declares it.
+    capabilities: what it can do, as a `StepRunner` declares it. rope_rows: positions in the RoPE tables, which grow with use.
     adapters: what the rows of `Batch.adapters` mean, see `set_adapters`.
     Not thread-safe: one thread runs it (the engine's).
     """
@@ -115,8 +117,9 @@ class Model:
         self._code = torch.empty(0, dtype=torch.int64)  # the program's
         self.rope_switch = rope_switch(config, context)
         self._ropes: dict[str, tuple[Tensor, Tensor]] = {}
-        self._rows = 0  # positions in the RoPE tables
+        self.rope_rows = 0
         self.adapters: LoraTable | None = None
+        self.spans: tuple[Span, ...] = (Span(device, 0, config.num_layers),)
         on_cpu = device == "cpu"
         routed = any(isinstance(layer.mlp, RoutedMLP) for layer in network.layers)
         fused = on_cpu and not config.logit_softcap  # tokens are drawn from raw logits
@@ -132,15 +135,24 @@ class Model:
         )
 
     @property
-    def bytes_per_token(self) -> int:
-        """Bytes of weights that decoding one token reads: of the experts those that it uses, of the embedding one row.
+    def network(self) -> Network:
+        """The layers.
 
         Raises:
             EngineClosed: the model was closed.
         """
         if self._network is None:
             raise EngineClosed("the model was closed; load it again")
-        network = self._network
+        return self._network
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of weights that decoding one token reads: of the experts those that it uses, of the embedding one row.
+
+        Raises:
+            EngineClosed: the model was closed.
+        """
+        network = self.network
         tables = [table for table in (network.embedding.table, network.embedding.position_table) if table is not None]
         rows = sum(table.nbytes - table.nbytes // table.shape[0] for table in tables)
         return self.weight_bytes - rows - sum(layer.mlp.unused_expert_bytes for layer in network.layers if isinstance(layer.mlp, RoutedMLP))
@@ -199,14 +211,13 @@ class Model:
             EngineClosed: the model was closed. OptionError: it has several programs.
         """
         self.capabilities.require("adapters")
-        if self._network is None:
-            raise EngineClosed("the model was closed; load it again")
+        network = self.network
         if self.device != "cpu":
-            return self._network, self.gpu.program
+            return network, self.gpu.program
         if self._program is None:
-            self._extend_ropes(self._network, PAGE_SIZE)
+            self._extend_ropes(network, PAGE_SIZE)
         assert self._program is not None
-        return self._network, self._program
+        return network, self._program
 
     def set_adapters(self, adapters: Sequence[Adapter | None]) -> None:
         """What row 0, 1, ... of `Batch.adapters` mean from the next step on; steps that run keep what they began with."""
@@ -271,8 +282,8 @@ class Model:
             return out
         if batch.adapters is not None and bool((batch.adapters >= 0).any()):
             raise OptionError("a request with pictures runs without adapters: leave lora or the pictures out")
-        network, batch = self._prepare(batch, cache), self._with_rope_rows(batch)
-        rows = pictures.rows.to(self.device)
+        self._prepare(batch, cache)
+        batch, rows = self._with_rope_rows(batch), pictures.rows.to(self.device)
 
         def show(name: str, x: Tensor) -> None:
             part, _, rest = name.partition(".")
@@ -282,19 +293,18 @@ class Model:
                 x[rows] += pictures.deep[int(rest.partition(".")[0])].to(x.device)
 
         if self.device == "cpu":
-            return self._by_ops(network, batch, cache, show)
+            return self._by_ops(batch, cache, show)
         inputs = self.gpu.inputs(batch, ids)
         sequences = gpu_prefill.Sequences(batch.cu_seqlens.tolist(), batch.context_lens.tolist())
-        watch = _LayerObserver(show)
-        return self.capped(gpu_prefill.prefill(self.gpu.program, inputs, sequences, cache.k, cache.v, watch=watch, blocks=batch.blocks()))
+        at = observing(show)
+        return self.capped(gpu_prefill.prefill(self.gpu.program, inputs, sequences, cache.k, cache.v, at=at, blocks=batch.blocks()))
 
     @property
     def gpu(self) -> GpuForward:
         """What runs a model on the GPU; its tables cover the whole context, so it never changes."""
-        if self._network is None:
-            raise EngineClosed("the model was closed; load it again")
+        network = self.network
         if self._gpu is None:
-            self._extend_ropes(self._network, self.context)
+            self._extend_ropes(network, self.context)
             assert self._program is not None
             self._gpu = GpuForward(self._program, torch.device(self.device), deterministic=self.deterministic)
         return self._gpu
@@ -346,24 +356,24 @@ class Model:
         tensors are the model's buffers and change afterwards: copy them to keep them.
         """
         self.capabilities.require("hidden states")
-        network, batch = self._prepare(batch, cache), self._with_rope_rows(batch)
-        table, _ = self._lora(batch)
+        self._prepare(batch, cache)
+        batch = self._with_rope_rows(batch)
+        table, (lora, adapters) = self._lora(batch)
         if self.device != "cpu":
             return self.capped(forward_gpu_observed(self.gpu.program, batch, cache, observe, table))
-        if table is not None:
-            from exl2nb.model.trace import forward_adapted
+        return self._by_ops(batch, cache, observe, lora, adapters)
 
-            return self.capped(forward_adapted(table, batch, cache, observe))
-        return self._by_ops(network, batch, cache, observe)
-
-    def _by_ops(self, network: Network, batch: Batch, cache: KVCache, observe: Callable[[str, Tensor], None] | None) -> Tensor:
-        step = Step(batch, cache, self._ropes)
-        x = network.embedding(batch.input_ids, batch.positions)
-        if observe is not None:
-            observe("embedding", x)
-        for i, layer in enumerate(network.layers):
-            layer(x, step, None if observe is None else partial(_prefixed, observe, f"layers.{i}."))
-        return self.capped(network.head(x, batch.logit_rows))
+    def _by_ops(
+        self,
+        batch: Batch,
+        cache: KVCache,
+        observe: Callable[[str, Tensor], None] | None,
+        lora: Tensor | None = None,
+        adapters: Tensor | None = None,
+    ) -> Tensor:
+        assert self._program is not None
+        backend = CpuBackend(Inputs(*TENSORS(batch)), cache.k, cache.v, blocks=batch.blocks(), lora=lora, adapters=adapters)
+        return self.capped(interpret(self._program.steps, backend, at=observing(observe)))
 
     @cached_property
     def points(self) -> dict[str, Point]:
@@ -398,24 +408,23 @@ class Model:
         assert program is not None
         parallel = any(layer.parallel for layer in network.layers)
         from exl2nb.model.points import Edits
-        from exl2nb.model.trace import Walk
+        from exl2nb.model.trace import Traced
 
-        walk = Walk(
+        traced = Traced(
             program, batch, cache, known=self.points, wanted=wanted, seen=seen, edits=edits or Edits(self.points, {}, 0), borrowed=borrowed,
             parallel=parallel, logit_scale=self.config.logit_scale,
         )  # fmt: skip
-        return self.capped(walk.run())
+        return self.capped(traced.run())
 
     def layer(self, index: int, tokens: int) -> Borrowed:
         """A layer's steps for sequences of up to `tokens` tokens, for `trace` of another model of this shape."""
         self.capabilities.require("trace and patch")
-        if self._network is None:
-            raise EngineClosed("the model was closed; load it again")
+        network = self.network
         if self.device != "cpu":
             program = self.gpu.program
         else:
-            if tokens > self._rows:
-                self._extend_ropes(self._network, tokens)
+            if tokens > self.rope_rows:
+                self._extend_ropes(network, tokens)
             program = self._program
         assert program is not None
         from exl2nb.model.trace import Borrowed
@@ -428,32 +437,32 @@ class Model:
         part: "qkv", "o", "up" ([gate; up]) or "down"; of layer -1 "head", or "embed", the table `(V, H)` times its factor.
         """
         self.capabilities.require("matrices")
-        if self._network is None:
-            raise EngineClosed("the model was closed; load it again")
+        network = self.network
         if layer < 0 and part == "embed":
-            return self._network.embedding.table.float().cpu() * self._network.embedding.scale
-        of = self._network.layers[layer]
-        if part not in ("qkv", "o", "head") and not isinstance(of.mlp, MLP):
+            return network.embedding.table.float().cpu() * network.embedding.scale
+        attention, mlp = network.layers[layer].attention, network.layers[layer].mlp
+        if part == "head":
+            blob = network.head.matrix
+        elif part in ("qkv", "o"):
+            blob = attention.qkv if part == "qkv" else attention.o
+        elif isinstance(mlp, MLP):
+            blob = mlp.up if part == "up" else mlp.down
+        else:
             return None
-        blob = self._network.head.matrix if part == "head" else getattr(of.attention if part in ("qkv", "o") else of.mlp, part)
         with ops.on_device(str(blob.device)):
             return ops.unpack(blob) if blob.device.type == "cpu" else unpack_half(blob).float().cpu()
 
     def unembed(self, x: Tensor) -> Tensor:
         """Logits f32 `(R, V)` of rows of the residual stream f32 `(R, H)`, after the last norm: the logit lens."""
         self.capabilities.require("the logit lens")
-        if self._network is None:
-            raise EngineClosed("the model was closed; load it again")
-        x = x.to(self.device)
+        network, x = self.network, x.to(self.device)
         if self.device == "cpu":
-            return self.capped(self._network.head(x, torch.arange(len(x), dtype=torch.int32)))
+            return self.capped(network.head(x))
         return self.capped(gpu_prefill.unembed(self.gpu.program, x))
 
     def final_norm(self, x: Tensor) -> Tensor:
         """What the head multiplies: the last layer's output f32 `(T, H)` after the model's last norm, without its factor on the logits."""
-        if self._network is None:
-            raise EngineClosed("the model was closed; load it again")
-        norm = self._network.head.norm
+        norm = self.network.head.norm
         if norm.layer:
             x = torch.nn.functional.layer_norm(x, x.shape[-1:], eps=norm.eps)
         else:
@@ -471,8 +480,7 @@ class Model:
         return f"{type(self).__name__}({self.config.architecture}, {self.config.num_layers} layers, context {self.context}, {state})"
 
     def _prepare(self, batch: Batch, cache: KVCache) -> Network:
-        if self._network is None:
-            raise EngineClosed("the model was closed; load it again")
+        network = self._network or self.network  # a step makes few calls; the property raises where there is none
         spec, mine = cache.spec, self.cache_shape
         if (spec.num_layers, spec.num_kv_heads, spec.head_dim) != mine:
             theirs = (spec.num_layers, spec.num_kv_heads, spec.head_dim)
@@ -490,9 +498,9 @@ class Model:
                 raise ContextOverflow(
                     f"a video reaches position {longest - 1}; the model was loaded for {self.context}: load with context="
                 )
-        if longest > self._rows and self.device == "cpu":
-            self._extend_ropes(self._network, longest)
-        return self._network
+        if longest > self.rope_rows and self.device == "cpu":
+            self._extend_ropes(network, longest)
+        return network
 
     def _extend_ropes(self, network: Network, longest: int) -> None:
         """Extend the RoPE tables to a power of two of pages, so a model loaded for a huge context pays only for what it uses."""
@@ -501,16 +509,13 @@ class Model:
         self._ropes = {kind: self._tables(rows, kind) for kind in sorted(kinds)}
         if self.device != "cpu":
             self._ropes = {kind: (cos.to(self.device), sin.to(self.device)) for kind, (cos, sin) in self._ropes.items()}
-        self._rows = rows
+        self.rope_rows = rows
         self._record(network)
 
     def _record(self, network: Network) -> None:
         """Write the program with the RoPE tables as they are."""
         program = ops.Program(self.device)
-        network.embedding.record(program)
-        for layer in network.layers:
-            layer.record(program, self._ropes)
-        network.head.record(program)
+        program.add(network.embedding.op, *(op for layer in network.layers for op in layer.ops(self._ropes)), network.head.op)
         self._program, self._code = program, program.code
 
     def _tables(self, rows: int, kind: str) -> tuple[Tensor, Tensor]:
@@ -546,17 +551,13 @@ class Model:
                 turned = table[axes[:, which].to(table.device), torch.arange(len(which), device=table.device)]
                 table[behind : behind + len(rows)] = turned
         moved = positions.clone()
-        moved[rows.to(moved.device)] = torch.arange(self._rows, self._rows + len(rows), dtype=torch.int32, device=moved.device)
+        moved[rows.to(moved.device)] = torch.arange(self.rope_rows, self.rope_rows + len(rows), dtype=torch.int32, device=moved.device)
         return moved
 
     def capped(self, logits: Tensor) -> Tensor:
         """The logits after the model's softcap, where it has one."""
         cap = self.config.logit_softcap
         return cap * torch.tanh(logits / cap) if cap else logits
-
-
-def _prefixed(observe: Callable[[str, Tensor], None], prefix: str, name: str, value: Tensor) -> None:
-    observe(prefix + name, value)
 
 
 def forward_gpu_observed(
@@ -570,25 +571,6 @@ def forward_gpu_observed(
     lora = None
     if table is not None and batch.adapters is not None:
         lora = gpu_prefill.Adapters.of(torch.device(program.device), table.adapters, batch.adapters.cpu(), batch.logit_rows.cpu())
-    inputs = gpu_prefill.Inputs(*TENSORS(batch))
+    inputs = Inputs(*TENSORS(batch))
     sequences = gpu_prefill.Sequences(batch.cu_seqlens.tolist(), batch.context_lens.tolist())
-    watch = None if observe is None else _LayerObserver(observe)
-    return gpu_prefill.prefill(program, inputs, sequences, cache.k, cache.v, watch=watch, lora=lora)
-
-
-class _LayerObserver:
-    """Names the points of a program: a layer adds to the residual stream twice, after attention and after its MLP."""
-
-    def __init__(self, observe: Callable[[str, Tensor], None]) -> None:
-        self._observe = observe
-        self._layer = self._added = 0
-
-    def __call__(self, op: ops.Op, x: Tensor, mixed: Tensor | None) -> None:
-        if isinstance(op, ops.EmbedOp):
-            self._observe("embedding", x)
-        elif isinstance(op, ops.AttentionOp) and mixed is not None:
-            self._layer, self._added = op.layer, 0
-            self._observe(f"layers.{self._layer}.attention", mixed)
-        elif isinstance(op, (ops.ResidualOp, ops.RoutedOp)):
-            self._added += 1
-            self._observe(f"layers.{self._layer}.{'middle' if self._added == 1 else 'output'}", x)
+    return gpu_prefill.prefill(program, inputs, sequences, cache.k, cache.v, at=observing(observe), lora=lora)

@@ -44,7 +44,7 @@ from exl2nb.core.progress import Meter, Sink
 from exl2nb.model.batch import TENSORS, Batch
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.gpu import GpuForward, formats_of
-from exl2nb.model.layers import MLP, Attention, Layer, ResidualAdd, RoutedMLP, Step
+from exl2nb.model.layers import MLP, Attention, RoutedMLP
 from exl2nb.model.loader import Builder, read_model_config
 from exl2nb.model.model import Model, Network
 from exl2nb.model.rope import RopeOverride
@@ -52,6 +52,7 @@ from exl2nb.model.sources import Source, find_sources
 from exl2nb.model.split import Span
 from exl2nb.model.store import ModelStore, open_store
 from exl2nb.ops.gpu import launch_lock
+from exl2nb.ops.interpreter import CpuBackend, Inputs, interpret
 from exl2nb.ops.peers import MOST_RANKS, Peers, nbytes
 from exl2nb.quant.bits import padded, stored_bits
 from exl2nb.quant.exl2 import Exl2Tensors, parse_groups
@@ -275,6 +276,44 @@ class ShardBuilder(Builder):
 # ---- a rank's part of a step
 
 
+class RankBackend(CpuBackend):
+    """The ops of a rank on the CPU: attention's output is gathered, what the MLPs give is summed, and the logits are gathered.
+
+    vocab: outputs of each rank's head.
+    """
+
+    def __init__(self, batch: Batch, cache: KVCache, group: Group | Peers, vocab: Sequence[int]) -> None:
+        super().__init__(Inputs(*TENSORS(batch)), cache.k, cache.v, blocks=batch.blocks())
+        self._group, self._vocab, self._gathered = group, vocab, False
+
+    def attend(self, made: tuple[Tensor, ...], op: ops.AttentionOp) -> Tensor:
+        """The output of the heads of all ranks."""
+        mixed, self._gathered = super().attend(made, op), True
+        return self._group.gather(mixed, [mixed.shape[1]] * self._group.size)
+
+    def add(self, x: Tensor, y: Tensor, op: ops.ResidualOp) -> Tensor:
+        """Add attention's output, whose matrix is whole on every rank, or the sum of the ranks' MLPs."""
+        whole, self._gathered = self._gathered and not op.side, self._gathered and op.side
+        if whole:
+            return super().add(x, y, op)
+        part = super().add(torch.zeros_like(x), y, replace(op, norm=None, scale=1.0))
+        return self._sum(x, part, op.norm, op.eps, op.scale)
+
+    def routed(self, x: Tensor, op: ops.RoutedOp) -> Tensor:
+        """Add the sum of the ranks' experts."""
+        part = super().routed(x.clone(), replace(op, post_norm=None, scale=1.0))
+        part -= x
+        return self._sum(x, part, op.post_norm, op.post_eps, op.scale)
+
+    def head(self, x: Tensor, op: ops.HeadOp) -> Tensor:
+        """The logits of all ranks."""
+        return self._group.gather(super().head(x, op), self._vocab)
+
+    def _sum(self, x: Tensor, part: Tensor, norm: Tensor | None, eps: float, scale: float) -> Tensor:
+        added = self._group.add(part)
+        return x.add_(added if norm is None else F.rms_norm(added, (added.shape[1],), norm, eps), alpha=scale)
+
+
 class RankModel(Model):
     """A rank: its part of the network, and the step that all ranks run together. group: `Peers` on a GPU."""
 
@@ -295,34 +334,12 @@ class RankModel(Model):
 
     def run(self, batch: Batch, cache: KVCache, ids: Tensor | None = None) -> Tensor:
         """The rank's share of a step; logits f32 `(R, V)` on every rank. ids: as in `Model.forward`."""
-        network, batch = self._prepare(batch, cache), self._with_rope_rows(batch)
+        self._prepare(batch, cache)
+        batch = self._with_rope_rows(batch)
         if self.device != "cpu":
             return self.capped(self.gpu.run(batch, cache, ids=ids))
-        step = Step(batch, cache, self._ropes)
-        x = network.embedding(batch.input_ids, batch.positions)
-        for layer in network.layers:
-            self._layer(layer, x, step)
-        logits = network.head(x, batch.logit_rows)
-        return self.capped(self.group.gather(logits, self._vocab))
-
-    def _layer(self, layer: Layer, x: Tensor, step: Step) -> None:
-        """Attention's output gathered, the MLPs' results summed; x changes in place, alike on every rank."""
-        mixed = layer.attention.attend(x, step)
-        mlp, inner = layer.mlp, None
-        if layer.parallel and isinstance(mlp, MLP):
-            inner = mlp.activate(x)
-        layer.attention.add(x, self.group.gather(mixed, [mixed.shape[1]] * self.group.size))
-        if isinstance(mlp, MLP):
-            part = torch.zeros_like(x)
-            replace(mlp, added=ResidualAdd()).add(part, mlp.activate(x) if inner is None else inner)
-        else:
-            part = x.clone()
-            replace(mlp, added=ResidualAdd())(part)
-            part -= x
-        added = self.group.add(part)
-        if mlp.added.norm is not None:
-            added = F.rms_norm(added, (added.shape[1],), mlp.added.norm, mlp.added.eps)
-        x.add_(added, alpha=mlp.added.scale)
+        assert self._program is not None
+        return self.capped(interpret(self._program.steps, RankBackend(batch, cache, self.group, self._vocab)))
 
     @property
     def gpu(self) -> GpuForward:
@@ -332,13 +349,9 @@ class RankModel(Model):
         return gpu
 
     def _record(self, network: Network) -> None:
-        """On the CPU nothing: the layers run one by one."""
-        if self.device == "cpu":
-            return
         super()._record(network)
         assert self._program is not None
-        assert isinstance(self.group, Peers)
-        self._program.peers = self.group
+        self._program.peers = self.group if isinstance(self.group, Peers) else None
 
     def close(self) -> None:
         """Drop every tensor, and the connections."""

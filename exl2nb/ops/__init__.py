@@ -5,13 +5,12 @@ Importing this room defines the ops and loads the compiled library (see `_load.l
 
 from exl2nb.ops import _load
 from exl2nb.ops._load import on_device
-from exl2nb.ops.attention import norm_qkv_rope, paged_attention
+from exl2nb.ops.attention import paged_attention
 from exl2nb.ops.blob import shape
 from exl2nb.ops.draw import draw_ahead, draw_rows, join_ahead, mask_logits, step_draw
 from exl2nb.ops.gptq import gptq_losses, gptq_quantize
-from exl2nb.ops.linear import embed, linear, linear_residual, norm_gate_up, norm_head
+from exl2nb.ops.linear import linear
 from exl2nb.ops.memory import read_memory
-from exl2nb.ops.moe import routed_mlp
 from exl2nb.ops.program import Program
 from exl2nb.ops.records import AttentionOp, EmbedOp, GateUpOp, HeadOp, Op, QkvOp, ResidualOp, ResidualOutOp, RoutedOp
 from exl2nb.ops.weights import pack_concat, pack_dense, pack_exl2, pack_gptq, reconstruct, unpack
@@ -32,17 +31,12 @@ __all__ = [
     "RoutedOp",
     "draw_ahead",
     "draw_rows",
-    "embed",
     "gptq_losses",
     "gptq_quantize",
     "join_ahead",
     "libraries",
     "linear",
-    "linear_residual",
     "mask_logits",
-    "norm_gate_up",
-    "norm_head",
-    "norm_qkv_rope",
     "on_device",
     "pack_concat",
     "pack_dense",
@@ -51,7 +45,6 @@ __all__ = [
     "paged_attention",
     "read_memory",
     "reconstruct",
-    "routed_mlp",
     "shape",
     "step_draw",
     "unpack",

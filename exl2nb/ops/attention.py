@@ -32,31 +32,13 @@ def _norm_qkv_rope_fake(x: Tensor, *rest: object) -> Tensor:
     return x.new_empty(x.shape[0], num_heads, head_dim, dtype=torch.float32)  # type: ignore[arg-type]
 
 
-_norm_qkv_rope_op = define(
+define(
     "norm_qkv_rope(Tensor x, Tensor? norm, float eps, Tensor blob, Tensor? bias, Tensor cos, Tensor sin, Tensor positions, Tensor slots, "
     "Tensor(a!) k_pool, Tensor(b!) v_pool, int num_heads, int num_kv_heads, int head_dim, Tensor? q_norm, Tensor? k_norm, "
     "Tensor? norm_bias=None, bool layer_norm=False, bool interleaved=False, float clip=0.0) -> Tensor",
     fake=_norm_qkv_rope_fake,
     reference=_norm_qkv_rope,
 )
-
-
-def norm_qkv_rope(x: Tensor, layer: QkvOp, positions: Tensor, slots: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
-    """Norm, the stacked matrix [q; k; v], optional per-head norms, rotary embedding; K and V are written to their slots.
-
-    Args:
-        x: f32 `(T, H)`. layer: weights and shape.
-        positions, slots: int32 `(T,)`; slot = page * P + offset.
-        k_pool, v_pool: f16 or f32 `(num_pages, Hkv, P, D)`, or codes uint8 or float8_e4m3fn `(num_pages, Hkv, row)` of a kind each
-            (cache/FORMAT.md; P is 256 then); written.
-
-    Returns:
-        q, rotated, f32 `(T, Hq, D)`.
-
-    Raises:
-        RuntimeError, ValueError: shapes disagree, or a slot or position is out of range (nothing is written then).
-    """
-    return _norm_qkv_rope_op(x, *layer.arguments(positions, slots, k_pool, v_pool))
 
 
 def _paged_attention(

@@ -6,7 +6,7 @@ on the CPU as a reference. Knows nothing about when what is copied.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from exl2nb.ops import blob as layout
 from exl2nb.ops import gpu_prefill
+from exl2nb.ops.interpreter import Inputs
 from exl2nb.ops.program import Program
 from exl2nb.ops.records import Op, ResidualOp
 
@@ -191,36 +192,34 @@ def moved(op: Op, move: Callable[[Tensor], Tensor]) -> Op:
     return replace(op, **{field.name: of(getattr(op, field.name)) for field in fields(op) if field.init})
 
 
-class LayerRun(gpu_prefill.Run):
-    """A walk over a layer's steps, as `moved` gives them. room: for the largest matrix f16, used by one walk after the other."""
+class LayerBackend(gpu_prefill.GpuBackend):
+    """The ops of a layer that `moved` gave, on any device; on the CPU as a reference.
+
+    Args:
+        room: for the largest matrix f16, used by one layer after the other. The others as in `GpuBackend`; pools by layer.
+    """
 
     def __init__(
         self,
         program: Program,
-        inputs: gpu_prefill.Inputs,
-        sequences: gpu_prefill.Sequences,
-        k_pools: Mapping[int, Tensor],
-        v_pools: Mapping[int, Tensor],
         room: Tensor,
+        inputs: Inputs,
+        sequences: gpu_prefill.Sequences | None = None,
+        k_pools: Mapping[int, Tensor] | None = None,
+        v_pools: Mapping[int, Tensor] | None = None,
     ) -> None:
-        super().__init__(program, inputs, sequences, k_pools, v_pools)  # pyright: ignore[reportArgumentType] - only looked up
+        sequences = sequences or gpu_prefill.Sequences([], [])
+        super().__init__(program, inputs, sequences, k_pools or {}, v_pools or {})  # pyright: ignore[reportArgumentType] - only looked up
         self._unpacked_half = room
 
-    def walk(self, x: Tensor, steps: Sequence[Op]) -> None:
-        """Add the layer to x f32 `(T, H)`, in place."""
-        self.x = x
-        for op in steps:
-            getattr(self, op.name)(op)
-
-    def linear_residual(self, a: ResidualOp) -> None:
+    def add(self, x: Tensor, y: Tensor, op: ResidualOp) -> Tensor:
         """As in `gpu_prefill`, with the CPU too."""
-        if self.x.device.type != "cpu":
-            super().linear_residual(a)
-            return
-        y = self.product(self.done.pop(a.side).half(), a.blob, a.bias)
-        self.x.add_(y if a.norm is None else torch.nn.functional.rms_norm(y, (y.shape[1],), a.norm, a.eps), alpha=a.scale)
+        if x.device.type != "cpu":
+            return super().add(x, y, op)
+        z = self.product(y.half(), op.blob, op.bias)
+        return x.add_(z if op.norm is None else torch.nn.functional.rms_norm(z, (z.shape[1],), op.norm, op.eps), alpha=op.scale)
 
-    def product(self, x: Tensor, blob: Any, bias: Tensor | None, *, half: bool = False) -> Tensor:
+    def product(self, x: Tensor, blob: Tensor | Packed, bias: Tensor | None, *, half: bool = False) -> Tensor:
         """As in `gpu_prefill`, for any number of rows."""
         weight = self.weight(blob, x.device)
         if x.device.type == "cpu":
@@ -230,8 +229,8 @@ class LayerRun(gpu_prefill.Run):
             y = torch.mm(x, weight) if half else torch.mm(x, weight, out_dtype=torch.float32)
         return y if bias is None else y.add_(bias)
 
-    def weight(self, blob: Any, device: torch.device) -> Tensor:
-        """The matrix of a `Packed`, or of a blob of a lent layer on the GPU."""
+    def weight(self, blob: Tensor | Packed, device: torch.device) -> Tensor:
+        """The matrix of a `Packed`, or of a blob of a streamed layer on the GPU."""
         if isinstance(blob, Tensor):
             return super().weight(blob, device)
         weight = self.room(blob.K, blob.N, device)

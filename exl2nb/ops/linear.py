@@ -1,4 +1,7 @@
-"""Embedding, matrix products with a weight blob, the MLP's first half, and the head."""
+"""Embedding, matrix products with a weight blob, MLPs, and the head.
+
+Of routed MLPs the weights of experts that no row chose are not read.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from torch import Tensor
 
 from exl2nb.ops import reference
 from exl2nb.ops._library import check, define, dynamic_size
+from exl2nb.ops.records import RoutedOp
 from exl2nb.ops.reference import ACTIVATIONS
 from exl2nb.ops.weights import dense
 
@@ -24,22 +28,11 @@ def _embed(table: Tensor, ids: Tensor, scale: float = 1.0, position_table: Tenso
     return reference.embed(table, ids, scale, position_table, positions)
 
 
-_embed_op = define(
+define(
     "embed(Tensor table, Tensor ids, float scale=1.0, Tensor? position_table=None, Tensor? positions=None) -> Tensor",
     fake=lambda table, ids, *_, **__: table.new_empty(ids.shape[0], table.shape[1], dtype=torch.float32),
     reference=_embed,
 )
-
-
-def embed(
-    table: Tensor, ids: Tensor, *, scale: float = 1.0, position_table: Tensor | None = None, positions: Tensor | None = None
-) -> Tensor:
-    """Rows `ids` int32 `(T,)` of table `(V, H)` f16, bf16 or f32, times `scale` -> f32 `(T, H)`.
-
-    Learned positions: the rows `positions` int32 `(T,)` of `position_table` `(max_pos, H)` are added. An id or position outside its table
-    raises.
-    """
-    return _embed_op(table, ids, scale, position_table, positions)
 
 
 def _out(x: Tensor, bias: Tensor | None, parts: int = 1) -> Tensor:
@@ -52,7 +45,7 @@ _linear_op = define(
     fake=lambda x, blob, bias: _out(x, bias),
     reference=lambda x, blob, bias: reference.linear(x, dense(blob), bias),
 )
-_linear_residual_op = define(
+define(
     "linear_residual(Tensor(a!) residual, Tensor x, Tensor blob, Tensor? bias, Tensor? norm=None, float eps=0.0, float scale=1.0) -> ()",
     fake=lambda *_, **__: None,
     reference=lambda residual, x, blob, *rest: reference.linear_residual(residual, x, dense(blob), *rest),
@@ -64,25 +57,11 @@ def linear(x: Tensor, blob: Tensor, bias: Tensor | None = None) -> Tensor:
     return _linear_op(x, blob, bias)
 
 
-def linear_residual(
-    residual: Tensor,
-    x: Tensor,
-    blob: Tensor,
-    bias: Tensor | None = None,
-    *,
-    norm: Tensor | None = None,
-    eps: float = 0.0,
-    scale: float = 1.0,
-) -> None:
-    """Residual f32 `(M, N)` += scale * (x f32 `(M, K)` @ matrix + bias), in place; with norm f32 `(N,)` after an RMS norm of the sum."""
-    _linear_residual_op(residual, x, blob, bias, norm, eps, scale)
-
-
 def _norm_gate_up(x: Tensor, norm: Tensor | None, eps: float, blob: Tensor, bias: Tensor | None, activation: int, *rest: Any) -> Tensor:
     return reference.norm_gate_up(x, norm, eps, dense(blob), bias, ACTIVATIONS[activation], *rest)
 
 
-_norm_gate_up_op = define(
+define(
     "norm_gate_up(Tensor x, Tensor? norm, float eps, Tensor blob, Tensor? bias, int activation, Tensor? norm_bias=None, "
     "bool layer_norm=False, bool gated=True) -> Tensor",
     fake=lambda x, norm, eps, blob, bias, activation, norm_bias=None, layer_norm=False, gated=True: _out(x, bias, 2 if gated else 1),
@@ -90,43 +69,30 @@ _norm_gate_up_op = define(
 )
 
 
-def norm_gate_up(
-    x: Tensor,
-    norm: Tensor | None,
-    eps: float,
-    blob: Tensor,
-    bias: Tensor | None = None,
-    *,
-    activation: str = "silu",
-    norm_bias: Tensor | None = None,
-    layer_norm: bool = False,
-    gated: bool = True,
-) -> Tensor:
-    """Norm of x f32 `(T, H)`, the stacked matrix [gate; up] (N = 2 * I), act(gate) * up -> f32 `(T, I)`.
-
-    `activation`: one of `reference.ACTIVATIONS` ("silu", "gelu", "gelu_tanh"). norm, norm_bias, layer_norm: as in `norm_qkv_rope`.
-    gated: False for the matrix up alone (N = I) and act(up).
-    """
-    check(activation in ACTIVATIONS, "norm_gate_up", "activation", repr(activation), f"one of {', '.join(ACTIVATIONS)}")
-    return _norm_gate_up_op(x, norm, eps, blob, bias, ACTIVATIONS.index(activation), norm_bias, layer_norm, gated)
-
-
-_norm_head_op = define(
+define(
     "norm_head(Tensor x, Tensor? norm, float eps, Tensor blob, Tensor? bias, Tensor? norm_bias=None, bool layer_norm=False) -> Tensor",
     fake=lambda x, norm, eps, blob, bias, norm_bias=None, layer_norm=False: _out(x, bias),
     reference=lambda x, norm, eps, blob, *rest: reference.norm_head(x, norm, eps, dense(blob), *rest),
 )
 
 
-def norm_head(
-    x: Tensor,
-    norm: Tensor | None,
-    eps: float,
-    blob: Tensor,
-    bias: Tensor | None = None,
-    *,
-    norm_bias: Tensor | None = None,
-    layer_norm: bool = False,
-) -> Tensor:
-    """Norm of x f32 `(R, H)` (as in `norm_qkv_rope`), then the head's matrix -> logits f32 `(R, V)`."""
-    return _norm_head_op(x, norm, eps, blob, bias, norm_bias, layer_norm)
+def _routed_mlp(
+    x: Tensor, norm: Tensor | None, eps: float, router: Tensor, up: list[Tensor], down: list[Tensor], top_k: int, renormalize: float,
+    activation: int, *rest: Any,
+) -> Tensor:  # fmt: skip
+    norm_bias, layer_norm, shared_up, shared_down, shared_gate, post_norm, post_eps, scale = rest
+    experts = RoutedOp(
+        norm=norm, eps=eps, blob=router, up=up, down=down, top_k=top_k, renormalize=renormalize, activation=ACTIVATIONS[activation],
+        norm_bias=norm_bias, layer_norm=layer_norm, shared_up=shared_up, shared_down=shared_down, shared_gate=shared_gate,
+        post_norm=post_norm, post_eps=post_eps, scale=scale,
+    )  # fmt: skip
+    return reference.routed_mlp(x, experts, dense)
+
+
+define(
+    "routed_mlp(Tensor(a!) x, Tensor? norm, float eps, Tensor router, Tensor[] up, Tensor[] down, int top_k, float renormalize, "
+    "int activation, Tensor? norm_bias=None, bool layer_norm=False, Tensor? shared_up=None, Tensor? shared_down=None, "
+    "Tensor? shared_gate=None, Tensor? post_norm=None, float post_eps=0.0, float scale=1.0) -> Tensor",
+    fake=lambda x, norm, eps, router, up, down, top_k, *_, **__: x.new_empty(x.shape[0], top_k, dtype=torch.int32),
+    reference=_routed_mlp,
+)

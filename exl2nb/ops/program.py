@@ -20,22 +20,9 @@ from torch import Tensor
 from exl2nb.ops import blob as layout
 from exl2nb.ops import gpu
 from exl2nb.ops._library import REFERENCES, check, define, dynamic_size
+from exl2nb.ops.interpreter import CpuBackend, Inputs, interpret
 from exl2nb.ops.kv_codes import page_size
-from exl2nb.ops.records import (
-    ADDRESS,
-    REAL,
-    SCHEMA,
-    AttentionOp,
-    EmbedOp,
-    GateUpOp,
-    HeadOp,
-    Op,
-    QkvOp,
-    ResidualOp,
-    ResidualOutOp,
-    RoutedOp,
-    words_of,
-)
+from exl2nb.ops.records import ADDRESS, REAL, SCHEMA, EmbedOp, HeadOp, Op, QkvOp, ResidualOutOp, RoutedOp, words_of
 from exl2nb.ops.reference import ACTIVATIONS
 from exl2nb.ops.weights import pack_concat
 
@@ -84,19 +71,20 @@ class Program:
         self._code: Tensor | None = None
         _programs[self.id] = self
 
-    def add(self, op: Op) -> None:
-        """Add an op.
+    def add(self, *steps: Op) -> None:
+        """Add ops.
 
         Raises:
             ValueError: a tensor is of a wrong shape, dtype or device; named.
         """
-        self._hidden = op.width if isinstance(op, EmbedOp) else self._hidden
-        op.check(self._hidden)
-        known = self._experts(op) if isinstance(op, RoutedOp) else {}
-        words = [known[name] if name in known else self._word(kind, getattr(op, name)) for name, kind in words_of(type(op))]
-        self._code = None
-        self._words += [op.code, *words]
-        self.steps.append(op)
+        for op in steps:
+            self._hidden = op.width if isinstance(op, EmbedOp) else self._hidden
+            op.check(self._hidden)
+            known = self._experts(op) if isinstance(op, RoutedOp) else {}
+            words = [known[name] if name in known else self._word(kind, getattr(op, name)) for name, kind in words_of(type(op))]
+            self._code = None
+            self._words += [op.code, *words]
+            self.steps.append(op)
 
     @cached_property
     def widest(self) -> int:
@@ -261,66 +249,17 @@ def _decode_step(
     lora: Tensor | None = None,
     adapters: Tensor | None = None,
 ) -> Tensor:
-    from exl2nb.ops.lora import merged
-
     key = int(program[3]) if program.dtype == torch.int64 and len(program) > HEADER_WORDS and int(program[0]) == MAGIC else 0
     check(key in _programs, "decode_step", "program", tuple(program.shape), "the code of a Program that is alive")
     pages = k_pools[0].shape[0] if k_pools else 0
     inside = len(slots) == 0 or (int(slots.min()) >= 0 and int(slots.max()) < pages * page_size(k_pools[0]))
     check(inside, "decode_step", "a slot", slots.tolist()[:8], f"below {pages} pages")
     check((lora is None) == (adapters is None), "decode_step", "lora and adapters", "one of them", "both or none")
-    rows_of = _rows_of(adapters, len(ids))
-    op = REFERENCES
-    x = torch.zeros(len(ids), int(program[4]))
-    q = logits = torch.empty(0)
-    done: dict[bool, Tensor] = {}
-    for index, plain in enumerate(_programs[key].steps):
-        if isinstance(plain, AttentionOp):
-            pools = k_pools[plain.layer], v_pools[plain.layer]
-            done[False] = op[plain.name](q, *pools, block_table, cu_seqlens, context_lens, plain.scale, plain.window, plain.softcap)
-            continue
-        if isinstance(plain, ResidualOutOp):
-            return x
-        if isinstance(plain, HeadOp):
-            wanted = logit_rows.long()
-            x, rows_of = x[wanted], _rows_of(None if adapters is None else adapters[wanted], len(wanted))
-        pieces = []  # an op's rows of each adapter
-        for adapter, rows in rows_of:
-            a = plain if lora is None else merged(lora, adapter, index)
-            mine = x[rows]
-            if isinstance(a, EmbedOp):
-                x[rows] = op[a.name](*a.arguments(ids[rows], positions[rows]))
-            elif isinstance(a, QkvOp):
-                pieces.append(op[a.name](mine, *a.arguments(positions[rows], slots[rows], k_pools[a.layer], v_pools[a.layer])))
-            elif isinstance(a, ResidualOp):
-                op[a.name](mine, done[a.side][rows], *a.arguments())
-                x[rows] = mine
-            elif isinstance(a, RoutedOp):
-                op[a.name](mine, *a.arguments())
-                x[rows] = mine
-            else:
-                assert isinstance(a, (GateUpOp, HeadOp))
-                pieces.append(op[a.name](mine, *a.arguments()))
-        if not pieces:
-            continue
-        whole = pieces[0].new_empty(len(x), *pieces[0].shape[1:])
-        for (_, rows), piece in zip(rows_of, pieces):
-            whole[rows] = piece
-        if isinstance(plain, QkvOp):
-            q = whole
-        elif isinstance(plain, GateUpOp):
-            done[plain.side] = whole
-        else:
-            logits = whole
-    return logits
-
-
-def _rows_of(adapters: Tensor | None, tokens: int) -> list[tuple[int, Tensor]]:
-    """The adapters of a step, and the rows of each."""
-    if adapters is None:
-        return [(-1, torch.arange(tokens))]
-    check(tuple(adapters.shape) == (tokens,), "decode_step", "adapters", tuple(adapters.shape), f"({tokens},)")
-    return [(adapter, (adapters == adapter).nonzero()[:, 0]) for adapter in sorted(set(adapters.tolist()))]
+    fits = adapters is None or tuple(adapters.shape) == (len(ids),)
+    check(fits, "decode_step", "adapters", adapters is not None and tuple(adapters.shape), f"({len(ids)},)")
+    inputs = Inputs(ids, positions, slots, block_table, cu_seqlens, context_lens, logit_rows)
+    backend = CpuBackend(inputs, k_pools, v_pools, kernels=REFERENCES, lora=lora, adapters=adapters)
+    return interpret(_programs[key].steps, backend)
 
 
 _decode_step_op = define(

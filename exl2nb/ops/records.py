@@ -17,7 +17,7 @@ from torch import Tensor
 
 from exl2nb.core.errors import FormatError
 from exl2nb.ops import blob as layout
-from exl2nb.ops._library import check
+from exl2nb.ops._library import KERNELS, check
 from exl2nb.ops.kv_codes import FORMATS
 from exl2nb.ops.reference import ACTIVATIONS
 
@@ -47,6 +47,14 @@ class Op:
             cls.name, cls.code = name, code
             OPS[name] = cls
 
+    def arguments(self, *inputs: Any) -> tuple[Any, ...]:
+        """The arguments of the single op, in its order. inputs: the tensors of a step that it takes, in that order too."""
+        return inputs
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Compute the op by itself. inputs: as `arguments` takes them."""
+        return KERNELS[self.name](*self.arguments(*inputs))
+
     def check(self, hidden: int) -> None:
         """Raise ValueError where a matrix does not fit the residual stream of `hidden` numbers, or a vector does not fit its matrix."""
 
@@ -73,7 +81,10 @@ class NormedOp(Op):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EmbedOp(Op, name="embed", code=1):
-    """Start the step: x = table[ids] * scale (+ position_table[positions])."""
+    """Start the step: table[ids] * scale (+ position_table[positions]) -> x f32 `(T, H)`.
+
+    Its inputs are ids and positions, int32 `(T,)`. An id or a position outside its table raises.
+    """
 
     table: Table
     dtype: int = field(init=False)
@@ -95,14 +106,19 @@ class EmbedOp(Op, name="embed", code=1):
             position_dtype=0 if places is None else layout.DENSE.index(places.dtype), max_positions=0 if places is None else places.shape[0]
         )
 
-    def arguments(self, ids: Tensor, positions: Tensor) -> tuple[Any, ...]:
-        """The arguments of the single op, in its order."""
-        return self.table, ids, self.scale, self.position_table, positions
+    def arguments(self, *inputs: Any) -> tuple[Any, ...]:
+        """As `Op.arguments`."""
+        ids, *positions = inputs
+        return self.table, ids, self.scale, self.position_table, *positions
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class QkvOp(NormedOp, name="norm_qkv_rope", code=2):
-    """The first half of a layer's attention: q of x; K and V go into the pools of `layer`.
+    """The first half of a layer's attention: q of x f32 `(T, H)`, rotated -> f32 `(T, Hq, D)`; K and V go to their slots.
+
+    Its inputs are x, positions, slots, and the pools of K and V of `layer`; they are written. positions, slots: int32 `(T,)`;
+    slot = page * P + offset. Pools: f16 or f32 `(num_pages, Hkv, P, D)`, or codes uint8 or float8_e4m3fn `(num_pages, Hkv, row)` of a kind
+    each (cache/FORMAT.md; P is 256 then). A slot or position out of range raises, and nothing is written.
 
     blob: the stacked matrix [q; k; v], K = H, N = (Hq + 2 * Hkv) * D. bias: f32 `(N,)`.
     cos, sin: f32 `(max_pos, rotary_dim / 2)`; dimension i rotates with rotary_dim / 2 + i (interleaved: 2 i with 2 i + 1), those after
@@ -146,27 +162,35 @@ class QkvOp(NormedOp, name="norm_qkv_rope", code=2):
             fits = norm is None or tuple(norm.shape) in ((D,), (heads, D), (heads * D,))
             check(fits, op, "head norm", norm is not None and norm.shape, f"({D},), ({heads}, {D}) or ({heads * D},)")
 
-    def arguments(self, positions: Tensor, slots: Tensor, k_pool: Tensor, v_pool: Tensor) -> tuple[Any, ...]:
-        """The arguments of the single op after x, in its order."""
+    def arguments(self, *inputs: Any) -> tuple[Any, ...]:
+        """As `Op.arguments`."""
+        x, *cache = inputs
         return (
-            self.norm, self.eps, self.blob, self.bias, self.cos, self.sin, positions, slots, k_pool, v_pool, self.num_heads,
-            self.num_kv_heads, self.head_dim, self.q_norm, self.k_norm, self.norm_bias, self.layer_norm, self.interleaved, self.clip,
+            x, self.norm, self.eps, self.blob, self.bias, self.cos, self.sin, *cache, self.num_heads, self.num_kv_heads, self.head_dim,
+            self.q_norm, self.k_norm, self.norm_bias, self.layer_norm, self.interleaved, self.clip,
         )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AttentionOp(Op, name="paged_attention", code=3):
-    """Attention of the last q over the pools of `layer`. Its arguments as in `ops.paged_attention`."""
+    """Attention of the last q over the pools of `layer`. Its inputs and numbers are those of `ops.paged_attention`."""
 
     scale: float
     window: int = 0
     softcap: float = 0.0
     layer: int = 0
 
+    def arguments(self, *inputs: Any) -> tuple[Any, ...]:
+        """As `Op.arguments`."""
+        return *inputs, self.scale, self.window, self.softcap
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ResidualOp(Op, name="linear_residual", code=4):
-    """X += scale * norm(y @ matrix + bias). y: what attention or an MLP left in the buffer `side`; norm: RMS, f32 `(H,)` or None."""
+    """X f32 `(T, H)` += scale * norm(y @ matrix + bias), in place.
+
+    Its inputs are x and y f32 `(T, K)`: what attention or an MLP left in the buffer `side`. norm: RMS, f32 `(H,)` or None.
+    """
 
     blob: Blob
     bias: Vector | None = None
@@ -182,17 +206,17 @@ class ResidualOp(Op, name="linear_residual", code=4):
         fits = self.norm is None or tuple(self.norm.shape) == (hidden,)
         check(fits, op, "norm", self.norm is not None and tuple(self.norm.shape), f"({hidden},)")
 
-    def arguments(self) -> tuple[Any, ...]:
-        """The arguments of the single op after x and y, in its order."""
-        return self.blob, self.bias, self.norm, self.eps, self.scale
+    def arguments(self, *inputs: Any) -> tuple[Any, ...]:
+        """As `Op.arguments`."""
+        return *inputs, self.blob, self.bias, self.norm, self.eps, self.scale
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GateUpOp(NormedOp, name="norm_gate_up", code=5):
-    """The MLP's activations of the normed x, left in the buffer `side`.
+    """The MLP's activations of the normed x f32 `(T, H)`, act(gate) * up -> f32 `(T, I)`, left in the buffer `side`.
 
-    blob: [gate; up], or up alone where it is not gated. side: True for a second buffer, so that the activations can be computed before
-    attention's output is added; attention leaves its output in the first one.
+    blob: [gate; up] (N = 2 * I), or up alone where it is not gated. side: True for a second buffer, so that the activations can be
+    computed before attention's output is added; attention leaves its output in the first one.
     """
 
     bias: Vector | None = None
@@ -208,15 +232,15 @@ class GateUpOp(NormedOp, name="norm_gate_up", code=5):
         """As `Op.check`."""
         _check_shapes(f"Program.{self.name}", self.blob, self.norm, self.norm_bias, self.bias, layout.shape(self.blob)[1])
 
-    def arguments(self) -> tuple[Any, ...]:
-        """The arguments of the single op after x, in its order."""
+    def arguments(self, *inputs: Any) -> tuple[Any, ...]:
+        """As `Op.arguments`."""
         index = ACTIVATIONS.index(self.activation)
-        return self.norm, self.eps, self.blob, self.bias, index, self.norm_bias, self.layer_norm, self.gated
+        return *inputs, self.norm, self.eps, self.blob, self.bias, index, self.norm_bias, self.layer_norm, self.gated
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HeadOp(NormedOp, name="norm_head", code=6):
-    """End the step: logits of the wanted rows of x."""
+    """End the step: logits f32 `(R, V)` of the wanted rows of x f32 `(R, H)`."""
 
     bias: Vector | None = None
 
@@ -224,14 +248,18 @@ class HeadOp(NormedOp, name="norm_head", code=6):
         """As `Op.check`."""
         _check_shapes(f"Program.{self.name}", self.blob, self.norm, self.norm_bias, self.bias, layout.shape(self.blob)[1])
 
-    def arguments(self) -> tuple[Any, ...]:
-        """The arguments of the single op after x, in its order."""
-        return self.norm, self.eps, self.blob, self.bias, self.norm_bias, self.layer_norm
+    def arguments(self, *inputs: Any) -> tuple[Any, ...]:
+        """As `Op.arguments`."""
+        return *inputs, self.norm, self.eps, self.blob, self.bias, self.norm_bias, self.layer_norm
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RoutedOp(NormedOp, name="routed_mlp", code=7):
-    """X += the MLP of each row's experts.
+    """Add the MLP of the chosen experts to x f32 `(T, H)`, in place -> int32 `(T, top_k)`: the experts by falling weight.
+
+    With h = norm(x) and p = softmax(h @ router): the `top_k` largest p choose experts and weigh them, of equal ones the first. Each row
+    gets x += scale * post_norm(sum of p_e * down_e(act(gate_e(h)) * up_e(h)) + shared). A row's experts are added in the order of their
+    numbers, whatever other rows there are.
 
     blob: the router, an output per expert. up, down: per expert the blobs of [gate; up] (2 * I outputs) and of down.
     top_k: experts per row. renormalize: order of the norm that the chosen weights are divided by (1: they sum to 1); 0 leaves them.
@@ -276,10 +304,10 @@ class RoutedOp(NormedOp, name="routed_mlp", code=7):
         fits = self.post_norm is None or tuple(self.post_norm.shape) == (hidden,)
         check(fits, op, "post_norm", self.post_norm is not None and self.post_norm.shape, f"({hidden},)")
 
-    def arguments(self) -> tuple[Any, ...]:
-        """The arguments of the single op after x, in its order."""
+    def arguments(self, *inputs: Any) -> tuple[Any, ...]:
+        """As `Op.arguments`."""
         return (
-            self.norm, self.eps, self.blob, list(self.up), list(self.down), self.top_k, self.renormalize,
+            *inputs, self.norm, self.eps, self.blob, list(self.up), list(self.down), self.top_k, self.renormalize,
             ACTIVATIONS.index(self.activation), self.norm_bias, self.layer_norm, self.shared_up, self.shared_down, self.shared_gate,
             self.post_norm, self.post_eps, self.scale,
         )  # fmt: skip

@@ -128,7 +128,8 @@ def _fields_of(*classes: type) -> dict[str, Any]:
 
 if TYPE_CHECKING:
 
-    class _Numbers(_Off, _WithoutEffect): ...
+    class _Numbers(_Off, _WithoutEffect):
+        max_tokens: int | None
 
 else:
     _Numbers = create_model("_Numbers", __base__=(_Off, _WithoutEffect), **_fields_of(Request, SamplingParams))

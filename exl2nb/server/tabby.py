@@ -14,6 +14,7 @@ from pydantic import Field
 
 from exl2nb.core.progress import Progress, Sink
 from exl2nb.io import hub
+from exl2nb.llm.keywords import LOAD
 from exl2nb.server.errors import ApiError, api_error, body_of
 from exl2nb.server.fields import Body, Ids, Text, check_preset
 from exl2nb.server.openai import model_entry, named_template
@@ -121,12 +122,18 @@ class DraftBody(Body):
     draft_model_name: str = Field(max_length=256)
 
 
+def _within(name: str) -> Any:
+    """A field with the limits of an option of `exl2nb.load`."""
+    low, high = LOAD[name].range or (None, None)
+    return Field(None, ge=low, le=high)
+
+
 class LoadBody(Body):
     """POST /v1/model/load."""
 
     model_name: str = Field(max_length=256)
-    max_seq_len: int | None = Field(None, ge=1, le=1 << 24)
-    cache_size: int | None = Field(None, ge=1, le=1 << 24)
+    max_seq_len: int | None = _within("context")
+    cache_size: int | None = _within("cache_tokens")
     cache_mode: str | None = Field(None, max_length=16)
     max_batch_size: int | None = Field(None, ge=1, le=1 << 16)
     prompt_template: str | None = None

@@ -16,7 +16,6 @@ import traitlets as t
 from exl2nb.core.errors import OptionError
 from exl2nb.model.vision.pictures import Picture
 from exl2nb.sampling.params import check_integer
-from exl2nb.widgets import static
 from exl2nb.widgets.protocol import AttentionResult, AttentionViewState, LookedAt, Patterns
 from exl2nb.widgets.sides import PASS_BYTES, InsideWidget
 
@@ -70,9 +69,7 @@ class AttentionView(InsideWidget):
         AttentionView(5 tokens, 12 layers of 4 heads; 4 bits: 4.1 % of the attention moved, most in layer 6 head 2: 12.3 %)
     """
 
-    _esm = static.STATIC / "attention.js"
-    _css = static.STATIC / "attention.css"
-    _state_keys: ClassVar[tuple[str, ...]] = tuple(AttentionViewState.__annotations__)
+    _bundle, _state_type = "attention", AttentionViewState
     _empty: ClassVar[Mapping[str, Any]] = {
         **AttentionResult(labels=[], layers=0, heads=0, tokens=0, size=0, names=[], distance=[], pictures=[], answer=-1),
         "patterns": [],

@@ -43,8 +43,8 @@ class _Bundle:
 class ExlWidget(anywidget.AnyWidget):
     """Base of all exl2nb widgets. Works from plain data: no engine, no GPU.
 
-    A subclass sets `_esm` and `_css` to its bundle and declares synced traits; those tagged `option` are keywords of the constructor. It
-    overrides `_receive_<type>` for the messages it takes, `_send_snapshot`, `_static_body` and `_summary`.
+    A subclass names its bundle and the type of its synced traits, and declares these; those tagged `option` are keywords of the
+    constructor. It overrides `_receive_<type>` for the messages it takes, `_send_snapshot`, `_static_body` and `_summary`.
 
     Traits:
         status: "idle", "loading", "running", "stopped", "done" or "error". Default "idle".
@@ -58,17 +58,24 @@ class ExlWidget(anywidget.AnyWidget):
     _protocol = t.Int(PROTOCOL_VERSION).tag(sync=True)
     _static = t.Bool(False).tag(sync=True)
 
+    _bundle: ClassVar[str] = ""
+    """The folder in widgets/src; its bundle is exl2nb/static/<folder>.js and .css."""
+
+    _state_type: ClassVar[type] = dict
+    """TypedDict of the synced traits; see `protocol.py`."""
+
     _state_keys: ClassVar[tuple[str, ...]] = ()
-    """Synced traits that an export carries."""
+    """Synced traits that an export carries. Default: those of `_state_type`."""
 
     _more_keywords: ClassVar[tuple[Mapping[str, Any], Mapping[str, Any]]] = ({}, {})
     """Keywords of the constructor that are no traits: their types, and the defaults of those that have one."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Spell out the traits that are keywords in the signature, for completion and `help`."""
-        for key in {"_esm", "_css"} & vars(cls).keys():
-            if isinstance(path := vars(cls)[key], Path):
-                setattr(cls, key, _Bundle(path))
+        if name := vars(cls).get("_bundle"):
+            cls._esm, cls._css = (_Bundle(static.STATIC / f"{name}.{kind}") for kind in ("js", "css"))
+        if "_state_type" in vars(cls) and "_state_keys" not in vars(cls):
+            cls._state_keys = tuple(cls._state_type.__annotations__)
         super().__init_subclass__(**kwargs)
         found: dict[str, t.TraitType[Any, Any]] = {}
         for base in reversed(cls.__mro__):

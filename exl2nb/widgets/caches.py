@@ -6,7 +6,7 @@ import html
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import traitlets as t
 
@@ -152,9 +152,7 @@ class CacheExplorer(BackgroundWidget):
         (['fp16', 'q4'], True)
     """
 
-    _esm = static.STATIC / "caches.js"
-    _css = static.STATIC / "caches.css"
-    _state_keys: ClassVar[tuple[str, ...]] = tuple(CachesState.__annotations__)
+    _bundle, _state_type = "caches", CachesState
 
     prompt = t.Unicode("It was a dark night, and the old man").tag(sync=True, option=True)
     modes = t.List(t.Unicode(), [BASELINE, "q8", "q6", "q4"]).tag(sync=True, option=True)
@@ -367,7 +365,8 @@ class CacheExplorer(BackgroundWidget):
     def to_dict(self) -> dict[str, Any]:
         """Everything shown, as plain JSON values; `CacheExplorer(result=...)` shows it again."""
         tokens = [list(token) for token in self._feed.items]
-        values = (self._run_modes or self.modes, self._run_prompt or self.prompt, self.max_tokens, self._free, self._kinds, tokens)
+        kinds = [list(kind) for kind in self._sizes.values()]
+        values = (self._run_modes or self.modes, self._run_prompt or self.prompt, self.max_tokens, self._free, kinds, tokens)
         return dict(zip(_PLAIN, (*values, self._needle, self._needle_text, self._verdict, self._context, self._model_label)))
 
     def _take(self, result: Mapping[str, Any]) -> None:
@@ -405,7 +404,7 @@ class CacheExplorer(BackgroundWidget):
         self._model_label = str(getattr(llm, "name", ""))
 
     def _show_sizes(self, kinds: list[CacheKind]) -> None:
-        self._sizes, self._kinds = {kind.mode: kind for kind in kinds}, [list(kind) for kind in kinds]
+        self._sizes, self._kinds = {kind.mode: kind for kind in kinds}, [kind._asdict() for kind in kinds]
 
     def _describe_needle(self, tokens: int) -> None:
         needle = self.needle

@@ -1,4 +1,4 @@
-"""Answers side by side, coloured by KL: what CacheExplorer and Compare have in common. Plain data, HTML and pixels; no Jupyter."""
+"""Answers side by side, coloured by KL: what CacheExplorer and Compare have in common. Plain data and HTML; no Jupyter."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from exl2nb.widgets import static
 from exl2nb.widgets.protocol import KlToken
 
 KL_LIMITS = (0.001, 0.01, 0.1, 1.0)
-"""Steps of the colour, nats. The same numbers are in widgets/src/shared/kl.ts."""
-_TINTS = ("transparent", "rgba(255,200,40,.26)", "rgba(255,160,30,.42)", "rgba(250,110,40,.52)", "rgba(226,60,70,.58)")
+"""Steps of the colour, nats."""
 
 
 def kl_step(kl: float | None) -> int:
@@ -48,7 +47,7 @@ def column_html(title: str, note: str, tokens: Sequence[KlToken], differs: int |
     """One answer without scripts: tinted tokens whose titles say the numbers, and a mark at the first difference from the first column."""
     parts = []
     for index, token in enumerate(tokens):
-        style = f"background:{_TINTS[kl_step(token.kl)]};border-radius:2px"
+        style = f"background:{static.TINTS[kl_step(token.kl)]};border-radius:2px"
         if index == differs:
             style += ";border-left:3px solid"
         title_text = words(token) + ("; first difference" if index == differs else "")

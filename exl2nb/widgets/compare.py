@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import traitlets as t
 
@@ -18,7 +18,7 @@ from exl2nb.core.show import size_text
 from exl2nb.llm.model import LLM
 from exl2nb.llm.options import DEFAULTS, RequestOptions
 from exl2nb.sampling.params import check_integer
-from exl2nb.widgets import columns, static
+from exl2nb.widgets import columns
 from exl2nb.widgets.background import Background, BackgroundWidget
 from exl2nb.widgets.base import as_text
 from exl2nb.widgets.feed import Feed
@@ -277,9 +277,7 @@ class Compare(BackgroundWidget):
     """
 
     _more_keywords = (RequestOptions.__annotations__, {**DEFAULTS, **SETTINGS})
-    _esm = static.STATIC / "compare.js"
-    _css = static.STATIC / "compare.css"
-    _state_keys: ClassVar[tuple[str, ...]] = tuple(CompareState.__annotations__)
+    _bundle, _state_type = "compare", CompareState
 
     prompts = t.List(t.Unicode(), list(_PROMPTS)).tag(sync=True, option=True)
     view = t.Enum(("kl", "difference"), "kl").tag(sync=True, option=True)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import html
 import threading
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import traitlets as t
 
 from exl2nb.core.errors import OptionError
 from exl2nb.sampling.params import check_integer
-from exl2nb.widgets import static
 from exl2nb.widgets.protocol import ErrorFlowState, FlowResult, PatchedKl
 from exl2nb.widgets.sides import InsideWidget, Side, passes
 
@@ -67,9 +66,7 @@ class ErrorFlow(InsideWidget):
         ErrorFlow(4 bits: KL 0.0784, error of the stream 14.9 % after layer 11)
     """
 
-    _esm = static.STATIC / "errorflow.js"
-    _css = static.STATIC / "errorflow.css"
-    _state_keys: ClassVar[tuple[str, ...]] = tuple(ErrorFlowState.__annotations__)
+    _bundle, _state_type = "errorflow", ErrorFlowState
     _empty = FlowResult(labels=[], rows=[], layers=0, tokens=0, errors=[], flow=[], cosines=[], kl=[], patched=[])
 
     layer = t.Int(-1).tag(sync=True, option=True)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import traitlets as t
 
@@ -21,7 +21,7 @@ from exl2nb.core.errors import ConversionError, Interrupted, OptionError
 from exl2nb.core.progress import Progress
 from exl2nb.core.show import size_text
 from exl2nb.sampling.params import check_integer
-from exl2nb.widgets import bitgrid, static
+from exl2nb.widgets import bitgrid
 from exl2nb.widgets.background import Background, BackgroundWidget
 from exl2nb.widgets.base import as_text
 from exl2nb.widgets.bitgrid import BitGrid, grid_of
@@ -191,9 +191,7 @@ class BitrateExplorer(BackgroundWidget):
         True
     """
 
-    _esm = static.STATIC / "explorer.js"
-    _css = static.STATIC / "explorer.css"
-    _state_keys: ClassVar[tuple[str, ...]] = tuple(ExplorerState.__annotations__)
+    _bundle, _state_type = "explorer", ExplorerState
 
     bpw = t.Float(4.0).tag(sync=True, option=True)
     prompt = t.Unicode("It was a dark night, and the old man").tag(sync=True, option=True)
@@ -287,7 +285,7 @@ class BitrateExplorer(BackgroundWidget):
             self._plan, self._grid = plan, grid_of(plan)
             with self.hold_sync():
                 self._matrices, self._layers = list(self._grid.matrices), list(self._grid.layers)
-                self._cells = [list(cell) for cell in self._grid.cells]
+                self._cells = [cell._asdict() for cell in self._grid.cells]
                 self.nbytes, self.predicted_kl, self.solve_ms = plan.nbytes, plan.predicted_kl, round(1000 * spent, 2)
                 self.solved = bpw
                 self.bpw = bpw

@@ -6,14 +6,14 @@ import html
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import traitlets as t
 
 from exl2nb.core.errors import OptionError
 from exl2nb.core.options import shown
 from exl2nb.io import hub
-from exl2nb.widgets import bitgrid, static
+from exl2nb.widgets import bitgrid
 from exl2nb.widgets.base import ExlWidget
 from exl2nb.widgets.bitgrid import OUTSIDE
 from exl2nb.widgets.protocol import GroupHistogram, WeightHistogramState
@@ -50,9 +50,7 @@ class WeightHistogram(ExlWidget):
         >>> WeightHistogram({"4 bits": "model-4.0bpw", "2.5 bits": "model-2.5bpw"}, original="model")  # doctest: +SKIP
     """
 
-    _esm = static.STATIC / "histogram.js"
-    _css = static.STATIC / "histogram.css"
-    _state_keys: ClassVar[tuple[str, ...]] = tuple(WeightHistogramState.__annotations__)
+    _bundle, _state_type = "histogram", WeightHistogramState
 
     layer = t.Int(0).tag(sync=True, option=True)
     matrix = t.Unicode("").tag(sync=True, option=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import threading
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import traitlets as t
 
@@ -49,9 +49,7 @@ class LayerLens(InsideWidget):
         LayerLens(5 tokens, 12 layers; 4 bits: top-1 differs at 7 of 60 places)
     """
 
-    _esm = static.STATIC / "layerlens.js"
-    _css = static.STATIC / "layerlens.css"
-    _state_keys: ClassVar[tuple[str, ...]] = tuple(LayerLensState.__annotations__)
+    _bundle, _state_type = "layerlens", LayerLensState
     _empty = LensResult(labels=[], layers=0, texts=[], words=[], top=[], prob=[], target=[], chance=[], kl=[])
     _least = 1
     _most_tokens = 128

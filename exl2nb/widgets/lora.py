@@ -6,7 +6,7 @@ import html
 import math
 import threading
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import traitlets as t
@@ -16,7 +16,6 @@ from exl2nb.eval.comparison import token_divergence
 from exl2nb.eval.rows import RowRunner
 from exl2nb.model.lora import change_sizes
 from exl2nb.sampling.params import check_integer
-from exl2nb.widgets import static
 from exl2nb.widgets.protocol import KlToken, LoraCell, LoraExplorerState, LoraResult
 from exl2nb.widgets.sides import InsideWidget
 
@@ -57,9 +56,7 @@ class LoraExplorer(InsideWidget):
         LoraExplorer(pirate at scale 1: 84 matrices, change 5.3 % on average, at most 11.2 % in layer 3 v; mean KL 0.41)
     """
 
-    _esm = static.STATIC / "lora.js"
-    _css = static.STATIC / "lora.css"
-    _state_keys: ClassVar[tuple[str, ...]] = tuple(LoraExplorerState.__annotations__)
+    _bundle, _state_type = "lora", LoraExplorerState
     _empty = LoraResult(name="", model="", matrices=[], layers=[], cells=[], scale=1.0, base=[], adapted=[], kl=None)
     _least = 1
 

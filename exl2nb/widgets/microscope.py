@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import traitlets as t
@@ -19,16 +19,12 @@ from exl2nb.sampling.params import OPTIONS, SamplingParams
 from exl2nb.sampling.replay import Replay, seeded
 from exl2nb.widgets import static
 from exl2nb.widgets.base import ExlWidget
-from exl2nb.widgets.protocol import SLIDERS, LinePart, MicroscopeState, SampleStep, SampleToken
+from exl2nb.widgets.protocol import LINE_PROB, SHOWN_TOKENS, SLIDERS, LinePart, MicroscopeState, SampleStep, SampleToken
 
 if TYPE_CHECKING:
     import pandas as pd
 
 _NAMES = tuple(one["name"] for one in SLIDERS)
-SHOWN = 14
-"""Tokens of the table: so many of the first step's best and of the last's, and the drawn one."""
-LEAST = 0.004
-"""Probability below which neighbours on the line become one piece."""
 MOST_TEXT = 4000  # characters of the prompt that travel
 
 
@@ -61,9 +57,7 @@ class SamplerMicroscope(ExlWidget):
     """
 
     _more_keywords = (SamplingOptions.__annotations__, DEFAULTS)
-    _esm = static.STATIC / "microscope.js"
-    _css = static.STATIC / "microscope.css"
-    _state_keys: ClassVar[tuple[str, ...]] = tuple(MicroscopeState.__annotations__)
+    _bundle, _state_type = "microscope", MicroscopeState
 
     at = t.Int(0).tag(sync=True, option=True)
     settings = t.Dict().tag(sync=True)
@@ -144,7 +138,7 @@ class SamplerMicroscope(ExlWidget):
 
     def _show(self, at: int, params: SamplingParams) -> None:
         found = self.replay.explain(at, params)
-        shown = found.shown(SHOWN)
+        shown = found.shown(SHOWN_TOKENS)
         self._explanation, self._asked = found, (at, params)
         rest = {name: value for name, value in params.changed.items() if name not in (*_NAMES, "seed", "post_sampling")}
         with self.hold_sync():
@@ -152,7 +146,7 @@ class SamplerMicroscope(ExlWidget):
             self.settings = {name: getattr(params, name) for name in _NAMES}
             self._others = ", ".join(f"{name}={str(value)[:40]}" for name, value in rest.items())
             self._tokens = [list(SampleToken(i, self._name(i))) for i in shown]
-            self._steps = [list(step) for step in _steps(found, shown)]
+            self._steps = [step._asdict() for step in _steps(found, shown)]
             self._line = [list(part) for part in line_of(found, self._name)]
             self.token, self.token_text, self.prob = found.token, self._name(found.token), found.prob
             self.uniform, self.seed, self._index = found.uniform, str(found.seed), found.index
@@ -233,7 +227,7 @@ def line_of(found: Explanation, name: Callable[[int], str]) -> list[LinePart]:
     sums = np.concatenate([[0.0], probs.cumsum()])
     parts: list[LinePart] = []
     first = 0
-    for place in [*np.flatnonzero((probs >= LEAST) | (ids == found.token)).tolist(), len(ids)]:
+    for place in [*np.flatnonzero((probs >= LINE_PROB) | (ids == found.token)).tolist(), len(ids)]:
         if place > first:
             parts.append(
                 LinePart(-1, f"{place - first} token{'s' if place - first > 1 else ''}", round(float(sums[place] - sums[first]), 7))

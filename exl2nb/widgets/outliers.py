@@ -7,13 +7,12 @@ import html
 import math
 import threading
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import traitlets as t
 
 from exl2nb.core.errors import OptionError
 from exl2nb.sampling.params import check_integer
-from exl2nb.widgets import static
 from exl2nb.widgets.protocol import GroupEffect, Massive, OutlierMapState, OutlierResult
 from exl2nb.widgets.sides import InsideWidget, passes
 
@@ -64,9 +63,7 @@ class OutlierMap(InsideWidget):
         OutlierMap(5 tokens, 12 layers; 16 bits: largest activation 41.3 in layer 11, token 0, channel 77, 55 times the median)
     """
 
-    _esm = static.STATIC / "outliers.js"
-    _css = static.STATIC / "outliers.css"
-    _state_keys: ClassVar[tuple[str, ...]] = tuple(OutlierMapState.__annotations__)
+    _bundle, _state_type = "outliers", OutlierMapState
     _empty = OutlierResult(
         labels=[], layers=0, texts=[], points=[], channels=[], bins=[], activations=[], lows=[], spans=[], weights=[], weight_lows=[],
         weight_spans=[], massive=[],

@@ -7,7 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import traitlets as t
 
@@ -15,15 +15,11 @@ from exl2nb.core.errors import EngineClosed, OptionError
 from exl2nb.widgets import static
 from exl2nb.widgets.background import Background
 from exl2nb.widgets.base import ExlWidget, as_text
-from exl2nb.widgets.protocol import PageCell, PageFrame, PageOwner, PageTableState, Status
+from exl2nb.widgets.protocol import OWNER_COLOURS, PageCell, PageFrame, PageOwner, PageTableState, Status
 
 if TYPE_CHECKING:
     import pandas as pd
 
-OWNER_COLOURS: tuple[static.RGB, ...] = (
-    (46, 112, 190), (214, 120, 40), (62, 150, 92), (168, 84, 170), (196, 62, 78), (20, 140, 150), (140, 110, 40), (222, 110, 150),
-)  # fmt: skip
-"""Of requests, by number; the same are in widgets/src/pagetable/colours.ts."""
 KEY_DIGITS = 12  # of a page's name: enough to tell pages apart
 MOST_SQUARES = 512  # pages of the script-free twin
 CACHED: static.RGB = (176, 186, 198)
@@ -178,9 +174,7 @@ class PageTable(ExlWidget):
         >>> llm.close()
     """
 
-    _esm = static.STATIC / "pagetable.js"
-    _css = static.STATIC / "pagetable.css"
-    _state_keys: ClassVar[tuple[str, ...]] = tuple(PageTableState.__annotations__)
+    _bundle, _state_type = "pagetable", PageTableState
 
     _background = Background("PageTable")  # never begun: what `close` finds where the arguments did not fit the constructor
     title = t.Unicode("").tag(sync=True, option=True)

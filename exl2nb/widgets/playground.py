@@ -6,7 +6,7 @@ import html
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import traitlets as t
 
@@ -144,9 +144,8 @@ class Playground(ExlWidget, ChatMode, SamplerTraits):
 
     # never begun: what `close` finds where the arguments did not fit the constructor
     _background, _stream = Background("Playground"), None
-    _esm = static.STATIC / "playground.js"
-    _css = static.STATIC / "playground.css"
-    _state_keys: ClassVar[tuple[str, ...]] = (*PlaygroundState.__annotations__, *_SETTINGS)
+    _bundle, _state_type = "playground", PlaygroundState
+    _state_keys = (*PlaygroundState.__annotations__, *_SETTINGS)
 
     prompt = t.Unicode("").tag(sync=True, option=True)
     max_tokens = t.Int(128).tag(sync=True, option=True)

@@ -1,21 +1,24 @@
 """What travels between a widget's Python half and its browser half, as types.
 
-`python -m exl2nb.widgets.protocol FILE` writes the same types as TypeScript, in the order of this file.
-Must not import Jupyter: the generator and its test run on bare types.
+`python -m exl2nb.widgets.protocol FOLDER` writes the same types as TypeScript, in the order of this file, and constants. A widget may
+declare the types that are its own beside its class; they are written too. This module must not import Jupyter before that.
 """
 
 from __future__ import annotations
 
+import sys
+from functools import reduce
+from operator import or_
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict, get_args, is_typeddict
 
 from exl2nb.core.options import Option, options_of
 from exl2nb.generator.request import Request
 from exl2nb.sampling.filters import SWITCHES
 from exl2nb.sampling.params import SamplingParams
-from exl2nb.widgets.typescript import module
+from exl2nb.widgets.typescript import constants, module
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Raised when a message changes its meaning; the browser half refuses another number with a readable line."""
 
 
@@ -550,7 +553,7 @@ class PlanFormula(TypedDict):
     adapters: int
 
 
-class PlanDevice(NamedTuple):
+class PlanDevice(TypedDict):
     """One of several devices. kind: "cpu" or "cuda"."""
 
     name: str
@@ -558,12 +561,15 @@ class PlanDevice(NamedTuple):
 
 
 class PlanKind(TypedDict):
-    """The coefficients of a split on one kind of device, exl2nb/llm/split_plan.py."""
+    """The values of a split on one kind of device, `KindFormula.known` in exl2nb/llm/split_plan.py."""
 
+    layers: int
     parts: list[int]
     read: list[int]
     stream: int
     lent: int
+    lent_counts: list[int]
+    lent_read: list[int]
     formula: PlanFormula
 
 
@@ -750,6 +756,12 @@ class RunPrompts(TypedDict):
 # ---- inspectors: SamplerMicroscope, PageTable, Speculation
 
 
+SHOWN_TOKENS = 14
+"""Tokens of the microscope's table: so many of the first step's best and of the last's, and the drawn one."""
+LINE_PROB = 0.004
+"""Probability below which neighbours on the microscope's line become one piece."""
+
+
 class SampleStep(NamedTuple):
     """One step of the sampling chain. mass: probability that it removed. probs: of `_tokens` after it; null where removed."""
 
@@ -814,6 +826,12 @@ class Sample(TypedDict):
     type: Literal["sample"]
     at: int
     settings: dict[str, float]
+
+
+OWNER_COLOURS = (
+    (46, 112, 190), (214, 120, 40), (62, 150, 92), (168, 84, 170), (196, 62, 78), (20, 140, 150), (140, 110, 40), (222, 110, 150),
+)  # fmt: skip
+"""Of the requests that hold pages, by number."""
 
 
 class PageCell(NamedTuple):
@@ -1270,45 +1288,69 @@ class OutlierMapState(InsideState):
 FromKernel = Delta | Snapshot | Done | Pong | Tops | Fates
 
 
-ToKernel = (
-    Ready
-    | Resync
-    | Ping
-    | Stop
-    | Generate
-    | ChatSend
-    | ChatAgain
-    | ChatEdit
-    | ChatGo
-    | LookAt
-    | LookInto
-    | Solve
-    | SolveSize
-    | Make
-    | ScaleTo
-    | Look
-    | RunCaches
-    | HideNeedle
-    | RunPrompts
-    | Sample
-    | ShowFrame
-    | ReadPrompt
-    | PatchLayer
-    | ShowGroup
-)
+RECORDS = (ChatTurn, BitCell, CacheKind, SampleStep)
+"""NamedTuples that travel as objects (`_asdict`). The others travel as lists: rows of tokens, points and pages, of which there are many."""
 
 
-_EXPORTED: dict[str, Any] = {"Status": Status}
-_EXPORTED |= {name: kind for name, kind in vars().items() if isinstance(kind, type) and kind.__module__ == __name__}
-_EXPORTED |= {"FromKernel": FromKernel, "ToKernel": ToKernel}
+def _exported() -> dict[str, Any]:
+    """Types by name: those of this file, those of the modules whose widgets declare their state there, and the two directions.
+
+    Every message that the kernel does not send is one that it takes.
+    """
+    from exl2nb import widgets
+
+    states = [getattr(widgets, name)._state_type for name in widgets.__all__]
+    modules = dict.fromkeys([__name__, *(state.__module__ for state in states if is_typeddict(state))])
+    found: dict[str, Any] = {"Status": Status}
+    for module_name in modules:
+        declared = vars(sys.modules[module_name])
+        found |= {name: kind for name, kind in declared.items() if getattr(kind, "__module__", "") == module_name and _is_type(kind)}
+    sent = get_args(FromKernel)
+    taken = [kind for kind in found.values() if "type" in getattr(kind, "__annotations__", {}) and kind not in sent]
+    return {**found, "FromKernel": FromKernel, "ToKernel": reduce(or_, taken)}
+
+
+def _is_type(kind: Any) -> bool:
+    return is_typeddict(kind) or (isinstance(kind, type) and issubclass(kind, tuple))
 
 
 def typescript() -> str:
-    """The TypeScript module that `widgets/src/protocol.gen.ts` must equal."""
-    return module(_EXPORTED, version=PROTOCOL_VERSION)
+    """The TypeScript module that `widgets/src/protocol.gen.ts` must equal: types alone, so bundles do not change with them."""
+    return module(_exported(), records=RECORDS)
+
+
+def typescript_constants() -> str:
+    """The TypeScript module that `widgets/src/constants.gen.ts` must equal."""
+    from exl2nb.core.show import BIT_COLOURS, DIVERGING_COLOURS, SIZE_UNITS
+    from exl2nb.llm.memory import COLOURS, PARTS, PLAN_TERMS
+    from exl2nb.llm.split_plan import COLOURS as DEVICE_COLOURS
+    from exl2nb.llm.split_plan import SHARE_TERMS
+    from exl2nb.widgets.columns import KL_LIMITS
+    from exl2nb.widgets.static import SURPRISE_LIMITS
+
+    terms = "readonly (readonly [name: string, term: unknown])[]"
+    values = {
+        "PROTOCOL_VERSION": ("", PROTOCOL_VERSION),
+        "BIT_COLOURS": ("", BIT_COLOURS),
+        "DIVERGING_COLOURS": ("", DIVERGING_COLOURS),
+        "SIZE_UNITS": ("", SIZE_UNITS),
+        "SURPRISE_LIMITS": ("", SURPRISE_LIMITS),
+        "KL_LIMITS": ("", KL_LIMITS),
+        "OWNER_COLOURS": ("", OWNER_COLOURS),
+        "PLAN_COLOURS": ("", COLOURS),
+        "DEVICE_COLOURS": ("", DEVICE_COLOURS),
+        "SHOWN_TOKENS": ("", SHOWN_TOKENS),
+        "LINE_PROB": ("", LINE_PROB),
+        "PLAN_PARTS": ("", PARTS),
+        "PLAN_TERMS": (terms, PLAN_TERMS),
+        "SHARE_TERMS": (terms, SHARE_TERMS),
+    }
+    return constants(values)
 
 
 if __name__ == "__main__":
-    import sys
+    from exl2nb.widgets import protocol  # this file as the widgets import it
 
-    Path(sys.argv[1]).write_text(typescript(), encoding="utf-8")
+    folder = Path(sys.argv[1])
+    (folder / "protocol.gen.ts").write_text(protocol.typescript(), encoding="utf-8")
+    (folder / "constants.gen.ts").write_text(protocol.typescript_constants(), encoding="utf-8")

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import html
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import traitlets as t
 
 from exl2nb.core.errors import OptionError
 from exl2nb.llm.options import DEFAULTS, RequestOptions
-from exl2nb.widgets import static
 from exl2nb.widgets.base import ExlWidget
 from exl2nb.widgets.protocol import SpecStats, SpecToken, SpeculationState
 
@@ -54,9 +53,7 @@ class Speculation(ExlWidget):
     """
 
     _more_keywords = (RequestOptions.__annotations__, {**DEFAULTS, "speculation": "auto"})
-    _esm = static.STATIC / "speculation.js"
-    _css = static.STATIC / "speculation.css"
-    _state_keys: ClassVar[tuple[str, ...]] = tuple(SpeculationState.__annotations__)
+    _bundle, _state_type = "speculation", SpeculationState
 
     title = t.Unicode("").tag(sync=True, option=True)
     _prompt = t.Unicode("").tag(sync=True)

@@ -12,8 +12,9 @@ STATIC = Path(__file__).parent.parent / "static"
 RGB = tuple[int, int, int]
 
 SURPRISE_LIMITS = (0.9, 0.5, 0.2, 0.05)
-"""Steps of the tint: at least 90 %, 50, 20, 5 and below. The same numbers are in widgets/src/shared/format.ts."""
-_TINTS = ("transparent", "rgba(255,200,40,.26)", "rgba(255,160,30,.42)", "rgba(250,110,40,.52)", "rgba(226,60,70,.58)")
+"""Steps of the tint: at least 90 %, 50, 20, 5 and below."""
+TINTS = ("transparent", "rgba(255,200,40,.26)", "rgba(255,160,30,.42)", "rgba(250,110,40,.52)", "rgba(226,60,70,.58)")
+"""Of the steps of surprise and of KL, from 0; the same are in widgets/src/shared/base.css."""
 
 
 def surprise(prob: float | None) -> int:
@@ -30,7 +31,7 @@ def token_html(items: Sequence[Sequence[Any]], prompt: str = "") -> str:
     """Text tinted by probability, one `span` per token whose title says the number, so that colour is never the only carrier."""
     parts = [f'<span style="opacity:.7">{html.escape(prompt)}</span>'] if prompt else []
     for text, _id, prob, rank, top in items:
-        style = f"background:{_TINTS[surprise(prob)]};border-radius:2px"
+        style = f"background:{TINTS[surprise(prob)]};border-radius:2px"
         if rank is not None and rank > 1:
             style += ";text-decoration:underline dotted"
         title = "" if prob is None else f"{percent(prob)}, rank {rank}" if rank is not None else percent(prob)

@@ -9,14 +9,14 @@ import struct
 from collections.abc import Callable, Mapping
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import traitlets as t
 
 from exl2nb.core.errors import OptionError
 from exl2nb.core.show import diverging, ink
 from exl2nb.io.hub import label
-from exl2nb.widgets import bitgrid, static
+from exl2nb.widgets import bitgrid
 from exl2nb.widgets.base import ExlWidget
 from exl2nb.widgets.bitgrid import OUTSIDE
 from exl2nb.widgets.protocol import Run, WeightSlice, WeightsState
@@ -89,9 +89,7 @@ class WeightBrowser(ExlWidget):
         >>> browser.to_frame()[["row", "code", "weight", "original", "error"]]  # doctest: +SKIP
     """
 
-    _esm = static.STATIC / "weights.js"
-    _css = static.STATIC / "weights.css"
-    _state_keys: ClassVar[tuple[str, ...]] = tuple(WeightsState.__annotations__)
+    _bundle, _state_type = "weights", WeightsState
 
     title = t.Unicode("").tag(sync=True, option=True)
     layer = t.Int(0).tag(sync=True, option=True)

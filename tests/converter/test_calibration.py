@@ -321,6 +321,7 @@ class Letters:
     """One token a letter."""
 
     special_tokens = {"unk_token": "?"}  # noqa: RUF012
+    byte_table, byte_ids = None, frozenset()
 
     def encode(self, text, add_special=True):
         return [ord(c) for c in text]

@@ -75,12 +75,12 @@ def test_every_sparse_layer_is_cut_behind_its_attention(tmp_path):
     directory = dense_and_sparse(tmp_path)
     model = load_model(directory, spans=spans_of(config_of(directory)), experts=True)
     span = Span("cpu", 0, 3)
-    assert model._pieces == [Piece(span, 0, 1, cut=True), Piece(span, 1, 3, cut=True), Piece(span, 3, 3)]
+    assert model.pieces == [Piece(span, 0, 1, cut=True), Piece(span, 1, 3, cut=True), Piece(span, 3, 3)]
     logits(model)
-    assert [[op for op in part.program.steps if isinstance(op, RoutedOp)] for part in model._parts] == [[]] * 3
+    assert [[op for op in part.program.steps if isinstance(op, RoutedOp)] for part in model.parts] == [[]] * 3
     ends_dense = write("qwen3_moe", build("qwen3_moe", num_hidden_layers=2), tmp_path / "dense")
     model = load_model(ends_dense, spans=spans_of(config_of(ends_dense)), experts=True)
-    assert model._pieces == [Piece(Span("cpu", 0, 2), 0, 1, cut=True), Piece(Span("cpu", 0, 2), 1, 2)]
+    assert model.pieces == [Piece(Span("cpu", 0, 2), 0, 1, cut=True), Piece(Span("cpu", 0, 2), 1, 2)]
 
 
 def test_observers_see_every_point(directory):
@@ -146,10 +146,10 @@ def test_parts_of_a_device_share_a_table(directory):
     """Also after one of them has grown; the text is the same."""
     model = load_model(directory, spans=spans_of(config_of(directory)), experts=True)
     logits(model)  # 100 rows
-    tables = {part.stream.data_ptr() for part in model._parts if part.stream is not None and not part.headed}
-    assert len(tables) <= 1 and len(model._taken_over["cpu"]) == 128
+    tables = {part.stream.data_ptr() for part in model.parts if part.stream is not None and not part.headed}
+    assert len(tables) <= 1 and len(model.stream_tables["cpu"]) == 128
     model.close()
-    assert not model._taken_over
+    assert not model.stream_tables
 
 
 def test_a_plan_says_so_in_words(tmp_path):

@@ -11,6 +11,7 @@ from torch import Tensor
 from exl2nb import ops
 from exl2nb.cache.spec import STORAGES
 from exl2nb.ops import kv_codes, reference
+from exl2nb.ops.interpreter import CpuBackend, Inputs, interpret
 
 P = 256
 NAMES = ("ids", "positions", "slots", "block_table", "cu_seqlens", "context_lens", "logit_rows")
@@ -174,17 +175,15 @@ class Net:
         p.add(ops.HeadOp(norm=self.norm, eps=1e-5, blob=self.head) if self.headed else ops.ResidualOutOp())
         return p
 
-    def run(self, ids, positions, slots, block_table, cu_seqlens, context_lens, logit_rows, k_pools, v_pools) -> Tensor:
-        """The same step, op by op."""
-        x = ops.embed(self.table, ids)
-        for i, w in enumerate(self.weights):
-            q = ops.norm_qkv_rope(x, self.projection(w), positions, slots, k_pools[i], v_pools[i])
-            tables = (block_table, cu_seqlens, context_lens)
-            a = ops.paged_attention(q, k_pools[i], v_pools[i], *tables, scale=self.head_dim**-0.5, window=self.window, softcap=self.softcap)
-            ops.linear_residual(x, a, w["o"], w["o_bias"])
-            a = ops.norm_gate_up(x, w["norm2"], 1e-5, w["gate_up"], w["gu_bias"])
-            ops.linear_residual(x, a, w["down"])
-        return ops.norm_head(x[logit_rows.long()].contiguous(), self.norm, 1e-5, self.head)
+    def run(self, *arguments) -> Tensor:
+        """The same step, op by op. The arguments are those of `Program.run`."""
+        return op_by_op(self.program, *arguments)
+
+
+def op_by_op(program, *arguments) -> Tensor:
+    """A program's step through the compiled single ops. The arguments are those of `Program.run`."""
+    *batch, k_pools, v_pools = arguments
+    return interpret(program.steps, CpuBackend(Inputs(*batch), k_pools, v_pools))
 
 
 def new_pool(storage: str, pages: int, heads: int, head_dim: int, *, page: int = P, fill: float = 1e3) -> Tensor:

@@ -55,11 +55,11 @@ def case(options):
 
 
 def routed(x, a, norm=NORM):
-    return ops.routed_mlp(x, ops.RoutedOp(norm=norm, eps=1e-5, **a))
+    return ops.RoutedOp(norm=norm, eps=1e-5, **a)(x)
 
 
 def positional(x, norm, eps, a):
-    return (x, *ops.RoutedOp(norm=norm, eps=eps, **a).arguments())
+    return ops.RoutedOp(norm=norm, eps=eps, **a).arguments(x)
 
 
 @pytest.mark.parametrize("norm", [NORM, None], ids=["norm", "plain"])

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from exl2nb.core.errors import OptionError
 from exl2nb.sampling import explain
 from exl2nb.widgets import SamplerMicroscope
-from exl2nb.widgets.microscope import LEAST, line_of
+from exl2nb.widgets.microscope import line_of
+from exl2nb.widgets.protocol import LINE_PROB
 from tests.widgets.page import exported, state, tell
 
 ROW = np.log(np.float32([0.5, 0.3, 0.15, 0.05]))
@@ -45,10 +46,12 @@ def test_what_the_page_gets_is_the_explanation(seed, temperature, top_p, top_k, 
     options = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p, "seed": seed}
     scope, truth = SamplerMicroscope(row, **options), explain(row, **options)
     assert (scope.token, scope.uniform) == (truth.token, truth.uniform)
-    assert [step[:3] for step in state(scope, "_steps")] == [[s["step"], s["settings"], s["survivors"]] for s in truth.rows()]
+    steps = state(scope, "_steps")
+    told = [[step["name"], step["settings"], step["survivors"]] for step in steps]
+    assert told == [[s["step"], s["settings"], s["survivors"]] for s in truth.rows()]
     shown = [i for i, _ in state(scope, "_tokens")]
-    for told, step in zip(state(scope, "_steps"), truth.steps):
-        for token, prob in zip(shown, told[-1]):
+    for told, step in zip(steps, truth.steps):
+        for token, prob in zip(shown, told["probs"]):
             assert (prob is None) == (token not in step.ids)
             assert (prob or 0.0) == pytest.approx(step.prob_of(token), abs=1e-6)
     assert sum(part[2] for part in state(scope, "_line")) == pytest.approx(1, abs=1e-4)
@@ -65,7 +68,7 @@ def test_tiny_neighbours_are_one_piece():
     parts = line_of(found, str)
     assert len(parts) <= 3
     assert sum(1 for part in parts if part.id >= 0) == 1, "only the drawn one stands alone"
-    assert all(part.prob >= LEAST or part.id in (-1, found.token) for part in parts)
+    assert all(part.prob >= LINE_PROB or part.id in (-1, found.token) for part in parts)
 
 
 def test_settings_from_python_and_page(scope):

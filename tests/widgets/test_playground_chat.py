@@ -77,7 +77,7 @@ def test_say_again_edit_and_go(sent):
     assert shown(play) == [("user", "Hello", 0, 2), ("assistant", "good day", 0, 2)]
     assert [item["text"] if isinstance(item, dict) else item[0] for item in sent[-1]["items"]] == ["good", " day"]
     assert (sent[-1]["type"], sent[-1]["items"][0][2]) == ("snapshot", 0.25), "an older answer keeps its probabilities"
-    assert [list(turn) for turn in play.turns] == state(play, "_turns")
+    assert [turn._asdict() for turn in play.turns] == state(play, "_turns")
     assert llm.settings[0]["seed"] == 3
     assert llm.settings[0]["top_logprobs"] == 6
     assert len(play.conversation.tree) == 7

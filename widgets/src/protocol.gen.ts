@@ -1,7 +1,5 @@
 // Generated from exl2nb/widgets/protocol.py by `npm run protocol`; edit that file, not this one.
 
-export const PROTOCOL_VERSION = 1;
-
 export type Status = "idle" | "loading" | "running" | "stopped" | "done" | "error";
 
 /** A token the model could have chosen at one place. prob: 0..1 under its own distribution, before temperature and filters. */
@@ -140,7 +138,16 @@ export type ShownPicture = [url: string, note: string];
  *
  * images: that were shown with it.
  */
-export type ChatTurn = [id: number, role: string, text: string, version: number, versions: number, reasoning: string, calls: string[], images: ShownPicture[]];
+export interface ChatTurn {
+  id: number;
+  role: string;
+  text: string;
+  version: number;
+  versions: number;
+  reasoning: string;
+  calls: string[];
+  images: ShownPicture[];
+}
 
 /** The reader sent a message. images: pictures with it, as data URLs. settings: as in Generate, here and below. */
 export interface ChatSend {
@@ -237,7 +244,19 @@ export type BitPart = [name: string, bpw: number, format: string, runs: Run[]];
  *
  * error: of the rounding on the calibration text. share: of the predicted KL, 0..1. null: not known.
  */
-export type BitCell = [layer: number, matrix: string, bpw: number, nbytes: number, weights: number, rows: number, columns: number, experts: number, error: number | null, share: number | null, parts: BitPart[]];
+export interface BitCell {
+  layer: number;
+  matrix: string;
+  bpw: number;
+  nbytes: number;
+  weights: number;
+  rows: number;
+  columns: number;
+  experts: number;
+  error: number | null;
+  share: number | null;
+  parts: BitPart[];
+}
 
 /** Synced traits of BitMap. selected: layer and matrix, or empty. _other: bits of a second model, cell by cell. */
 export interface BitMapState {
@@ -401,14 +420,20 @@ export interface PlanFormula {
 }
 
 /** One of several devices. kind: "cpu" or "cuda". */
-export type PlanDevice = [name: string, kind: string];
+export interface PlanDevice {
+  name: string;
+  kind: string;
+}
 
-/** The coefficients of a split on one kind of device, exl2nb/llm/split_plan.py. */
+/** The values of a split on one kind of device, `KindFormula.known` in exl2nb/llm/split_plan.py. */
 export interface PlanKind {
+  layers: number;
   parts: number[];
   read: number[];
   stream: number;
   lent: number;
+  lent_counts: number[];
+  lent_read: number[];
   formula: PlanFormula;
 }
 
@@ -454,7 +479,14 @@ export interface PlanState {
 export type KlToken = [cell: number, text: string, id: number, prob: number | null, reference_prob: number | null, kl: number | null, same: boolean | null, favourite: string | null];
 
 /** A cache mode. note: what K and V are stored as. bits: a number on average. fits: tokens that free memory holds; null: not known. */
-export type CacheKind = [mode: string, title: string, note: string, bits: number, token_bytes: number, fits: number | null];
+export interface CacheKind {
+  mode: string;
+  title: string;
+  note: string;
+  bits: number;
+  token_bytes: number;
+  fits: number | null;
+}
 
 /** The answer's probability under a mode; depth 0 to 1, null: the fact was not in the text. rank: of its first token. */
 export type NeedleHit = [mode: string, depth: number | null, prob: number, rank: number];
@@ -542,7 +574,16 @@ export interface RunPrompts {
 }
 
 /** One step of the sampling chain. mass: probability that it removed. probs: of `_tokens` after it; null where removed. */
-export type SampleStep = [name: string, settings: string, survivors: number, removed: number, mass: number, temperature: number, entropy_bits: number, probs: (number | null)[]];
+export interface SampleStep {
+  name: string;
+  settings: string;
+  survivors: number;
+  removed: number;
+  mass: number;
+  temperature: number;
+  entropy_bits: number;
+  probs: (number | null)[];
+}
 
 /** A token worth looking at. */
 export type SampleToken = [id: number, text: string];
@@ -998,4 +1039,4 @@ export interface OutlierMapState {
 
 export type FromKernel = Delta | Snapshot | Done | Pong | Tops | Fates;
 
-export type ToKernel = Ready | Resync | Ping | Stop | Generate | ChatSend | ChatAgain | ChatEdit | ChatGo | LookAt | LookInto | Solve | SolveSize | Make | ScaleTo | Look | RunCaches | HideNeedle | RunPrompts | Sample | ShowFrame | ReadPrompt | PatchLayer | ShowGroup;
+export type ToKernel = LookAt | LookInto | Ready | Resync | Ping | Stop | Generate | ChatSend | ChatAgain | ChatEdit | ChatGo | Solve | SolveSize | Make | Look | RunCaches | HideNeedle | RunPrompts | Sample | ShowFrame | ReadPrompt | PatchLayer | ScaleTo | ShowGroup;

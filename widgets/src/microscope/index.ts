@@ -105,14 +105,14 @@ class MicroscopeView extends View<MicroscopeState> {
     this.line.draw(get("_line"), get("token"), get("uniform"));
     this.drawDrawn();
     this.notes.replaceChildren(
-      ...get("_steps").flatMap(([name]) => [h("dt", {}, name.replace(/_/g, " ")), h("dd", {}, get("_about")[name] ?? "")]),
+      ...get("_steps").flatMap(({ name }) => [h("dt", {}, name.replace(/_/g, " ")), h("dd", {}, get("_about")[name] ?? "")]),
     );
   }
 
   private text(): string {
     const steps = this.widget.get("_steps");
-    const rows = this.widget.get("_tokens").map(([, text], row) => [text, ...steps.map((step) => step[7][row] ?? null)]);
-    return tsv([["token", ...steps.map(([name]) => name)], ...rows]);
+    const rows = this.widget.get("_tokens").map(([_id, text], row) => [text, ...steps.map((step) => step.probs[row] ?? null)]);
+    return tsv([["token", ...steps.map((step) => step.name)], ...rows]);
   }
 
   private drawText(): void {
