@@ -97,7 +97,9 @@ def kept(shape: Shape, effort: str) -> tuple[int, int]:
     """Every how many layers the sweep of the whole model keeps a stream, and bytes of those that it keeps on the host at once."""
     stream, layers = 4 * EFFORTS[effort].rows * EFFORTS[effort].length * shape.hidden_size, shape.num_hidden_layers
     room = sensitivity.HOST_BYTES + sensitivity.DISK_BYTES
-    return sensitivity.kept_spacing(stream, layers, room), min(sensitivity.HOST_BYTES, stream * sensitivity.kept_streams(stream, layers, room))
+    return sensitivity.kept_spacing(stream, layers, room), min(
+        sensitivity.HOST_BYTES, stream * sensitivity.kept_streams(stream, layers, room)
+    )
 
 
 def digest(model: Path) -> str:

@@ -115,7 +115,7 @@ def add_measure_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_measure(args: argparse.Namespace, console: Console) -> int:
     """Measure, write the file, and print the requested plans."""
-    from exl2nb.converter.api import measure
+    from exl2nb.converter.job import measure
 
     found = measure(locate(args.source, console.sink, revision=args.revision), args.out, progress=console.sink, **given(args, *MEASURE))
     plans = [found.solve(bpw) for bpw in args.bpw or ()]

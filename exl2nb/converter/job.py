@@ -1,4 +1,4 @@
-"""The conversion job: one object to run, iterate over, pause, cancel and run again. Knows nothing of the stages (pipeline.Run)."""
+"""The conversion job: one object to run, iterate over, pause, cancel and run again; and measurements alone. Knows nothing of the stages."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import contextvars
 import dataclasses
 import os
 import queue
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from exl2nb.converter.keywords import DEFAULTS, EFFORTS, ConvertOptions, ConvertParams
+from exl2nb.converter.keywords import DEFAULTS, EFFORTS, ConvertOptions, ConvertParams, MeasureOptions
 from exl2nb.converter.measurement import Measurement
 from exl2nb.converter.memory import Asked, Planned, planned, planned_on_gpu
 from exl2nb.converter.pipeline import Pipeline
@@ -25,8 +26,9 @@ from exl2nb.converter.weights import DenseWeights
 from exl2nb.converter.work import Context, JobContext, Work, make_directory
 from exl2nb.core.errors import ConversionError, Interrupted, OptionError, UnknownArchitecture
 from exl2nb.core.options import make, spelled_out
-from exl2nb.core.progress import Progress, Sink
+from exl2nb.core.progress import Progress, Sink, showing
 from exl2nb.io import hub
+from exl2nb.io.atomic import check_writable
 from exl2nb.model.loader import read_model_config
 from exl2nb.model.store import open_store
 from exl2nb.ops.bf16x3 import bf16x3_linears
@@ -252,3 +254,49 @@ class ConversionJob:
         self._go.wait()
         if self._cancelled:
             raise Interrupted(f"conversion to {self.dst} was cancelled; run it again to continue")
+
+
+DEMO = Path(__file__).parent.parent / "demo_model" / "measurement.json"
+
+
+@spelled_out(MeasureOptions, DEFAULTS)
+def measure(
+    src: str | os.PathLike[str],
+    out: str | os.PathLike[str] | None = None,
+    *,
+    progress: Sink | Literal["auto"] | None = "auto",
+    **options: Unpack[MeasureOptions],
+) -> Measurement:
+    """Measure what every width would cost each matrix of a dense model: good for any bitrate.
+
+    Args:
+        src: model directory or hub id.
+        out: JSON file to write; exllamav2 0.3.2 reads it too. Until then, work in progress is kept in a hidden folder next to
+            it, from which the next call continues.
+        progress: takes the events; "auto" and None as in `load`.
+        options: calibration, rows, length, seed, effort, work_dir, device, as in `ConversionJob`.
+
+    Raises:
+        ConversionError: `out` is no name of a file that can be written. Otherwise as `ConversionJob`.
+
+    Returns:
+        The measurement: `.solve(bpw=...)`, and `convert(..., measurement=...)`.
+    """
+    with showing(progress, "measure") as sink, tempfile.TemporaryDirectory() as temporary:
+        beside = None
+        if out is not None:
+            path = check_writable(out).absolute()
+            if options.get("work_dir") is None:
+                options["work_dir"] = beside = path.parent / f".{path.name}.work"
+        found = ConversionJob(src, Path(temporary) / "none", bpw=8.0, **options).measure(sink)
+        if out is not None:
+            found.save(out)
+        if beside is not None:
+            with closing(Work(beside)) as work:
+                work.clear()
+    return found
+
+
+def demo_measurement() -> Measurement:
+    """The demo model's measurement that comes with the package: solves any bitrate in milliseconds, nothing is run."""
+    return Measurement.load(DEMO)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from exl2nb.core.errors import ContextOverflow, OptionError, TokenizerError
+from exl2nb.core.files import read_text
 from exl2nb.core.log import warn
 from exl2nb.core.options import check_flag, shown, spelled_out
 from exl2nb.generator.engine import Engine
@@ -22,7 +23,6 @@ from exl2nb.model.model import Model
 from exl2nb.sampling.defaults import SamplingDefaults
 from exl2nb.sampling.params import check_integer
 from exl2nb.tokenizer.detokenize import token_texts
-from exl2nb.tokenizer.files import read_text
 from exl2nb.tokenizer.literal import MARK, control_pattern, unescaped, without_marks
 from exl2nb.tokenizer.messages import shape_messages, typed_messages
 from exl2nb.tokenizer.reply import ReplyFormat, think_tags

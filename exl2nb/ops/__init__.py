@@ -5,11 +5,10 @@ Importing this room defines the ops and loads the compiled library (see `_load.l
 
 from exl2nb.ops import _load
 from exl2nb.ops._load import on_device
-from exl2nb.ops.attention import paged_attention
 from exl2nb.ops.blob import shape
 from exl2nb.ops.draw import draw_ahead, draw_rows, join_ahead, mask_logits, step_draw
 from exl2nb.ops.gptq import gptq_losses, gptq_quantize
-from exl2nb.ops.linear import linear
+from exl2nb.ops.layer_ops import linear, paged_attention
 from exl2nb.ops.memory import read_memory
 from exl2nb.ops.program import Program
 from exl2nb.ops.records import AttentionOp, EmbedOp, GateUpOp, HeadOp, Op, QkvOp, ResidualOp, ResidualOutOp, RoutedOp

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from exl2nb.ops import gpu, reference
-from exl2nb.ops.attention import paged_attention
 from exl2nb.ops.cuda_attention import gate_rows, gather_cache, norm_rows, rope_append, rotate_rows
 from exl2nb.ops.interpreter import At, Backend, Block, Inputs, interpret
+from exl2nb.ops.layer_ops import paged_attention
 from exl2nb.ops.prefill_attention import attend, attend_whole, can_attend
 from exl2nb.ops.program import Program
 from exl2nb.ops.records import AttentionOp, EmbedOp, GateUpOp, HeadOp, NormedOp, Op, QkvOp, ResidualOp, RoutedOp

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from exl2nb.core.errors import OptionError, TokenizerError
+from exl2nb.core.files import read_object, read_text
 from exl2nb.core.helper import Helper, HelperError, Limits
-from exl2nb.tokenizer.files import read_object, read_text
 from exl2nb.tokenizer.reply import ReplyFormat
 from exl2nb.tokenizer.tools import FORMATS, ToolFormat, tool_format
 

@@ -453,7 +453,7 @@ def curve_svg(curve: Sequence[Sequence[Any]], marks: Sequence[Sequence[Any]], no
 
 
 def _measurement(source: Any) -> Measurement:
-    from exl2nb.converter.api import demo_measurement
+    from exl2nb.converter.job import demo_measurement
     from exl2nb.converter.measurement import Measurement
 
     if source is None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import pandas as pd
     import torch
 
-    from exl2nb.model.weights import Weights
+    from exl2nb.model.inspect import Weights
     from exl2nb.quant.exl2_slice import Exl2Group
 
 BINS = 64
@@ -184,8 +184,7 @@ class WeightHistogram(ExlWidget):
 
 def _opened(sources: Any, original: Any) -> tuple[dict[str, Weights], str]:
     """The EXL2 models by label, and the name of the original."""
-    from exl2nb.model.inspect import inspect
-    from exl2nb.model.weights import Weights
+    from exl2nb.model.inspect import Weights, inspect
 
     if isinstance(sources, Mapping):
         pairs = [(str(label), _directory(one)) for label, one in sources.items()]

@@ -1292,15 +1292,19 @@ RECORDS = (ChatTurn, BitCell, CacheKind, SampleStep)
 """NamedTuples that travel as objects (`_asdict`). The others travel as lists: rows of tokens, points and pages, of which there are many."""
 
 
+def state_types() -> dict[str, Any]:
+    """Return the type of the state that each public widget synchronises, by the widget's name."""
+    from exl2nb import widgets
+
+    return {name: getattr(widgets, name)._state_type for name in widgets.__all__}
+
+
 def _exported() -> dict[str, Any]:
     """Types by name: those of this file, those of the modules whose widgets declare their state there, and the two directions.
 
     Every message that the kernel does not send is one that it takes.
     """
-    from exl2nb import widgets
-
-    states = [getattr(widgets, name)._state_type for name in widgets.__all__]
-    modules = dict.fromkeys([__name__, *(state.__module__ for state in states if is_typeddict(state))])
+    modules = dict.fromkeys([__name__, *(state.__module__ for state in state_types().values() if is_typeddict(state))])
     found: dict[str, Any] = {"Status": Status}
     for module_name in modules:
         declared = vars(sys.modules[module_name])

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from torch import Tensor
 
-    from exl2nb.model.weights import Weights
+    from exl2nb.model.inspect import Weights
     from exl2nb.quant.exl2_slice import Exl2Unit
 
 
@@ -113,7 +113,7 @@ class WeightBrowser(ExlWidget):
         if original is None and known is not None and os.path.isdir(known):
             original = known
         where = None if original is None else _directory(original)
-        from exl2nb.model.weights import Weights
+        from exl2nb.model.inspect import Weights
 
         self.weights: Weights = Weights(directory, where)
         self._keys: dict[int, dict[str, str]] = {}

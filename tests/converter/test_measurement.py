@@ -150,7 +150,7 @@ def test_the_other_reader_finds_what_it_needs(found, tmp_path):
 
 
 def test_the_packaged_measurement_is_of_the_packaged_model():
-    from exl2nb.converter.api import DEMO, demo_measurement
+    from exl2nb.converter.job import DEMO, demo_measurement
     from exl2nb.converter.weights import DenseWeights
     from exl2nb.model.loader import read_model_config
     from exl2nb.model.store import open_store
