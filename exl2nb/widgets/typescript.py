@@ -101,13 +101,18 @@ def spelling(hint: Any, exported: Mapping[str, Any], *, inline: bool = False) ->
     )
 
 
+def state_types() -> dict[str, Any]:
+    """Return the type of the state that each public widget synchronises, by the widget's name."""
+    return {name: getattr(widgets, name)._state_type for name in widgets.__all__}
+
+
 def _exported() -> dict[str, Any]:
     """Types by name: those of the protocol, those of the modules whose widgets declare their state there, and the two directions.
 
     Every message that the kernel does not send is one that it takes.
     """
-    states = [getattr(widgets, name)._state_type for name in widgets.__all__]
-    modules = dict.fromkeys([protocol.__name__, *(state.__module__ for state in states if typing.is_typeddict(state))])
+    declared_apart = (state.__module__ for state in state_types().values() if typing.is_typeddict(state))
+    modules = dict.fromkeys([protocol.__name__, *declared_apart])
     found: dict[str, Any] = {"Status": protocol.Status}
     for module_name in modules:
         declared = vars(sys.modules[module_name])

@@ -141,8 +141,7 @@ def test_every_step_of_the_chain_is_the_microscopes(page, small, settings):
         scope.look(at)
         assert (here["token"], here["uniform"]) == (scope.token, scope.uniform)
         assert here["tokens"] == state(scope, "_tokens") and here["prob"] == pytest.approx(scope.prob, abs=1e-6)
-        steps, line = state(scope, "_steps"), state(scope, "_line")
-        for mine, theirs in zip(here["steps"], steps):
+        for mine, theirs in zip(here["steps"], state(scope, "_steps")):
             exact = ("name", "settings", "survivors", "removed")
             assert [mine[name] for name in exact] == [theirs[name] for name in exact]
             near = ("mass", "temperature", "entropy_bits")
@@ -150,9 +149,9 @@ def test_every_step_of_the_chain_is_the_microscopes(page, small, settings):
             probs, expected = mine["probs"], theirs["probs"]
             assert [p is None for p in probs] == [p is None for p in expected]
             assert [p for p in probs if p is not None] == pytest.approx([p for p in expected if p is not None], abs=1e-6)
-        assert len(here["steps"]) == len(steps)
-        assert [part[:2] for part in here["line"]] == [part[:2] for part in line]
-        assert [part[2] for part in here["line"]] == pytest.approx([part[2] for part in line], abs=1e-6)
+        assert len(here["steps"]) == len(state(scope, "_steps"))
+        assert [part[:2] for part in here["line"]] == [part[:2] for part in state(scope, "_line")]
+        assert [part[2] for part in here["line"]] == pytest.approx([part[2] for part in state(scope, "_line")], abs=1e-6)
     scope.close()
 
 

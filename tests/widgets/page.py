@@ -27,8 +27,9 @@ def exported(widget) -> dict:
     def refuse(constant):
         raise AssertionError(f"{type(widget).__name__} exports {constant}, which is no JSON")
 
-    data = re.search(r'id="exl2nb-export">(.*?)</script>', widget.to_html(), re.DOTALL)[1]
-    return json.loads(data, parse_constant=refuse)["state"]
+    found = re.search(r'id="exl2nb-export">(.*?)</script>', widget.to_html(), re.DOTALL)
+    assert found, f"{type(widget).__name__}.to_html writes no state"
+    return json.loads(found[1], parse_constant=refuse)["state"]
 
 
 def join_thread(owner: str) -> None:
