@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from exl2nb.ops import gpu_prefill
 from exl2nb.ops.ahead import draw_ahead, join_ahead, step_draw
 from exl2nb.ops.gpu import LoraBuffers, unpack_half
 from exl2nb.ops.kernel_code import KernelId
+from exl2nb.ops.step_plan import PlannedProgram
 
 if TYPE_CHECKING:
     from exl2nb.model.parallel import ParallelModel
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from exl2nb.ops.lora import Adapter, LoraTable
 
 SCRATCH = 4096  # rows behind the RoPE tables of a model with three positions per token: written anew for the pictures of each step
+Recorded = TypeVar("Recorded", bound=ops.Program)
 SMALL_MODEL_BYTES = 64 << 20  # of weights: what may still stay in a processor's cache
 
 
@@ -67,6 +69,14 @@ class Network:
     embedding: Embedding
     layers: tuple[Layer, ...]
     head: Head
+
+    def record(self, program: Recorded, ropes: Mapping[str, tuple[Tensor, Tensor]]) -> Recorded:
+        """Record the step in an empty program, with these RoPE tables; returns the program."""
+        self.embedding.record(program)
+        for layer in self.layers:
+            layer.record(program, ropes)
+        self.head.record(program)
+        return program
 
     def tensors(self) -> Iterator[Tensor]:
         """Every weight once."""
@@ -527,12 +537,22 @@ class Model:
 
     def _record(self, network: Network) -> None:
         """Write the program with the RoPE tables as they are."""
-        program = ops.Program(self.device)
-        network.embedding.record(program)
-        for layer in network.layers:
-            layer.record(program, self._ropes)
-        network.head.record(program)
-        self._program, self._code = program, program.code
+        self._program = network.record(ops.Program(self.device), self._ropes)
+        self._code = self._program.code
+
+    def planned_program(self, program: PlannedProgram | None = None) -> PlannedProgram:
+        """The program of a model on the CPU as a GPU would run it, for `ops.step_plan.step_plan`. Weights stay as they are.
+
+        Args:
+            program: an empty one, to be filled.
+        """
+        if self._network is None:
+            raise EngineClosed("the model was closed; load it again")
+        if self.device != "cpu":
+            raise OptionError(f"planned_program: the model is on {self.device}; load it with device='cpu'")
+        kinds = {self.config.rope_kind(layer) for layer in range(self.config.num_layers)}
+        ropes = {kind: self._tables(PAGE_SIZE, kind) for kind in sorted(kinds)}
+        return self._network.record(PlannedProgram() if program is None else program, ropes)
 
     def _tables(self, rows: int, kind: str) -> tuple[Tensor, Tensor]:
         if self.rope_switch is not None:

@@ -6,24 +6,9 @@
 #include <string>
 
 #include "cuda/runtime/driver.h"
+#include "cuda/runtime/launches.h"
 
 namespace exl2nb {
-
-struct Dim {
-  unsigned x = 1, y = 1, z = 1;
-  Dim(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
-};
-
-// pdl: may start before the kernel in front of it in the stream ends (sm_90 and later). cluster: CTAs that may read one another's shared
-// memory.
-struct Launch {
-  Dim grid;
-  Dim threads;
-  size_t shared_bytes;
-  void* stream;
-  bool pdl = false;
-  unsigned cluster = 1;
-};
 
 // Gives the machine code of a kernel for a GPU of compute capability major.minor: 0, or 1 and the reason in `text`. `code` and `text` stay
 // valid for the life of the process. name: as in Kernel; text: the kernel's symbol in the code.
@@ -32,6 +17,8 @@ void set_kernel_code(KernelCode source);
 
 class KernelBase {
  public:
+  const char* source() const { return source_; }
+  const std::string& name() const { return name_; }
   // Static shared memory, bytes; negative: the kernel cannot be loaded, and problem() says why.
   int static_shared() const;
   const char* problem() const;
@@ -59,6 +46,10 @@ class Kernel : public KernelBase {
   Kernel(const char* source, std::string name, bool carveout = true) : KernelBase(source, std::move(name), carveout) {}
   // nullptr, or what went wrong.
   const char* operator()(const Launch& how, const Parameters&... parameters) const {
+    if (LaunchList* const list = Recording::current()) {
+      list->add(this, how, parameters...);
+      return nullptr;
+    }
     void* arguments[] = {const_cast<void*>(static_cast<const void*>(&parameters))...};
     return run(how, arguments);
   }

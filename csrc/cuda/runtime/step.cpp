@@ -10,6 +10,7 @@
 #include "cuda/moe/moe.h"
 #include "cuda/runtime/driver.h"
 #include "cuda/runtime/exchange.h"
+#include "cuda/runtime/launches.h"
 #include "cuda/runtime/step_workspace.h"
 #include "format/program.h"
 
@@ -96,6 +97,7 @@ class Walker {
     for (at = program_.first(); at; at = next(at), number_++) {
       prefetch_behind(next(at));
       op_ = at;
+      if (LaunchList* const list = Recording::current()) list->op = number_;
       const char* wrong = visit(at, *this);
       if (wrong) return wrong;
       at = op_;
@@ -121,7 +123,7 @@ class Walker {
   }
   // The input of the matrix, at a place, for so many tokens.
   MatrixInput input(const Weight& w, size_t at, int tokens) const {
-    MatrixInput in;
+    MatrixInput in{};
     set_input(in, w.head, w.blob, reinterpret_cast<half*>(base_ + at), stream_k_rows(s_.capacity));
     in.group = group(tokens);
     return in;
@@ -165,7 +167,10 @@ class Walker {
     return most && s_.tokens > std::min(most, chain_rows) && bytes >= kLargeLayer;
   }
   NormArgs norm_of(const NormedOp& op) const {
-    return {!op.norm ? kNoNorm : op.layer_norm ? kLayerNorm : kRmsNorm, H_, static_cast<float>(op.eps), op.norm, op.norm_bias};
+    auto n = zeroed<NormArgs>();
+    n.kind = !op.norm ? kNoNorm : op.layer_norm ? kLayerNorm : kRmsNorm, n.width = H_, n.eps = static_cast<float>(op.eps);
+    n.weight = op.norm, n.bias = op.norm_bias;
+    return n;
   }
   GemmArgs matrix(const Weight& w, const MatrixInput& in) const {
     GemmArgs a{};
@@ -184,9 +189,11 @@ class Walker {
   const char* make_rows(const NormArgs& n, const MatrixInput& to, int ahead, bool wanted = false) {
     RowSource from = rows(n);
     if (from.y) from.to = other_residual();
-    added_ = {};
+    added_ = zeroed<RowSource>();
     const int count = wanted ? s_.logit_count : s_.tokens;
-    return rows_launch({from, wanted ? s_.logit_rows : nullptr, s_.tokens, to, lora_of(number_ + ahead)}, count, stream_, pdl_);
+    auto a = zeroed<RowsArgs>();
+    a.from = from, a.rows = wanted ? s_.logit_rows : nullptr, a.tokens = s_.tokens, a.next = to, a.lora = lora_of(number_ + ahead);
+    return rows_launch(a, count, stream_, pdl_);
   }
 
   // ---- ranks
@@ -259,7 +266,7 @@ class Walker {
       lora = {lora_of(number_), nullptr, s_.lora_width, lora_sets_ + turn * set, lora_sets_ + (1 - turn) * set, (h.stored + 15) / 16, {}};
       return nullptr;
     }
-    MatrixInput x;
+    MatrixInput x{};
     set_input(x, a.head, a.image - h.image, const_cast<half*>(a.x), stream_k_rows(s_.capacity));
     x.group = group(tokens);
     float* const low = lora_head_ + kLoraChainHead;
@@ -299,7 +306,7 @@ class Walker {
       a.from = rows(n);
       std::copy(std::begin(in.inverse), std::end(in.inverse), a.inverse);
       if (added_.y && !head) a.from.to = other_residual();
-      added_ = {};
+      added_ = zeroed<RowSource>();
     } else if (ready_ == kNothing || head) {
       if (const char* wrong = make_rows(n, in, 0, head)) return wrong;
       return nullptr;
@@ -328,7 +335,7 @@ class Walker {
   const char* store(const GemmArgs& a) { return stream_k(a) ? run_stream_k(a, a.tokens) : skinny_launch(a, kStore, stream_, pdl_); }
   // tokens: of the whole product, on which the order of its input depends.
   const char* run_stream_k(const GemmArgs& a, int tokens) {
-    StreamKLora lora;
+    StreamKLora lora{};
     const bool adapted = lora_stream_k_ && !as<HeadOp>(op_);
     if (const char* wrong = adapted ? lora_of_stream_k(a, tokens, lora) : nullptr) return wrong;
     return stream_k_launch(a, group(tokens), ahead_, base_ + at_.stream_k, stream_, pdl_, adapted ? &lora : nullptr);
@@ -521,10 +528,11 @@ class Walker {
   }
   // residual += scale * norm(sum): the op at `next` does it where it can.
   const char* add_sum(const Op* next, const float* weight, double eps, double scale) {
-    added_ = {nullptr, sum(), nullptr, weight, static_cast<float>(eps), static_cast<float>(scale), {}};
+    added_ = zeroed<RowSource>();
+    added_.y = sum(), added_.post_norm = weight, added_.post_eps = static_cast<float>(eps), added_.scale = static_cast<float>(scale);
     ready_ = kNothing;
     const NormedOp* normed = as_normed(next);
-    if (!normed) return make_rows({}, {}, 1);
+    if (!normed) return make_rows(zeroed<NormArgs>(), zeroed<MatrixInput>(), 1);
     if (!as<RoutedOp>(next) && (as<HeadOp>(next) || fuses_norm(*normed))) return nullptr;
     ready_ = kNormed;
     return make_rows(norm_of(*normed), input(Weight(normed->blob), at_.normed), 1);
@@ -590,6 +598,10 @@ class Walker {
   // The stream leaves the workspace; whatever was to be added to it has been (add_sum).
   const char* operator()(const ResidualOutOp&) {
     const size_t bytes = static_cast<size_t>(s_.tokens) * H_ * 4;
+    if (LaunchList* const list = Recording::current()) {
+      list->add(nullptr, Launch{}, s_.logits, residual(), bytes);
+      return nullptr;
+    }
     return error_text(driver()->copy(reinterpret_cast<uintptr_t>(s_.logits), reinterpret_cast<uintptr_t>(residual()), bytes,
                                      static_cast<CudaStream>(stream_)));
   }
@@ -671,8 +683,9 @@ std::string step_launch(const Program& program, const GpuStep& step, void* works
   const char* failed = walker.run(at);
   if (!failed) return "";
   for (const size_t offset : layout.lamport_qkv)
-    driver()->fill(reinterpret_cast<uintptr_t>(workspace) + offset, 0, layout.lamport_bytes, static_cast<CudaStream>(stream));
-  if (step.lora.adapters) {
+    if (!Recording::current())
+      driver()->fill(reinterpret_cast<uintptr_t>(workspace) + offset, 0, layout.lamport_bytes, static_cast<CudaStream>(stream));
+  if (step.lora.adapters && !Recording::current()) {
     const int64_t floats = lora_set_floats(step.lora_width);
     float* const sets = step.lora_sums + lora_sums(program, step.lora_width) - floats;
     driver()->fill(reinterpret_cast<uintptr_t>(sets), 0, static_cast<size_t>(floats) * 4, static_cast<CudaStream>(stream));
