@@ -15,7 +15,7 @@
 #include "cuda/runtime/device.h"
 #include "cuda/runtime/launch.h"
 #include "cuda/runtime/launches.h"
-#include "cuda/runtime/step.h"
+#include "cuda/runtime/plan.h"
 #include "format/gpu_layout.h"
 #include "gpu_blob.h"
 
@@ -98,8 +98,7 @@ Tensor step_plan(const Tensor& program, std::vector<int64_t> gpu, int64_t capaci
                  int64_t lora_width, bool lora_inside, const std::optional<Tensor>& peers, bool prompts) {
   const char* op = "gpu_step_plan";
   STD_TORCH_CHECK(gpu.size() == 5, op, ": gpu has ", gpu.size(), " numbers; expected 5");
-  const DeviceFacts facts{int(gpu[0]), int(gpu[1]), int(gpu[2]), int(gpu[3]), int(gpu[4])};
-  const AssumedDevice assumed(facts);
+  const Device device{int(gpu[0]), int(gpu[1]), int(gpu[0]), int(gpu[2]), int(gpu[3]), int(gpu[4])};
   const Program ops(program.const_data_ptr<int64_t>(), program.numel());
   if (const char* wrong = ops.wrong()) STD_TORCH_CHECK(false, op, ": ", wrong);
   GpuStep s{};
@@ -135,13 +134,10 @@ Tensor step_plan(const Tensor& program, std::vector<int64_t> gpu, int64_t capaci
   }
   size_t bytes = 0;
   int64_t width = 0;
-  std::string wrong = step_workspace(ops, s.capacity, bytes, width);
+  std::string wrong = step_workspace(device, ops, s.capacity, bytes, width);
   STD_TORCH_CHECK(wrong.empty(), op, ": ", wrong);
-  LaunchList list;
-  {
-    const Recording recording(list);
-    wrong = step_launch(ops, s, region<uint8_t>(kWorkspace), bytes, nullptr, pdl);
-  }
+  LaunchList list(device, pdl);
+  wrong = plan_step(list, ops, s, region<uint8_t>(kWorkspace), bytes);
   STD_TORCH_CHECK(wrong.empty(), op, ": ", wrong);
   return text_tensor(list.text([&](uint64_t word) {
     const int64_t number = int64_t(word >> 32) - kFirstRegion;

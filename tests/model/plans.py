@@ -111,7 +111,8 @@ class ShapedProgram(PlannedProgram):
         cos = torch.empty(256, D // 2)
         heads = s.heads // s.ranks, s.kv_heads // s.ranks, D
         widths = [heads[0] * D, heads[1] * D, heads[1] * D]
-        inner, options = s.inner // s.ranks, {"norm_bias": self._bias(H, s.layer_norm), "layer_norm": s.layer_norm}
+        inner = s.inner // s.ranks
+        options: dict[str, Any] = {"norm_bias": self._bias(H, s.layer_norm), "layer_norm": s.layer_norm}
         for layer in range(s.layers):
             qkv = self.matrix(H, *widths)
             norms = (torch.empty(D), torch.empty(D)) if s.head_norms else (None, None)
@@ -166,8 +167,8 @@ class ShapedProgram(PlannedProgram):
         return self.parts[blob.data_ptr()]
 
 
-LLAMA_8B = {"hidden": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128, "inner": 14336, "vocab": 128256}
-TINY_LLAMA = {"hidden": 2048, "heads": 32, "kv_heads": 4, "head_dim": 64, "inner": 5632, "vocab": 32000}
+LLAMA_8B: dict[str, Any] = {"hidden": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128, "inner": 14336, "vocab": 128256}
+TINY_LLAMA: dict[str, Any] = {"hidden": 2048, "heads": 32, "kv_heads": 4, "head_dim": 64, "inner": 5632, "vocab": 32000}
 SHAPES = {
     "TinyLlama-1.1B": Shape(**TINY_LLAMA),
     "TinyLlama-1.1B 3 bits": Shape(**TINY_LLAMA, bits=(3,)),

@@ -23,9 +23,11 @@ class KernelBase {
   int static_shared() const;
   const char* problem() const;
 
+  // nullptr, or what went wrong.
+  const char* run(const Launch& how, void** arguments) const;
+
  protected:
   KernelBase(const char* source, std::string name, bool carveout);
-  const char* run(const Launch& how, void** arguments) const;
 
  private:
   const char* find(CudaFunction& function) const;
@@ -46,10 +48,6 @@ class Kernel : public KernelBase {
   Kernel(const char* source, std::string name, bool carveout = true) : KernelBase(source, std::move(name), carveout) {}
   // nullptr, or what went wrong.
   const char* operator()(const Launch& how, const Parameters&... parameters) const {
-    if (LaunchList* const list = Recording::current()) {
-      list->add(this, how, parameters...);
-      return nullptr;
-    }
     void* arguments[] = {const_cast<void*>(static_cast<const void*>(&parameters))...};
     return run(how, arguments);
   }

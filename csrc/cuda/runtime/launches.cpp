@@ -8,8 +8,6 @@
 namespace exl2nb {
 namespace {
 
-thread_local LaunchList* recording = nullptr;
-
 std::string hex(uint64_t value) {
   char text[16];
   return {text, std::to_chars(text, text + sizeof text, value, 16).ptr};
@@ -17,9 +15,22 @@ std::string hex(uint64_t value) {
 
 }  // namespace
 
-Recording::Recording(LaunchList& list) { recording = &list; }
-Recording::~Recording() { recording = nullptr; }
-LaunchList* Recording::current() { return recording; }
+const char* LaunchList::run(void* stream) {
+  void* pointers[kMostArguments];
+  for (PlannedLaunch& l : launches_) {
+    if (failed_) break;
+    for (uint32_t i = 0; i < l.count; i++) pointers[i] = bytes_.data() + arguments_[l.first + i].at;
+    if (l.kernel) {
+      l.how.stream = stream;
+      failed_ = l.kernel->run(l.how, pointers);
+    } else {
+      const auto word = [&](int i) { return *static_cast<const uint64_t*>(pointers[i]); };
+      failed_ = error_text(driver()->copy(word(0), word(1), word(2), static_cast<CudaStream>(stream)));
+    }
+  }
+  launches_.clear(), arguments_.clear(), bytes_.clear();
+  return failed_;
+}
 
 std::string LaunchList::text(const std::function<std::string(uint64_t)>& address) const {
   std::string out;
@@ -46,9 +57,9 @@ std::string LaunchList::text(const std::function<std::string(uint64_t)>& address
     }
     for (uint32_t i = l.first; i < l.first + l.count; i++) {
       put(i > l.first ? " |" : "\t");
-      for (uint32_t at = 0; at < sizes_[i]; at += 8) {
+      for (uint32_t at = 0; at < arguments_[i].size; at += 8) {
         uint64_t word = 0;
-        std::memcpy(&word, bytes_.data() + starts_[i] + at, std::min<uint32_t>(8, sizes_[i] - at));
+        std::memcpy(&word, bytes_.data() + arguments_[i].at + at, std::min<uint32_t>(8, arguments_[i].size - at));
         if (!word) continue;
         const std::string name = address(word);
         put(" ", at, ":", name.empty() ? hex(word) : name);
