@@ -72,8 +72,9 @@ demo: build
 # the tests of rooms that work on any device
 ON_EITHER := tests/cache tests/sampling tests/constraint tests/generator tests/llm tests/test_bad_input.py
 
+# bytecode is written, so that the many processes that tests start do not compile the package again
 test: build $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -n $(TESTS_AT_ONCE) --dist worksteal
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -n $(TESTS_AT_ONCE) --dist worksteal
 
 test-gpu: build $(VENV)/.dev
 	$(BIN)/python -m pytest tests -m gpu

@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from exl2nb.cache.modes import MODES
 from exl2nb.cache.pool import KVCache
-from exl2nb.eval.text import read_text, token_rows
+from exl2nb.cache.spec import MODES
+from exl2nb.eval.rows import read_text, token_rows
 from exl2nb.model.batch import Batch
 from exl2nb.model.loader import load_model
 from exl2nb.model.model import Model

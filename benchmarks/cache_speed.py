@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from exl2nb import ops
-from exl2nb.cache.modes import MODES
 from exl2nb.cache.pool import KVCache
-from exl2nb.cache.spec import CacheSpec
+from exl2nb.cache.spec import MODES, CacheSpec
 from exl2nb.ops import cuda_attention
 
 LARGE_BYTES = 200 << 20
@@ -52,7 +51,7 @@ def measure(mode: str, args: argparse.Namespace) -> dict[str, object]:
 
     def write(tokens: int) -> Tensor:
         where = (torch.zeros(tokens, dtype=torch.int32), torch.arange(tokens, dtype=torch.int32), *pools)
-        return ops.norm_qkv_rope(inputs[:tokens], ops.QKVProjection(None, 0.0, blob, None, still, still, Hq, Hkv, D), *where)
+        return ops.QkvOp(blob=blob, cos=still, sin=still, num_heads=Hq, num_kv_heads=Hkv, head_dim=D)(inputs[:tokens], *where)
 
     inputs = torch.randn(context, 8)
     q = write(context)[:64].contiguous()

@@ -66,7 +66,7 @@ def ours(llm: ex.LLM, prompt: list[int], tokens: int) -> float:
 
 def check(llm: ex.LLM, peer: Peer, ids: list[int]) -> dict[str, float]:
     """How far the logits are apart."""
-    from exl2nb.eval.logits import logits
+    from exl2nb.eval.rows import logits
 
     mine, theirs = logits(llm.model, torch.tensor([ids]))[0].float().cpu(), peer.logits(ids)
     theirs = theirs[:, : mine.shape[1]]

@@ -22,7 +22,7 @@ from exl2nb.converter.calibration import read_calibration
 from exl2nb.converter.gptq import dense
 from exl2nb.converter.job import ConversionJob
 from exl2nb.core.progress import TextSink
-from exl2nb.eval.text import token_rows
+from exl2nb.eval.rows import token_rows
 from exl2nb.io.shards import TensorStore
 from exl2nb.model import reference
 from exl2nb.model.layout import linears

@@ -33,10 +33,10 @@ from make_random_model import KEYS, SHAPES, Shape, write_tokenizer
 import exl2nb
 from exl2nb.converter import sensitivity
 from exl2nb.converter.job import ConversionJob
+from exl2nb.converter.keywords import EFFORTS, REPORT_ROWS
 from exl2nb.converter.measurement import Measurement
 from exl2nb.converter.memory import Asked, planned_on_gpu
 from exl2nb.converter.result import Conversion
-from exl2nb.converter.settings import EFFORTS, REPORT_ROWS
 from exl2nb.core.progress import Progress
 from exl2nb.io import safetensors
 from exl2nb.model.loader import read_model_config
@@ -97,7 +97,9 @@ def kept(shape: Shape, effort: str) -> tuple[int, int]:
     """Every how many layers the sweep of the whole model keeps a stream, and bytes of those that it keeps on the host at once."""
     stream, layers = 4 * EFFORTS[effort].rows * EFFORTS[effort].length * shape.hidden_size, shape.num_hidden_layers
     room = sensitivity.HOST_BYTES + sensitivity.DISK_BYTES
-    return sensitivity._spacing(stream, layers, room), min(sensitivity.HOST_BYTES, stream * sensitivity.kept_streams(stream, layers, room))
+    return sensitivity.kept_spacing(stream, layers, room), min(
+        sensitivity.HOST_BYTES, stream * sensitivity.kept_streams(stream, layers, room)
+    )
 
 
 def digest(model: Path) -> str:
@@ -114,7 +116,7 @@ def demo(args: argparse.Namespace, work: Path) -> dict[str, object]:
     """The demo model."""
     from convert import quality
 
-    from exl2nb.eval.text import token_rows
+    from exl2nb.eval.rows import token_rows
     from exl2nb.tokenizer.tokenizer import Tokenizer
 
     command = [sys.executable, "-m", "exl2nb.cli", "convert", "demo", str(work / "user"), "--bpw", str(args.bpw), "--effort", args.effort]
@@ -153,7 +155,7 @@ def shape(args: argparse.Namespace, work: Path) -> dict[str, object]:
     warm = Shape(hidden_size=256, intermediate_size=512, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=4, vocab_size=4096)
     write_dense(warm, 1, work / "warm")
     convert(work / "warm", work / "warm-out", bpw=args.bpw, device=args.device)
-    sensitivity._spacing = lambda nbytes, layers, room: every
+    sensitivity.kept_spacing = lambda nbytes, layers, room: every
     host = sensitivity.HOST_BYTES
     options, peaks = {"bpw": args.bpw, "device": args.device, "effort": args.effort}, Peaks()
     for layers in sorted(args.layers):

@@ -22,8 +22,8 @@ from pathlib import Path
 from make_random_model import SHAPES
 
 from exl2nb.converter.job import ConversionJob
+from exl2nb.converter.keywords import EFFORTS, REPORT_ROWS
 from exl2nb.converter.memory import SLACK, Asked, Planned, planned
-from exl2nb.converter.settings import EFFORTS, REPORT_ROWS
 from exl2nb.core.progress import Progress
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.loader import read_model_config

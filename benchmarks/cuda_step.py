@@ -26,7 +26,7 @@ from exl2nb import ops
 from exl2nb.model.gpu import formats_of
 from exl2nb.ops.cuda_sample import Row, pack_rows, sample_rows
 from exl2nb.ops.gpu import shape_of
-from exl2nb.ops.lora import LoraChange, LoraPart
+from exl2nb.ops.lora import INSIDE, LoraChange, LoraPart
 
 SMALL = ("sample_rows", "embed_kernel", "rows_kernel", "gates", "Memcpy")
 PRODUCTS = ("stream_k_wgmma", "stream_k_gemm", "stream_k_lora", "skinny_gemm")
@@ -113,17 +113,17 @@ class CapturedStep:
 def random_adapter(program: ops.Program, rank: int, seed: int) -> dict[int, LoraChange]:
     """Small changes of every matrix of the layers, on the GPU: q, k, v, gate and up have parts of their own."""
     g, found = torch.Generator("cuda").manual_seed(seed), {}
-    for op, (name, arguments) in enumerate(program.steps):
-        if name not in ("norm_qkv_rope", "linear_residual", "norm_gate_up"):
+    for number, op in enumerate(program.steps):
+        if not isinstance(op, INSIDE):
             continue
-        K, N = shape_of(program.heads[arguments["blob"].data_ptr()])
-        kv = (N - K) // 2 if name == "norm_qkv_rope" else 0  # where the heads are as wide as the model
-        firsts = {"norm_qkv_rope": (0, N - 2 * kv, N - kv), "norm_gate_up": (0, N // 2), "linear_residual": (0,)}[name]
+        K, N = shape_of(program.heads[op.blob.data_ptr()])
+        kv = (N - K) // 2 if isinstance(op, ops.QkvOp) else 0  # where the heads are as wide as the model
+        firsts = {"norm_qkv_rope": (0, N - 2 * kv, N - kv), "norm_gate_up": (0, N // 2), "linear_residual": (0,)}[op.name]
         parts = []
         for first, end in zip(firsts, (*firsts[1:], N)):
             a, b = (torch.randn(shape, generator=g, device="cuda") for shape in ((K, rank), (rank, end - first)))
             parts.append(LoraPart.of(a * K**-0.5, 0.01 * b, torch.ones(rank, device="cuda"), first))
-        found[op] = LoraChange(parts=tuple(parts))
+        found[number] = LoraChange(parts=tuple(parts))
     return found
 
 

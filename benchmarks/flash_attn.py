@@ -22,7 +22,7 @@ import torch
 
 import exl2nb as ex
 from exl2nb.ops import prefill_attention
-from exl2nb.ops.attention import paged_attention
+from exl2nb.ops.layer_ops import paged_attention
 
 HEADS = {"tinyllama": (32, 4, 64), "llama2-7b": (32, 32, 128), "llama3-8b": (32, 8, 128)}  # query heads, KV heads, head_dim
 PLACES = [(100, 100), (512, 512), (2000, 2000), (2048, 2048), (256, 4096), (2048, 8192), (8192, 8192), (32768, 32768)]  # tokens, keys

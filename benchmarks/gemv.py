@@ -126,16 +126,17 @@ def small_program() -> tuple[ops.Program, list[Tensor], list[Tensor]]:
     angles = torch.rand(1024, D // 2)
     norm = torch.ones(H)
     program = ops.Program()
-    program.embed(torch.randn(V, H).half())
+    program.add(ops.EmbedOp(table=torch.randn(V, H).half()))
     for i in range(layers):
         parts = exl2(H, (heads + 2 * kv) * D, 4, 32)
-        tables = (angles.cos(), angles.sin())
-        program.norm_qkv_rope(ops.QKVProjection(norm, 1e-5, ops.pack_exl2(*parts), None, *tables, heads, kv, D), layer=i)
-        program.paged_attention(layer=i, scale=D**-0.5)
-        program.linear_residual(ops.pack_exl2(*exl2(heads * D, H, 4, 32)))
-        program.norm_gate_up(norm, 1e-5, ops.pack_exl2(*exl2(H, 2 * inter, 4, 32)))
-        program.linear_residual(ops.pack_exl2(*exl2(inter, H, 4, 32)))
-    program.norm_head(norm, 1e-5, ops.pack_exl2(*exl2(H, V, 6, 128)))
+        tables = {"cos": angles.cos(), "sin": angles.sin()}
+        sizes = {"num_heads": heads, "num_kv_heads": kv, "head_dim": D}
+        program.add(ops.QkvOp(norm=norm, eps=1e-5, blob=ops.pack_exl2(*parts), **tables, **sizes, layer=i))
+        program.add(ops.AttentionOp(layer=i, scale=D**-0.5))
+        program.add(ops.ResidualOp(blob=ops.pack_exl2(*exl2(heads * D, H, 4, 32))))
+        program.add(ops.GateUpOp(norm=norm, eps=1e-5, blob=ops.pack_exl2(*exl2(H, 2 * inter, 4, 32))))
+        program.add(ops.ResidualOp(blob=ops.pack_exl2(*exl2(inter, H, 4, 32))))
+    program.add(ops.HeadOp(norm=norm, eps=1e-5, blob=ops.pack_exl2(*exl2(H, V, 6, 128))))
     pools = [[torch.zeros(4, kv, 256, D, dtype=torch.float16) for _ in range(layers)] for _ in range(2)]
     return program, pools[0], pools[1]
 

@@ -147,7 +147,7 @@ def decode(llm: ex.LLM, tokens: int, bound_ms: float) -> None:
 
 def graph(llm: ex.LLM) -> float:
     """Milliseconds of the GPU's captured part by itself; 0 where there is none."""
-    last = llm.model._parts[-1]
+    last = llm.model.parts[-1]
     found = [one for one in last.captured.values() if one is not None]
     if not found:
         return 0.0
@@ -181,8 +181,8 @@ def main() -> None:
             torch.set_num_threads(args.threads[-1])
             llm.generate(PROMPT, max_tokens=4, temperature=0, ignore_eos=True)
             model = llm.model
-            parts = [part for part in model._parts if part.gpu is None]
-            layers = [layer for part in parts for layer in model._network.layers[part.span.first : part.span.last]]
+            parts = [part for part in model.parts if part.gpu is None]
+            layers = [layer for part in parts for layer in model.network.layers[part.span.first : part.span.last]]
             if not turn and not args.brief:
                 products(layers, args.threads)
             torch.set_num_threads(args.threads[-1])

@@ -27,8 +27,8 @@ from tokenizers.decoders import DecodeStream
 
 import exl2nb
 from exl2nb.io.safetensors import SafetensorsFile
-from exl2nb.tokenizer.chat import render
 from exl2nb.tokenizer.detokenize import Detokenizer
+from exl2nb.tokenizer.template import render
 from exl2nb.tokenizer.tokenizer import Tokenizer
 from tests.tokenizer import makers
 

@@ -22,8 +22,7 @@ import tokenizers
 import torch
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from exl2nb.constraint.matcher import MatcherConstraint
-from exl2nb.constraint.structure import Structure
+from exl2nb.constraint.structure import MatcherConstraint, Structure
 from exl2nb.ops import draw_rows
 from exl2nb.sampling.chain import sample_row
 from exl2nb.sampling.constraint import Allowed

@@ -31,16 +31,16 @@ def programs(hidden: int, experts: int, top_k: int, inner: int, layers: int) -> 
     gate, up, down = (matrix(*shape) for shape in ((hidden, inner), (hidden, inner), (inner, hidden)))
     wide = [matrix(*shape) for shape in ((hidden, top_k * inner), (hidden, top_k * inner), (top_k * inner, hidden))]
     plain, routed = ops.Program(), ops.Program()
-    plain.embed(table)
-    routed.embed(table)
+    plain.add(ops.EmbedOp(table=table))
+    routed.add(ops.EmbedOp(table=table))
     for _ in range(layers):
-        plain.norm_gate_up(norm, 1e-5, ops.pack_concat(wide[:2]))
-        plain.linear_residual(wide[2].clone())
+        plain.add(ops.GateUpOp(norm=norm, eps=1e-5, blob=ops.pack_concat(wide[:2])))
+        plain.add(ops.ResidualOp(blob=wide[2].clone()))
         ups, downs = [ops.pack_concat([gate, up]) for _ in range(experts)], [down.clone() for _ in range(experts)]
         router = ops.pack_dense(torch.randn(experts, hidden))
-        routed.routed_mlp(ops.Experts(norm=norm, eps=1e-5, router=router, up=ups, down=downs, top_k=top_k, renormalize=1.0))
-    plain.norm_head(norm, 1e-5, head)
-    routed.norm_head(norm, 1e-5, head)
+        routed.add(ops.RoutedOp(norm=norm, eps=1e-5, blob=router, up=ups, down=downs, top_k=top_k, renormalize=1.0))
+    plain.add(ops.HeadOp(norm=norm, eps=1e-5, blob=head))
+    routed.add(ops.HeadOp(norm=norm, eps=1e-5, blob=head))
     return {"plain": plain, "routed": routed}
 
 

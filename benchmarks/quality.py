@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from convert import quality
 
-from exl2nb.converter import options
+from exl2nb.converter import allocation
 from exl2nb.converter.calibration import read_calibration
 from exl2nb.converter.job import ConversionJob
 from exl2nb.converter.keywords import EFFORTS
@@ -33,7 +33,7 @@ from exl2nb.converter.quantization import Rounding
 from exl2nb.converter.result import Conversion
 from exl2nb.converter.tuning import Tuning
 from exl2nb.core.progress import TextSink
-from exl2nb.eval.text import token_rows
+from exl2nb.eval.rows import token_rows
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
 LIMITS = Path(__file__).parent.parent / "tests" / "data" / "demo-peer-quality.json"
@@ -67,13 +67,13 @@ ROLES = ("q", "k", "v", "o", "gate", "up", "down")
 @contextmanager
 def menus_of(idea: dict[str, Any]) -> Iterator[None]:
     """Within it a matrix has one width throughout, where the idea says so."""
-    mixes = options._mixes
+    mixes = allocation._mixes
     if idea.get("one_width"):
-        options._mixes = lambda errors, rows: [np.repeat(np.arange(errors.shape[1])[:, None], len(rows), 1)] * len(errors)
+        allocation._mixes = lambda errors, rows: [np.repeat(np.arange(errors.shape[1])[:, None], len(rows), 1)] * len(errors)
     try:
         yield
     finally:
-        options._mixes = mixes
+        allocation._mixes = mixes
 
 
 def convert(

@@ -29,8 +29,9 @@ from exl2nb.generator.batch import MAX_ROWS, BatchBuilder
 from exl2nb.generator.loop import StepLoop
 from exl2nb.generator.pager import Pager
 from exl2nb.generator.request import Request
-from exl2nb.generator.scheduler import MAX_CHUNK, Scheduler
+from exl2nb.generator.scheduler import Scheduler
 from exl2nb.generator.sequence import Sequence
+from exl2nb.model.runner import GPU_CHUNKS, HOST_CHUNKS
 from exl2nb.sampling.draw import Sampled
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
@@ -71,7 +72,7 @@ def host_work(tokenizer: Tokenizer, batch: int, lookahead: int, rounds: int) -> 
     found = []
     for _ in range(rounds):
         pager = Pager(PAGES, page_size=PAGE_SIZE, copy=lambda source, target: None)
-        builder = BatchBuilder(max_tokens=batch * MAX_ROWS + MAX_CHUNK, max_sequences=batch, max_pages=16, page_size=PAGE_SIZE)
+        builder = BatchBuilder(max_tokens=batch * MAX_ROWS + HOST_CHUNKS.max_tokens, max_sequences=batch, max_pages=16, page_size=PAGE_SIZE)
         loop = StepLoop(Scheduler(pager, max_sequences=batch), builder, Null(lookahead))
         for i in range(batch):
             ids = random.Random(i).choices(range(3, 200), k=20)
@@ -131,7 +132,7 @@ def beside_gpu(llm: exl2nb.LLM, batch: int, **sampling: Any) -> dict[str, float]
     executor = Timed(engine.loop.executor)
     pager = Pager(engine.spec.num_pages, page_size=PAGE_SIZE, copy=executor.copy)
     builder = BatchBuilder(max_tokens=batch * MAX_ROWS + 2048, max_sequences=batch, max_pages=16, page_size=PAGE_SIZE)
-    loop = StepLoop(Scheduler(pager, max_sequences=batch, max_chunk=2048), builder, executor)
+    loop = StepLoop(Scheduler(pager, max_sequences=batch, chunks=GPU_CHUNKS), builder, executor)
 
     def run() -> tuple[float, float, float, list[Any]]:
         for i in range(batch):

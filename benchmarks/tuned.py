@@ -28,12 +28,13 @@ import exl2nb
 from exl2nb.converter.calibration import read_calibration
 from exl2nb.converter.job import ConversionJob
 from exl2nb.converter.result import Conversion
-from exl2nb.converter.settings import describe_device, pick_device
+from exl2nb.converter.settings import describe_device
 from exl2nb.converter.tuning import Tuning
 from exl2nb.core.errors import Exl2Error, Interrupted
 from exl2nb.core.progress import Progress
-from exl2nb.eval.text import token_rows
+from exl2nb.eval.rows import token_rows
 from exl2nb.io.atomic import atomic_write
+from exl2nb.ops.placement import pick_device
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
 QUICK = "default effort"
@@ -66,7 +67,7 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace, work: Path) -> None:
         self._args, self._work, self._end = args, work, time.monotonic() + args.seconds
-        self._device = pick_device(args.device)
+        self._device = torch.device(pick_device(args.device, where="convert", needs_engine=False))
         found = json.loads(args.json.read_text()) if args.json.exists() else {}
         self.results: list[dict[str, Any]] = found.get("results", [])
         self.skipped: list[dict[str, Any]] = []

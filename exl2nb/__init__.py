@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # for editors and type checkers; at run time `__getattr__` below does it
     from exl2nb import sampling as sampling
     from exl2nb import widgets as widgets
-    from exl2nb.converter.api import demo_measurement as demo_measurement
-    from exl2nb.converter.api import measure as measure
     from exl2nb.converter.job import ConversionJob as ConversionJob
+    from exl2nb.converter.job import demo_measurement as demo_measurement
+    from exl2nb.converter.job import measure as measure
     from exl2nb.converter.publish import pull as pull
     from exl2nb.converter.publish import push as push
     from exl2nb.core import errors as errors
     from exl2nb.core.check import check as check
     from exl2nb.generator.job import Job as Job
     from exl2nb.integrations.evaluate import evaluate as evaluate
-    from exl2nb.io.revisions import revisions as revisions
+    from exl2nb.io.metadata import revisions as revisions
     from exl2nb.llm.functions import compare as compare
     from exl2nb.llm.functions import convert as convert
     from exl2nb.llm.functions import demo as demo
@@ -45,17 +45,17 @@ _PUBLIC = {
     "compare": "exl2nb.llm.functions",
     "convert": "exl2nb.llm.functions",
     "demo": "exl2nb.llm.functions",
-    "demo_measurement": "exl2nb.converter.api",
+    "demo_measurement": "exl2nb.converter.job",
     "errors": "exl2nb.core",
     "evaluate": "exl2nb.integrations.evaluate",
     "inspect": "exl2nb.llm.functions",
     "load": "exl2nb.llm.load",
-    "measure": "exl2nb.converter.api",
+    "measure": "exl2nb.converter.job",
     "merge": "exl2nb.model.lora_merge",
     "plan": "exl2nb.llm.plan",
     "pull": "exl2nb.converter.publish",
     "push": "exl2nb.converter.publish",
-    "revisions": "exl2nb.io.revisions",
+    "revisions": "exl2nb.io.metadata",
     "sampling": "exl2nb",
     "sweep": "exl2nb.llm.sweep",
     "widgets": "exl2nb",

@@ -51,7 +51,7 @@ are refused as incomplete.
 ## Keys of config.json
 
 A key of `config.json` that changes the result and is not implemented is an error that names the key, its value, the supported values and
-what to do. `exl2nb/model/keys.py` has the rules. Each entry of the table says which keys it reads (`reads`, and the fields that name
+what to do. `exl2nb/model/fields.py` has the rules. Each entry of the table says which keys it reads (`reads`, and the fields that name
 keys), which ones are harmless at some values only (`neutral`) and which ones never matter (`ignored`). An unknown key is refused if its
 name suggests arithmetic (`scale`, `norm`, `rope`, `window`, ...) and its value switches something on. Inside of `rope_scaling` and
 `rope_parameters` every unknown key is refused. `tests/model/test_config_keys.py` compares the table with the configuration classes of

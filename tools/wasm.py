@@ -58,7 +58,8 @@ def write_model(folder: Path, target: Path) -> None:
     import numpy as np
 
     import exl2nb as ex
-    from exl2nb.ops.program import ADDRESS, HEADER_WORDS, SCHEMA
+    from exl2nb.ops.program import HEADER_WORDS
+    from exl2nb.ops.records import ADDRESS, SCHEMA
 
     with ex.load(folder, device="cpu", progress=None) as llm:
         llm.generate("a", max_tokens=1)  # the program is written before the first step

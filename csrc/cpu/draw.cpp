@@ -116,8 +116,12 @@ double floor_of_top_k(Scratch& t, int64_t top_k, float highest, double temperatu
   return bound == highest ? 1 - kSlack : std::exp((double(bound) - highest) / temperature) * (1 - kSlack) - 1e-30;
 }
 
-// The cuts, on t.w; then the draw.
-int64_t after_cuts(int64_t n, float highest, double all, const Settings& s, Scratch& t) {
+bool has_cuts(int64_t n, const Settings& s) { return (s.top_k > 0 && s.top_k < double(n)) || s.top_p < 1 || s.min_p > 0; }
+
+bool greedy(const Settings& s, float highest) { return s.temperature < kCold || !std::isfinite(highest / float(s.temperature)); }
+
+// The cuts, on t.w; returns how many ids of t.ids are left.
+int64_t cut(int64_t n, float highest, double all, const Settings& s, Scratch& t) {
   const bool some_k = s.top_k > 0 && s.top_k < double(n);
   double floor = some_k && s.top_p < 1 ? 0 : s.min_p * (1 - kSlack);  // what top_p counts, min_p must not have taken away
   if (some_k) floor = std::max(floor, floor_of_top_k(t, int64_t(s.top_k), highest, s.temperature));
@@ -140,12 +144,15 @@ int64_t after_cuts(int64_t n, float highest, double all, const Settings& s, Scra
     drop_below(t, count, crossing(t.some, (1 - s.top_p) * total - (total - mine), t.bins));
   }
   if (s.min_p > 0) drop_below(t, count, float(s.min_p));
-  const double target = s.uniform * sum_of(t, count);
-  return t.ids[pass(count, target, [&](int64_t i) { return double(t.w[t.ids[i]]); })];
+  return count;
 }
 
 int64_t choose(int64_t n, float highest, double all, const Settings& s, Scratch& t) {
-  if ((s.top_k > 0 && s.top_k < double(n)) || s.top_p < 1 || s.min_p > 0) return after_cuts(n, highest, all, s, t);
+  if (has_cuts(n, s)) {
+    const int64_t count = cut(n, highest, all, s, t);
+    const double target = s.uniform * sum_of(t, count);
+    return t.ids[pass(count, target, [&](int64_t i) { return double(t.w[t.ids[i]]); })];
+  }
   const double target = s.uniform * all;
   const int64_t blocks = (n + kSumBlock - 1) / kSumBlock;
   const int64_t block = pass(blocks, target, [&](int64_t b) { return t.sums[b]; });
@@ -169,7 +176,7 @@ Drawn draw_row(const float* x, const uint32_t* bits, int64_t n, int64_t columns,
   if (!(seen.allowed > -INFINITY)) return {-2, NAN, 0, free};
   int64_t token;
   double all = 0;
-  if (s.temperature < kCold || !std::isfinite(seen.allowed / float(s.temperature))) {
+  if (greedy(s, seen.allowed)) {
     token = first_of(x, bits, columns, seen.allowed, t.most);
   } else {
     t.w.resize((columns + kMaxBlock - 1) / kMaxBlock * kMaxBlock);
@@ -199,6 +206,30 @@ void draw_into(const float* x, const uint32_t* bits, int64_t n, int64_t columns,
   std::memcpy(out, &found, sizeof found);
   if (top && found.id >= 0) best_of(x, n, found, top, out + 4);
   if (found.id < 0) std::fill(out + 4, out + 4 + 2 * top, -1.0);
+}
+
+bool probabilities_into(const float* x, int64_t n, const Settings& s, double* probs) {
+  static thread_local Scratch t;
+  t.most.resize((n + kMaxBlock - 1) / kMaxBlock);
+  const RowScan seen = kernels().scan(x, nullptr, n, t.most.data());
+  if (seen.bad || !(seen.highest > -INFINITY)) return false;
+  std::fill(probs, probs + n, -1.0);
+  if (greedy(s, seen.highest)) {
+    probs[first_of(x, nullptr, n, seen.highest, t.most)] = 1;
+    return true;
+  }
+  t.w.resize((n + kMaxBlock - 1) / kMaxBlock * kMaxBlock);
+  t.sums.resize((n + kSumBlock - 1) / kSumBlock);
+  const double all = kernels().weigh(x, nullptr, n, seen.highest, float(s.temperature), t.w.data(), t.sums.data());
+  if (!has_cuts(n, s)) {
+    for (int64_t i = 0; i < n; i++)
+      if (x[i] > -INFINITY) probs[i] = t.w[i] / all;
+    return true;
+  }
+  const int64_t count = cut(n, seen.highest, all, s, t);
+  const double sum = sum_of(t, count);
+  for (int64_t i = 0; i < count; i++) probs[t.ids[i]] = t.w[t.ids[i]] / sum;
+  return true;
 }
 
 bool valid(const Settings& s) {

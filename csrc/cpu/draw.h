@@ -50,6 +50,8 @@ struct Drawn {
 // One row of n logits: `Drawn`, then id and log probability of the `top` <= n most probable tokens; -1 in place of these if nothing could
 // be drawn. columns: 1 to n. The token is one of the first `columns`; log probabilities and ranks count all n. out: 4 + 2 * top numbers.
 void draw_into(const float* x, const uint32_t* bits, int64_t n, int64_t columns, const Settings& s, int64_t top, double* out);
+// The probability at which each of n tokens is drawn, -1 for a removed token; false if nothing can be drawn. probs: n numbers.
+bool probabilities_into(const float* x, int64_t n, const Settings& s, double* probs);
 // Whether the settings are within their ranges.
 bool valid(const Settings& s);
 

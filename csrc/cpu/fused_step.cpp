@@ -254,7 +254,7 @@ class FusedStep::Worker {
       }
     });
   }
-  void operator()(const RoutedOp&) {}  // never in such a program
+  void operator()(const Op&) {}  // an `unfused_op`, never in such a program
   // Each thread normalises the rows that need logits for itself, whatever the format of the matrix.
   void operator()(const HeadOp& op) {
     const int H = int(s_.program.hidden()), R = int(b_.R);
@@ -487,6 +487,14 @@ class FusedStep::Worker {
   const Op* next_op_ = nullptr;  // the next op that has a matrix
   int64_t vocab_ = 0;
 };
+
+const Op* unfused_op(const Program& program) {
+  const Op* op = program.first();
+  while (as<EmbedOp>(op) || as<QkvOp>(op) || as<AttentionOp>(op) || as<ResidualOp>(op) || as<GateUpOp>(op) || as<HeadOp>(op) ||
+         as<ResidualOutOp>(op))
+    op = program.next(op);
+  return op;
+}
 
 FusedStep::FusedStep(const Program& program, const StepBatch& b, float* out, const Draws& draws, int64_t threads)
     : shared_(std::make_unique<Shared>(program, b, out, draws, threads)) {

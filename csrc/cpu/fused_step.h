@@ -19,7 +19,10 @@ struct Draws {
   double* out = nullptr;
 };
 
-// Bit-identical to running the ops one by one. The program must have no RoutedOp.
+// The first op of a program that the fused step does not compute, or null. Such programs run op by op.
+const Op* unfused_op(const Program& program);
+
+// Bit-identical to running the ops one by one. The program must have no `unfused_op`.
 class FusedStep {
  public:
   // Team of up to `threads` threads. The batch must outlive it. out: as in `run_step`.

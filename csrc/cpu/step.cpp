@@ -263,10 +263,9 @@ class StepRunner {
   int64_t index_ = 0;  // of the op
 };
 
-// Bytes of all matrices, and multiply-adds of one row; routed: some are experts.
+// Bytes of all matrices, and multiply-adds of one row.
 struct Weights {
   int64_t bytes = 0, work = 0;
-  bool routed = false;
 };
 Weights weights_of(const Program& program) {
   Weights sum;
@@ -274,7 +273,6 @@ Weights weights_of(const Program& program) {
     const uint8_t* blob = matrix_of(op);
     if (!blob) continue;
     const BlobHeader& h = header(blob);
-    sum.routed |= as<RoutedOp>(op) != nullptr;
     sum.bytes += h.bytes;
     sum.work += int64_t(h.K) * h.N;
   }
@@ -297,8 +295,8 @@ int64_t cache_bytes() {
 // there. One row of a large model runs so where there are many threads.
 bool suits_fused_step(const Program& program, const StepBatch& b) {
   if (available_threads() < (b.T < kMinFusedRows ? kManyThreads : 2) || b.T > kMaxFusedRows || b.R > kMaxFusedRows) return false;
+  if (unfused_op(program)) return false;
   const Weights weights = weights_of(program);
-  if (weights.routed) return false;
   if (b.T < kMinFusedRows) return b.T == 1 && weights.work >= kManyThreadsWork;
   return weights.bytes <= cache_bytes() && weights.work * b.T >= kMinFusedWork;
 }

@@ -1,5 +1,5 @@
-// A model's step as a program: a header, then one struct per op, written by exl2nb/ops/program.py and read by the CPU's and the GPU's
-// walkers.
+// A model's step as a program: a header, then one struct per op, written by exl2nb/ops/program.py from exl2nb/ops/records.py and read by
+// the CPU's and the GPU's walkers.
 //
 // Every field has 8 bytes, so a program is an int64 tensor. The field lists below are the schema: the structs are made of them, and
 // `program_schema()` spells them out for Python, which writes by field name and compares the schema when the library is loaded.
@@ -68,7 +68,8 @@ EXL2NB_OPS(EXL2NB_STRUCT)
 #undef EXL2NB_COUNT
 #undef EXL2NB_FIELD
 
-// Calls visitor(op) with the op as its own struct. The code must be known.
+// Calls visitor(op) with the op as its own struct. The code must be known. A visitor that does not take every struct has an overload for
+// `const Op&`, which gets the others and refuses them with a message that names `op_name`.
 template <class Visitor>
 decltype(auto) visit(const Op* op, Visitor&& visitor) {
   switch (op->code) {
@@ -99,7 +100,9 @@ inline const uint8_t* matrix_of(const Op* op) {
   const auto* residual = as<ResidualOp>(op);
   return residual ? residual->blob : nullptr;
 }
-inline bool known_op(int64_t code) { return code >= EmbedOp::kCode && code <= ResidualOutOp::kCode; }
+#define EXL2NB_ONE(Struct, Base, PREFIX, number, name, FIELDS) +1
+inline bool known_op(int64_t code) { return code >= 1 && code <= 0 EXL2NB_OPS(EXL2NB_ONE); }
+#undef EXL2NB_ONE
 // Bytes of an op with a known code.
 inline int64_t op_bytes(const Op* op) {
   return visit(op, [](const auto& o) { return static_cast<int64_t>(sizeof(o)); });

@@ -11,6 +11,7 @@
 
 #include "../cpu/async_step.h"
 #include "../cpu/engine.h"
+#include "../cpu/fused_step.h"
 #include "../cpu/kernels.h"
 #include "../cpu/parallel.h"
 #include "../cpu/step.h"
@@ -371,8 +372,8 @@ std::tuple<Tensor, Tensor> draw_ahead_cpu(const Tensor& program, const Tensor& i
                   " rows of logits; expected at least one and at most ", kMaxAsyncRows);
   STD_TORCH_CHECK(vocab <= known, op, ": the model draws from ", vocab, " ids; expected at most the ", known, " that it has embeddings of");
   STD_TORCH_CHECK(top >= 0 && top <= vocab, op, ": top is ", top, "; expected 0 to ", vocab, ", the columns of logits");
-  for (const Op* at = step->program.first(); at; at = step->program.next(at))
-    STD_TORCH_CHECK(!as<RoutedOp>(at), op, ": the program has routed experts; expected one without");
+  const Op* unfused = unfused_op(step->program);
+  STD_TORCH_CHECK(!unfused, op, ": the program has ", unfused ? op_name(unfused) : "", "; expected one without");
   check_tensor(op, "settings", settings, ScalarType::Double, {b.R, 5});
   const auto* wanted = static_cast<const draw::Settings*>(settings.const_data_ptr());
   step->settings.assign(wanted, wanted + b.R);

@@ -119,6 +119,7 @@ class Bounds {
     if (op.bias && wrong.empty()) array(op.bias, int64_t(exl2nb::header(op.blob).N) * 4, "a bias");
   }
   void operator()(const RoutedOp&) { wrong = "mixtures of experts do not run in the browser"; }
+  void operator()(const exl2nb::Op& op) { wrong = std::string(exl2nb::op_name(&op)) + " does not run in the browser"; }
   void operator()(const ResidualOutOp&) { wrong = "the program has no head"; }
   std::string wrong;
 
@@ -225,6 +226,16 @@ EXL2NB_EXPORT(step) const char* step(int32_t count, int32_t position) {
   if (!wrong.empty()) return say(wrong);
   run_step(program, batch, m.logits.data());
   return nullptr;
+}
+
+// What the settings leave: for each token its probability, -1 if it is removed; or null as in draw_token.
+EXL2NB_EXPORT(probabilities)
+const double* probabilities(double temperature, double top_k, double top_p, double min_p) {
+  Model& m = model();
+  const draw::Settings settings{temperature, top_k, top_p, min_p, 0};
+  if (!m.open || !draw::valid(settings)) return nullptr;
+  m.drawn.resize(m.logits.size());
+  return draw::probabilities_into(m.logits.data(), int64_t(m.logits.size()), settings, m.drawn.data()) ? m.drawn.data() : nullptr;
 }
 
 // Draws from the logits. Four numbers, id, log probability, rank and choices, then pairs of id and log probability of the `top` best; or

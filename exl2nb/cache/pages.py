@@ -65,6 +65,10 @@ class PageTable:
         """One of "used", "cached" and "free"."""
         return "used" if self.count(page) else "cached" if page in self._cached else "free"
 
+    def kept(self, page: int) -> bool:
+        """Whether the content of `page` is kept, or will be once its last reference is gone."""
+        return bool(self._kept[page])
+
     def last_use(self, page: int) -> int:
         """The clock when the page was last allocated, shared or freed; 0 = never."""
         return self._last_use[page]

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from itertools import groupby
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from exl2nb.cache.spec import CacheSpec
-from exl2nb.cache.storage import STORAGES
+from exl2nb.cache.spec import STORAGES, CacheSpec
 from exl2nb.core.errors import OptionError
 from exl2nb.core.show import facts
 from exl2nb.ops.memory import large_pages
+from exl2nb.ops.placement import Placement
 
 LARGE_BYTES = 2 << 20  # caches of at least this size use large pages
 
@@ -36,24 +35,24 @@ class KVCache:
 
     Args:
         spec: the sizes and the mode.
-        device: of the pools, or the device of each layer.
+        device: one device for all pools, or the device of each layer.
 
     Raises:
         OptionError: the cache is larger than the memory of this machine; names both and what to lower.
 
     Attributes:
-        device: the one device, or all of them, as "cpu+cuda:0". whole: False where other processes have the rest of its heads.
+        placement: the device of each layer's pools. whole: False where other processes have the rest of its heads.
     """
 
     whole = True
 
-    def __init__(self, spec: CacheSpec, device: str | Sequence[str] = "cpu") -> None:
-        places = [device] * spec.num_layers if isinstance(device, str) else [*device]
-        assert len(places) == spec.num_layers, "a device for each layer"
-        self.spec, self.device = spec, "+".join(dict.fromkeys(places))
+    def __init__(self, spec: CacheSpec, device: str | Placement = "cpu") -> None:
+        self.spec = spec
+        self.placement = Placement.on(device, spec.num_layers) if isinstance(device, str) else device
+        assert len(self.placement.layers) == spec.num_layers, "a device for each layer"
         self.k: list[Tensor] = []
         self.v: list[Tensor] = []
-        for place, layers in groupby(places):
+        for place, layers in groupby(self.placement.layers):
             k, v = _pools(spec, len([*layers]), place)
             self.k += k
             self.v += v
@@ -83,7 +82,7 @@ class KVCache:
 
     def __repr__(self) -> str:
         spec = self.spec
-        return f"KVCache({spec.num_tokens} tokens, {_mode(spec)}, {spec.total_bytes / 2**20:.1f} MiB on {self.device})"
+        return f"KVCache({spec.num_tokens} tokens, {_mode(spec)}, {spec.total_bytes / 2**20:.1f} MiB on {self.placement})"
 
     def _repr_html_(self) -> str:
         spec = self.spec
@@ -92,7 +91,7 @@ class KVCache:
             "mode": f"{_mode(spec)}: {spec.bits:g} bits a number",
             "tokens": f"{spec.num_tokens} in {spec.num_pages} pages of {spec.page_size}",
             "shape": heads,
-            "memory": f"{spec.total_bytes / 2**20:.1f} MiB on {self.device}; {spec.token_bytes} bytes a token",
+            "memory": f"{spec.total_bytes / 2**20:.1f} MiB on {self.placement}; {spec.token_bytes} bytes a token",
             "beside fp16": f"{16 / spec.bits:.2f} times the tokens in the same memory",
         }
         return facts(f"KV cache{'' if self.k else ' (closed)'}", rows)

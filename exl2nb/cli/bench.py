@@ -39,9 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=3, help="rounds; the median counts (3)")
     parser.add_argument("--template", metavar="NAME|FILE", help="time prompts in this chat template; `model` = the model's own")
     add_load_options(parser)
-    parser.add_argument(
-        "--predict", metavar="CARD,...", help="predict for cards that are not here: t4, a100, 3090, l4, 4090, h100, h200 or all"
-    )
     parser.add_argument("--report", action="store_true", help="measure 1 and 8 sequences, memory and KL; print Markdown to paste")
 
 
@@ -50,8 +47,6 @@ def run(args: argparse.Namespace, console: Console) -> int:
     for name in ("batch", "context", "tokens", "rounds"):
         if getattr(args, name) < 1:
             raise OptionError(f"bench: --{name} is {getattr(args, name)}; expected at least 1")
-    if args.predict is not None:
-        return predicted(args, console)
     if args.report:
         folder = locate(args.model, console.sink, revision=args.revision)
         if args.batch != 1:
@@ -74,17 +69,6 @@ def run(args: argparse.Namespace, console: Console) -> int:
     found |= {name: value for name in ("draft", "template") if (value := getattr(args, name)) is not None}
     found |= {"cache": args.cache, "batch": args.batch, "context": args.context, "tokens": args.tokens, "rounds": args.rounds}
     console.result(found, "\n".join(f"{name:24} {value}" for name, value in found.items()))
-    return 0
-
-
-def predicted(args: argparse.Namespace, console: Console) -> int:
-    """Nothing is loaded or timed."""
-    from exl2nb.llm.predict import CARDS, predict, table
-
-    cards = tuple(CARDS) if args.predict == "all" else tuple(args.predict.lower().split(","))
-    folder = locate(args.model, console.sink, revision=args.revision)
-    found = predict(folder, cards=cards, context=args.context, cache=args.cache)
-    console.result({"model": args.model, "cards": [made.to_dict() for made in found]}, table(found))
     return 0
 
 

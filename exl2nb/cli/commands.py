@@ -38,8 +38,8 @@ HOMES = {
     "logits": "eval",
     "plan": "inspect",
     "revisions": "inspect",
-    "pull": "hub",
-    "push": "hub",
+    "pull": "inspect",
+    "push": "inspect",
 }
 """Commands defined in another command's module, as `run_NAME` and `add_NAME_arguments`."""
 FAILURES = (errors.GenerationError, errors.ConversionError, errors.EngineClosed, errors.OutOfPages, errors.Interrupted)

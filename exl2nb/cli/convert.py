@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from exl2nb.cli.console import Console
-from exl2nb.cli.models import locate
+from exl2nb.cli.models import add_flag, locate
+from exl2nb.converter.keywords import CONVERT, MeasureOptions
 from exl2nb.core.errors import OptionError
 from exl2nb.core.show import size_text
+
+FLAGS = [one for one in CONVERT.values() if one.flag is not None and one.name != "bpw"]
+MEASURE = tuple(MeasureOptions.__annotations__)
+CHANGES: dict[str, dict[str, Any]] = {"overrides": {"action": "append"}}
+"""Arguments of a flag that do not follow from the type of its option."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,24 +25,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="IN", help="model directory, hub id, or `demo`")
     parser.add_argument("destination", type=Path, metavar="OUT", help="directory to make; it appears when it is complete")
     goal = parser.add_mutually_exclusive_group(required=True)
-    goal.add_argument("--bpw", type=float, help="bits per weight of the decoder's matrices, 2 to 8, everything counted")
+    add_flag(goal, CONVERT["bpw"])
     goal.add_argument("--bytes", metavar="SIZE", help="size of all weight files, such as 7GB; the head shares the budget")
     goal.add_argument("--fits", metavar="SIZE", help="memory for weights and cache, such as 24GiB; see --context")
     parser.add_argument("--context", type=int, default=0, help="with --fits: tokens of cache that must fit too")
     parser.add_argument("--cache", default="fp16", help="with --fits: mode of that cache")
-    parser.add_argument("--head-bits", default=None, help="bits of the output head: 2, 3, 4, 5, 6 or 8, or auto (default 6 with --bpw)")
-    parser.add_argument(
-        "--override",
-        metavar="WHICH=BITS",
-        action="append",
-        default=[],
-        help="bits (4), a range (4-8) for 'layer 0', 'layers 4-7', a role (v, down, head), a name or '*.down_proj'; may be given again",
-    )
-    parser.add_argument("--frozen", metavar="MODEL", help="EXL2 directory or plan (JSON) whose choices stay as they are")
-    parser.add_argument("--measurement", metavar="FILE", help="measurement of this model to solve from, as `exl2nb measure` writes it")
-    parser.add_argument("--report-rows", type=int, help="rows of the same text kept out for the report (default 8)")
-    parser.add_argument("--vision-bits", type=int, metavar="BITS", help="of a vision tower's linears; left out: the tower is copied")
-    parser.add_argument("--polish", action="store_true", help="try plans under their true KL before one is carried out")
+    for one in FLAGS:
+        if one.name not in MEASURE:
+            add_flag(parser, one, **CHANGES.get(one.name, {}))
     add_calibration(parser)
 
 
@@ -50,14 +47,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         args.destination,
         bpw=args.bpw,
         target=_target(args),
-        head_bits=int(args.head_bits) if re.fullmatch("[0-9]{1,3}", args.head_bits or "") else args.head_bits,
-        overrides=dict(map(_override, args.override)),
-        frozen=args.frozen,
-        measurement=args.measurement,
-        polish=args.polish,
-        vision_bits=args.vision_bits,
-        **({} if args.report_rows is None else {"report_rows": args.report_rows}),
-        **calibration_of(args),
+        **given(args, *(one.name for one in FLAGS)),
     )
     done = job.run(console.sink)
     data: dict[str, Any] = {
@@ -104,6 +94,13 @@ def _override(text: str) -> tuple[str, float | tuple[float, float]]:
     return which, rule
 
 
+def _head_bits(text: str) -> int | str:
+    return int(text) if re.fullmatch("[0-9]{1,3}", text) else text
+
+
+_READ: dict[str, Callable[[Any], Any]] = {"overrides": lambda rules: dict(map(_override, rules)), "head_bits": _head_bits}
+
+
 def _size(text: str) -> int | str:
     return int(text) if re.fullmatch("[0-9]{1,18}", text) else text
 
@@ -118,9 +115,9 @@ def add_measure_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_measure(args: argparse.Namespace, console: Console) -> int:
     """Measure, write the file, and print the requested plans."""
-    from exl2nb.converter.api import measure
+    from exl2nb.converter.job import measure
 
-    found = measure(locate(args.source, console.sink, revision=args.revision), args.out, progress=console.sink, **calibration_of(args))
+    found = measure(locate(args.source, console.sink, revision=args.revision), args.out, progress=console.sink, **given(args, *MEASURE))
     plans = [found.solve(bpw) for bpw in args.bpw or ()]
     low, high = found.range
     data: dict[str, Any] = {
@@ -138,28 +135,14 @@ def run_measure(args: argparse.Namespace, console: Console) -> int:
 
 def add_calibration(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    parser.add_argument(
-        "--calibration",
-        metavar="SOURCE",
-        help="file (.txt, .jsonl, .parquet ...), dataset:owner/name, self, mixed or demo (default: mixed, the packaged mixture of texts)",
-    )
-    parser.add_argument("--revision", help="branch, tag or commit of IN on the hub")
-    parser.add_argument("--rows", type=int, help="calibration rows (default: by --effort)")
-    parser.add_argument("--length", type=int, help="tokens a row (default: by --effort)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--effort", default="quick", help="quick (default), full, thorough, or tuned: learns from the dense model")
-    parser.add_argument("--device", help="auto (default: the GPU where there is one), cpu or cuda: where the work is done")
-    parser.add_argument(
-        "--generic",
-        action="store_true",
-        default=None,
-        help="linear by linear through Transformers, also for an architecture of our table (others are converted so in any case)",
-    )
-    parser.add_argument(
-        "--work-dir", type=Path, help="keeps work in progress and the measurement, for later bitrates and after an interrupt"
-    )
+    for one in FLAGS:
+        if one.name in MEASURE:
+            add_flag(parser, one)
+        if one.name == "calibration":
+            parser.add_argument("--revision", help="branch, tag or commit of IN on the hub")
 
 
-def calibration_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The same as keywords of `ConversionJob`."""
-    return {name: getattr(args, name) for name in ("calibration", "rows", "length", "seed", "effort", "device", "work_dir", "generic")}
+def given(args: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """What was given of these options, as keywords of `ConversionJob`."""
+    found = {name: value for name in names if (value := getattr(args, name)) is not None}
+    return {name: _READ[name](value) if name in _READ else value for name, value in found.items()}

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import exl2nb
-from exl2nb.cli import bitmap, report
-from exl2nb.cli.console import Console
+from exl2nb.cli import report
+from exl2nb.cli.console import BitMap, Console, render_text
 from exl2nb.cli.models import demo_directory, file_bytes, loaded
 from exl2nb.cli.report import DemoResult, Entry
 from exl2nb.core.errors import OptionError
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     for entry in result.quantised:
         console.say("\n" + console.bold(f"Where the bits went at {entry.name}") + "  (bits per weight, layers across)\n")
         columns = shutil.get_terminal_size().columns
-        console.say(bitmap.render_text(bitmap.BitMap.of(entry.bits), colours=console.colour, columns=columns))
+        console.say(render_text(BitMap.of(entry.bits), colours=console.colour, columns=columns))
     console.say(f"\nReport: {Path(result.report).resolve()}\nModels: {', '.join(entry.path for entry in result.quantised)}")
     console.say(f"{result.total_s:.0f} s in all. Next: exl2nb generate {result.quantised[0].path} --prompt 'It was'")
     return 0
@@ -177,7 +177,7 @@ def stream_from(name: str, path: Path, options: DemoOptions, console: Console) -
 def measure(options: DemoOptions, paths: dict[str, Path], console: Console) -> tuple[dict[str, Comparison], tuple[str, ...]]:
     """Compare every model with the first on the packaged evaluation text. Returns results by name, and the passage's token texts."""
     from exl2nb.eval.comparison import compare_many
-    from exl2nb.eval.text import read_text, token_rows
+    from exl2nb.eval.rows import read_text, token_rows
     from exl2nb.tokenizer.tokenizer import Tokenizer
 
     console.say(console.bold("\nMeasuring all of them on the same text"))

@@ -62,8 +62,12 @@ def run(args: argparse.Namespace, console: Console) -> int:
     return 1 if bad else 0
 
 
-def diagnose() -> list[Check]:
-    """Run every check; a check that fails unexpectedly becomes a problem of its own."""
+def diagnose(*names: str) -> list[Check]:
+    """Run checks; a check that fails unexpectedly becomes a problem of its own.
+
+    Args:
+        names: of the checks to run, such as "kernels"; all by default.
+    """
     steps: list[Callable[[], list[Check]]] = [
         _python,
         _packages,
@@ -81,10 +85,12 @@ def diagnose() -> list[Check]:
     ]
     checks: list[Check] = []
     for step in steps:
+        name = step.__name__.lstrip("_")
+        if names and name not in names:
+            continue
         try:
             checks += step()
         except Exception as error:  # the doctor must finish whatever the patient has
-            name = step.__name__.lstrip("_")
             checks.append(Check(name=name, state="problem", found=f"{type(error).__name__}: {error}", todo="report this as a bug"))
     return checks
 
@@ -111,7 +117,7 @@ def _torch() -> list[Check]:
     version = _version("torch")
     if version is None:
         return [Check(name="torch", state="problem", found="not installed", todo="pip install 'torch>=2.10'")]
-    ok = _at_least(version, "2.10")
+    ok = is_at_least(version, "2.10")
     return [Check(name="torch", state="ok" if ok else "problem", found=version, todo="" if ok else "pip install 'torch>=2.10'")]
 
 
@@ -185,14 +191,14 @@ def _kernels() -> list[Check]:
         todo = "pip install nvidia-cuda-nvrtc nvidia-cuda-runtime" if gpu else ""
         return [Check(name="kernels", state="problem" if gpu else "note", found=f"{reason}; {kept}", todo=todo)]
     found = f"NVRTC {'.'.join(map(str, compiler.version))}, headers in {compiler.include}"
-    reason = folder and _cannot_write(folder)
+    reason = folder and why_not_writable(folder)
     if reason:
         todo = "make room, or set EXL2NB_KERNEL_CACHE to a folder of yours; until then every process compiles again"
         return [Check(name="kernels", state="warning", found=f"{found}; {folder} cannot be written: {reason}", todo=todo)]
     return [Check(name="kernels", state="ok" if gpu else "note", found=f"{found}; {kept}")]
 
 
-def _cannot_write(folder: Path) -> str:
+def why_not_writable(folder: Path) -> str:
     """Why a file of a kernel's size cannot be made in a folder that exists or could be made; empty where it can."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
@@ -269,7 +275,7 @@ def _jupyter() -> list[Check]:
     versions = {name: _version(name) for name in JUPYTER}
     found = ", ".join(f"{name} {version}" for name, version in versions.items() if version) or "not installed"
     absent = [name for name, version in versions.items() if version is None]
-    old = [f"{name}>={low}" for name, low in JUPYTER.items() if (version := versions[name]) is not None and not _at_least(version, low)]
+    old = [f"{name}>={low}" for name, low in JUPYTER.items() if (version := versions[name]) is not None and not is_at_least(version, low)]
     if old:
         return [Check(name="jupyter", state="warning", found=found, todo=f"pip install -U {' '.join(repr(word) for word in old)}")]
     if absent:
@@ -307,7 +313,7 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _at_least(version: str, low: str) -> bool:
+def is_at_least(version: str, low: str) -> bool:
     """Compare the leading numbers of two versions."""
 
     def numbers(text: str) -> list[int]:

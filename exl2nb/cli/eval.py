@@ -44,9 +44,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
         raise OptionError("eval: give --text, for perplexity, or --tasks, for the evaluation harness; see exl2nb eval --help")
     if args.tasks is not None:
         return _run_tasks(args, console)
-    from exl2nb.eval.comparison import compare_models
-    from exl2nb.eval.perplexity import perplexity
-    from exl2nb.eval.text import token_rows
+    from exl2nb.eval.comparison import compare_models, perplexity
+    from exl2nb.eval.rows import token_rows
     from exl2nb.model.inspect import inspect
     from exl2nb.tokenizer.tokenizer import Tokenizer
 
@@ -119,7 +118,7 @@ def add_logits_arguments(parser: argparse.ArgumentParser) -> None:
 def run_logits(args: argparse.Namespace, console: Console) -> int:
     """Read ids, run the model, write logits."""
     from exl2nb.core.errors import FormatError
-    from exl2nb.eval.logits import logits
+    from exl2nb.eval.rows import logits
     from exl2nb.io import safetensors
 
     source = safetensors.SafetensorsFile(args.ids)

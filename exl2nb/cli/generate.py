@@ -60,8 +60,8 @@ def stream_text(handle: Handle, console: Console) -> Completion:
 
 def read_template(name: str | None) -> str | None:
     """What --template names: the source in a file, the name of an instruct format as it is; None where the model's own is meant."""
-    from exl2nb.eval.text import read_text
-    from exl2nb.tokenizer.instruct import INSTRUCT
+    from exl2nb.eval.rows import read_text
+    from exl2nb.tokenizer.template import INSTRUCT
 
     if name in (None, "model"):
         return None

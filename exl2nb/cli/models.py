@@ -10,7 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from exl2nb.core.options import Option
 from exl2nb.core.progress import Sink
+from exl2nb.llm.keywords import LOAD, PARALLEL
 
 if TYPE_CHECKING:
     from exl2nb.llm.model import LLM
@@ -37,6 +39,14 @@ def demo_directory() -> Path:
     return Path(__file__).resolve().parent.parent / "demo_model"
 
 
+def add_flag(group: argparse._ActionsContainer, option: Option, **changes: Any) -> None:
+    """Add the flag of an option; `changes` are arguments of `add_argument` that replace those that follow from the option."""
+    how: dict[str, Any] = (
+        {"action": "store_const", "const": True} if option.kind is bool else {"type": option.kind, "metavar": option.metavar}
+    )
+    group.add_argument(str(option.flag), **{"dest": option.name, "help": option.flag_help or option.help, **how, **changes})
+
+
 def add_model(parser: argparse.ArgumentParser, *, cache: str = "", revision: bool = False) -> None:
     """The argument `model`; `--revision` on request; `--cache` with this default, where there is one."""
     parser.add_argument("model", help="model directory, hub id, `demo` or `demo:seeing`")
@@ -46,57 +56,37 @@ def add_model(parser: argparse.ArgumentParser, *, cache: str = "", revision: boo
         add_cache_option(parser, cache)
 
 
-ROPE = {
-    "scale": "divide positions by this: linear RoPE scaling",
-    "alpha": "NTK-aware RoPE scaling: the base grows with it",
-    "theta": "RoPE base, in place of the config's",
-}
-
-LOAD_OPTIONS = (
-    "revision",
-    "device",
-    "devices",
-    "gpu_layers",
-    "parallel",
-    "stream_from",
-    "draft",
-    "rope_scaling",
-    *(f"rope_{name}" for name in ROPE),
-)
+OTHERS = ("cache", "context", "cache_tokens", "max_sequences", "generation_config")
+"""Keywords of `exl2nb.load` that the commands add where they mean something."""
+LOAD_OPTIONS = tuple(name for name, one in LOAD.items() if one.flag is not None and name not in OTHERS)
 """Keywords of `exl2nb.load` that `add_load_options` adds."""
 
 
 def add_load_options(parser: argparse.ArgumentParser, *, draft: bool = True, device: str = "auto") -> None:
-    """--revision, --device (named default: this), --draft on request, and the RoPE options of `exl2nb.load`."""
+    """Add the group "loading".
+
+    Args:
+        parser: of a command.
+        draft: whether the command can use a draft model.
+        device: the default, named in the help.
+    """
     group = parser.add_argument_group("loading")
-    group.add_argument("--revision", help="branch, tag or commit on the hub")
-    group.add_argument("--device", type=_device, metavar="DEVICE", help=f"auto, cpu, cuda or cuda:N (default {device})")
-    add_devices_options(group)
-    group.add_argument(
-        "--stream-from",
-        type=int,
-        metavar="N",
-        help="prompts of so many tokens copy layers on the CPU to the GPU; 0: never (by what it takes)",
-    )
-    if draft:
-        group.add_argument(
-            "--draft", metavar="MODEL", help="smaller model with the same tokenizer, which proposes tokens; self: a copy at 2.5 bits"
-        )
-    for name, text in ROPE.items():
-        group.add_argument(f"--rope-{name}", type=float, metavar="NUMBER", help=text)
-    group.add_argument(
-        "--rope-scaling", type=_json_object, metavar="JSON", help='rope_scaling as in config.json: \'{"rope_type": "yarn", "factor": 2}\''
-    )
+    changes = {"device": {"type": _device, "help": f"{LOAD['device'].help} (default {device})"}, "rope_scaling": {"type": _json_object}}
+    for name in LOAD_OPTIONS:
+        if name == "devices":
+            add_devices_options(group)
+        elif name not in DEVICES and (draft or name != "draft"):
+            add_flag(group, LOAD[name], **changes.get(name, {}))
+
+
+DEVICES = ("devices", "gpu_layers", "parallel")
 
 
 def add_devices_options(group: argparse._ActionsContainer) -> None:
     """--devices, --gpu-layers, --parallel."""
-    text = "several devices: auto, names as cuda:0,cuda:1, or what each may hold as cuda:0=20GiB,cpu=rest or cuda='20 layers',cpu=rest"
-    group.add_argument("--devices", type=_devices, metavar="DEVICES", help=text)
-    group.add_argument("--gpu-layers", type=int, metavar="N", help="layers on the GPU; the rest run on the CPU")
-    group.add_argument(
-        "--parallel", choices=("layers", "tensor"), help="several devices have whole layers each (default), or a part of every layer"
-    )
+    changes = {"devices": {"type": _devices}, "parallel": {"choices": PARALLEL}}
+    for name in DEVICES:
+        add_flag(group, LOAD[name], **changes.get(name, {}))
 
 
 def _devices(text: str) -> str | list[str] | dict[str, str | int]:
@@ -179,18 +169,16 @@ def _json_object(text: str) -> dict[str, Any]:
 
 def add_generation_config_option(parser: argparse.ArgumentParser) -> None:
     """--no-generation-config."""
-    text = "do not use the sampling values of the model's generation_config.json as defaults"
-    parser.add_argument("--no-generation-config", dest="generation_config", action="store_const", const=False, help=text)
+    add_flag(parser, LOAD["generation_config"], const=False)
 
 
 def add_cache_option(parser: argparse.ArgumentParser, default: str) -> None:
     """--cache, checked before anything is loaded."""
-    text = f"how K and V are stored: fp32, fp16, fp8, q8, q6 (K 8 bits, V 4), q4, or bits apart as k8v4 (default {default})"
-    parser.add_argument("--cache", metavar="MODE", type=_cache_mode, default=default, help=text)
+    add_flag(parser, LOAD["cache"], type=_cache_mode, default=default, help=f"{LOAD['cache'].help} (default {default})")
 
 
 def _cache_mode(text: str) -> str:
-    from exl2nb.cache.modes import parse_mode
+    from exl2nb.cache.spec import parse_mode
     from exl2nb.core.errors import OptionError
 
     try:
@@ -202,12 +190,12 @@ def _cache_mode(text: str) -> str:
 @contextmanager
 def loaded(directory: Path, progress: Sink | None = None, *, options: dict[str, Any] | None = None) -> Iterator[Model]:
     """A model for the length of a `with`; options: of `load_options`, device and RoPE."""
-    from exl2nb.llm.load import pick_device
     from exl2nb.model.loader import load_model
     from exl2nb.model.rope import RopeOverride
+    from exl2nb.ops.placement import pick_device
 
     options = options or {}
-    rope = RopeOverride(**{name: options.get(f"rope_{name}") for name in (*ROPE, "scaling")})
+    rope = RopeOverride(**{name.removeprefix("rope_"): options.get(name) for name in LOAD if name.startswith("rope_")})
     model = load_model(directory, device=pick_device(options.get("device", "cpu")), rope=rope, progress=progress)
     try:
         yield model

@@ -9,9 +9,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from exl2nb.cli.bitmap import BitMap, colour, ink
-from exl2nb.cli.console import table
-from exl2nb.core.show import size_text
+from exl2nb.cli.console import BitMap, table
+from exl2nb.core.show import colour, ink, size_text
 
 Histogram = Sequence[tuple[float, float, float]]
 

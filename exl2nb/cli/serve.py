@@ -13,6 +13,7 @@ from exl2nb.cli.console import Console
 from exl2nb.cli.models import (
     LOAD_OPTIONS,
     add_cache_option,
+    add_flag,
     add_generation_config_option,
     add_load_options,
     add_lora_option,
@@ -21,6 +22,7 @@ from exl2nb.cli.models import (
     locate_demo,
 )
 from exl2nb.core.errors import OptionError
+from exl2nb.llm.keywords import LOAD
 
 if TYPE_CHECKING:
     from exl2nb.server.options import ServerOptions
@@ -58,9 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_generation_config_option(parser)
     add_cache_option(parser, "fp16")
     parser.set_defaults(cache=None)
-    parser.add_argument("--context", type=int, help="tokens of prompt and answer together")
-    parser.add_argument("--cache-tokens", type=int, help="tokens of the cache, shared by all requests")
-    parser.add_argument("--max-sequences", type=int, help="requests in one batch (default 16)")
+    for name in ("context", "cache_tokens", "max_sequences"):
+        add_flag(parser, LOAD[name])
     add_load_options(parser)
     add_lora_option(parser, "LoRA adapter that requests may name as MODEL:ADAPTER; again for more")
 
@@ -122,9 +123,9 @@ def _on_ray(name: str | None, options: ServerOptions, given: dict[str, Any], con
 
 def _given(args: argparse.Namespace) -> dict[str, Any]:
     """Options of the file and of the command line together."""
-    from exl2nb.eval.text import read_text
+    from exl2nb.eval.rows import read_text
     from exl2nb.server.options import ServerOptions, read_config, read_keys
-    from exl2nb.tokenizer.instruct import INSTRUCT
+    from exl2nb.tokenizer.template import INSTRUCT
 
     known = [*(field.name for field in fields(ServerOptions)), *LOADING, *ON, "model", "api_key_file"]
     given = read_config(args.config, known) if args.config is not None else {}

@@ -19,9 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from exl2nb.converter.adam import Adam, shares
 from exl2nb.converter.calibration import Rows
-from exl2nb.converter.grid import Grid, loaded
+from exl2nb.converter.grid import Adam, Grid, loaded, shares
 from exl2nb.converter.hessian import ROWS_PER_BATCH, batches, gpu_rows
 from exl2nb.converter.sensitivity import repeatable
 from exl2nb.converter.streams import Stream

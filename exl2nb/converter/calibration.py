@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from exl2nb.cache.spec import PAGE_SIZE
+from exl2nb.converter.keywords import MIN_LENGTH
 from exl2nb.core.errors import CalibrationWarning, OptionError, TokenizerError
 from exl2nb.core.files import placeholder, read_regular
 from exl2nb.core.progress import Meter, Sink
@@ -238,7 +239,6 @@ PACKAGED = {MIXED: ("(mixed)", "calibration_text/mixed.jsonl.xz"), DEMO: ("(defa
 DATE = "01 Jan 2026"  # for chat templates that state one: the same text on every day
 UNLIKE = 1.0  # nats per token of excess loss; demo model: its own text 0.18, books it never saw 0.22, the mixed text 2.3, code 4.0
 SENSITIVITY = 0.15  # of the calibration rows; the others are for Hessians
-MIN_LENGTH = 16  # tokens of a row
 MAX_UNKNOWN = 0.25
 MAX_PARTS = 0.35  # demo model: English 0.00, Finnish 0.09, source code 0.00, Russian, of which its vocabulary knows nothing, 0.90
 PIECE = 1 << 14  # characters of a text that are encoded at once, and those up to the next empty line
@@ -395,7 +395,7 @@ def calibration_rows(
             picked.append(encoder.encode(piece, add_special=row % 4 == 0)[:length])
         if all(len(ids) == length for ids in picked):
             return torch.tensor(picked, dtype=torch.int32)
-    ids = _encoded(encoder, text)
+    ids = encode_in_pieces(encoder, text)
     count = len(ids) // length
     rows = rows if at_least is None else max(at_least, min(rows, count))
     if count < rows:
@@ -413,7 +413,7 @@ def _shorter(count: int, rows: int) -> str:
     return f"give more text, or use length={fits}" if fits >= MIN_LENGTH else "give more text"
 
 
-def _encoded(encoder: Tokenizer, text: str) -> list[int]:
+def encode_in_pieces(encoder: Tokenizer, text: str) -> list[int]:
     """Ids of a whole text, piece by piece: a tokenizer takes twice as long for a book at once. A piece ends before an empty line."""
     ids, begin = list[int](), 0
     while begin < len(text) or not begin:
@@ -428,7 +428,7 @@ def _encoded(encoder: Tokenizer, text: str) -> list[int]:
 
 def unknown_share(encoder: Tokenizer, ids: Tensor) -> float:
     """How many of some tokens are the one for what the tokenizer does not know."""
-    special = getattr(encoder, "special_tokens", {})
+    special = encoder.special_tokens
     unknown = encoder.encode(special["unk_token"], add_special=False) if "unk_token" in special else []
     return float((ids == unknown[0]).float().mean()) if len(unknown) == 1 else 0.0
 
@@ -458,10 +458,9 @@ def check_known(encoder: Tokenizer, ids: Tensor, name: str) -> None:
 
 def _parts(encoder: Tokenizer) -> list[int]:
     """Byte tokens: a single byte, or some bytes of a character."""
-    table: dict[int, bytes] | None = getattr(encoder, "byte_table", None)
-    if table is None:
-        return sorted(getattr(encoder, "byte_ids", ()))
-    return [token for token, text in table.items() if not _is_text(text)]
+    if encoder.byte_table is None:
+        return sorted(encoder.byte_ids)
+    return [token for token, text in encoder.byte_table.items() if not _is_text(text)]
 
 
 def _is_text(data: bytes) -> bool:

@@ -1,4 +1,4 @@
-"""The conversion job: one object to run, iterate over, pause, cancel and run again. Knows nothing of the stages (pipeline.Run)."""
+"""The conversion job: one object to run, iterate over, pause, cancel and run again; and measurements alone. Knows nothing of the stages."""
 
 from __future__ import annotations
 
@@ -6,35 +6,37 @@ import contextvars
 import dataclasses
 import os
 import queue
+import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from exl2nb.converter.allocation import Frozen, Override
-from exl2nb.converter.calibration import Source
-from exl2nb.converter.keywords import EFFORTS
+from exl2nb.converter.keywords import DEFAULTS, EFFORTS, ConvertOptions, ConvertParams, MeasureOptions
 from exl2nb.converter.measurement import Measurement
 from exl2nb.converter.memory import Asked, Planned, planned, planned_on_gpu
 from exl2nb.converter.pipeline import Pipeline
-from exl2nb.converter.quantization import Rounding
 from exl2nb.converter.result import Conversion
-from exl2nb.converter.settings import REPORT_ROWS, pick_device, settings
-from exl2nb.converter.tuning import Tuning, fitting
+from exl2nb.converter.settings import settings
+from exl2nb.converter.tuning import fitting
 from exl2nb.converter.weights import DenseWeights
 from exl2nb.converter.work import Context, JobContext, Work, make_directory
 from exl2nb.core.errors import ConversionError, Interrupted, OptionError, UnknownArchitecture
-from exl2nb.core.options import check_flag
-from exl2nb.core.progress import Progress, Sink
+from exl2nb.core.options import make, spelled_out
+from exl2nb.core.progress import Progress, Sink, showing
 from exl2nb.io import hub
+from exl2nb.io.atomic import check_writable
 from exl2nb.model.loader import read_model_config
 from exl2nb.model.store import open_store
 from exl2nb.ops.bf16x3 import bf16x3_linears
+from exl2nb.ops.placement import pick_device
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from exl2nb.converter.generic import GenericPipeline
 
 
@@ -80,66 +82,32 @@ class ConversionJob:
         converted. ConversionError: `dst` exists and is not empty.
     """
 
+    @spelled_out(ConvertOptions, DEFAULTS)
     def __init__(
         self,
         src: str | os.PathLike[str],
         dst: str | os.PathLike[str],
         *,
         bpw: float | None = None,
-        head_bits: int | str | None = None,
-        target: Mapping[str, Any] | None = None,
-        overrides: Mapping[str, Override] | None = None,
-        frozen: Frozen | None = None,
-        calibration: Source = None,
-        rows: int | None = None,
-        length: int | None = None,
-        report_rows: int = REPORT_ROWS,
-        seed: int = 0,
-        effort: str = "quick",
-        work_dir: str | os.PathLike[str] | None = None,
-        measurement: Measurement | str | os.PathLike[str] | None = None,
-        rounding: Rounding | None = None,
-        polish: bool = False,
-        vision_bits: int | None = None,
-        tuning: Tuning | None = None,
-        device: str | torch.device | None = None,
-        generic: bool | None = None,
+        **options: Unpack[ConvertOptions],
     ) -> None:
-        if generic is not None:
-            check_flag("convert: generic", generic)
-        self._generic = generic
-        self.settings = settings(
-            bpw=bpw,
-            head_bits=head_bits,
-            target=target,
-            overrides=overrides,
-            frozen=frozen,
-            calibration=calibration,
-            rows=rows,
-            length=length,
-            report_rows=report_rows,
-            seed=seed,
-            effort=effort,
-            rounding=rounding,
-            polish=polish,
-            measurement=measurement,
-            vision_bits=vision_bits,
-            tuning=tuning,
-        )
-        if self.settings.tuning is not None and generic:
+        asked = make(ConvertParams, {"bpw": bpw, **options}, where="convert")
+        self._generic = asked.generic
+        self.settings = settings(asked)
+        if self.settings.tuning is not None and asked.generic:
             raise OptionError("convert: effort is 'tuned' and generic is True, expected one of them; use effort='thorough'")
         self.src = src
         self.dst = Path(os.path.realpath(dst)) if os.path.islink(dst) else Path(dst)
         if self.dst.exists() and (not self.dst.is_dir() or any(self.dst.iterdir())):
             raise ConversionError(f"{self.dst}: exists and is not empty; choose another directory or remove it")
-        self._work_dir = Path(work_dir) if work_dir is not None else None
+        self._work_dir = Path(asked.work_dir) if asked.work_dir is not None else None
         work = self._work_dir.resolve() if self._work_dir is not None else None
         if work is not None and self.dst.resolve() in (work, *work.parents):
             raise ConversionError(f"work_dir {work} is inside {self.dst}, which will be the converted model; choose another directory")
-        self.device = pick_device(device)
+        self.device = torch.device(pick_device(asked.device, where="convert", needs_engine=False))
         if self.settings.tuning is not None:
             self.settings = dataclasses.replace(self.settings, tuning=self.settings.tuning.on(self.device))
-        more = EFFORTS[effort].more.get(self.device.type, 0) if rows is None else 0
+        more = EFFORTS[asked.effort].more.get(self.device.type, 0) if asked.rows is None else 0
         if more and self.settings.tuning is not None and self.settings.tuning.rows is not None:
             more = min(more, self.settings.tuning.rows)  # of all that is seen
         if more > self.settings.rows:
@@ -286,3 +254,49 @@ class ConversionJob:
         self._go.wait()
         if self._cancelled:
             raise Interrupted(f"conversion to {self.dst} was cancelled; run it again to continue")
+
+
+DEMO = Path(__file__).parent.parent / "demo_model" / "measurement.json"
+
+
+@spelled_out(MeasureOptions, DEFAULTS)
+def measure(
+    src: str | os.PathLike[str],
+    out: str | os.PathLike[str] | None = None,
+    *,
+    progress: Sink | Literal["auto"] | None = "auto",
+    **options: Unpack[MeasureOptions],
+) -> Measurement:
+    """Measure what every width would cost each matrix of a dense model: good for any bitrate.
+
+    Args:
+        src: model directory or hub id.
+        out: JSON file to write; exllamav2 0.3.2 reads it too. Until then, work in progress is kept in a hidden folder next to
+            it, from which the next call continues.
+        progress: takes the events; "auto" and None as in `load`.
+        options: calibration, rows, length, seed, effort, work_dir, device, as in `ConversionJob`.
+
+    Raises:
+        ConversionError: `out` is no name of a file that can be written. Otherwise as `ConversionJob`.
+
+    Returns:
+        The measurement: `.solve(bpw=...)`, and `convert(..., measurement=...)`.
+    """
+    with showing(progress, "measure") as sink, tempfile.TemporaryDirectory() as temporary:
+        beside = None
+        if out is not None:
+            path = check_writable(out).absolute()
+            if options.get("work_dir") is None:
+                options["work_dir"] = beside = path.parent / f".{path.name}.work"
+        found = ConversionJob(src, Path(temporary) / "none", bpw=8.0, **options).measure(sink)
+        if out is not None:
+            found.save(out)
+        if beside is not None:
+            with closing(Work(beside)) as work:
+                work.clear()
+    return found
+
+
+def demo_measurement() -> Measurement:
+    """The demo model's measurement that comes with the package: solves any bitrate in milliseconds, nothing is run."""
+    return Measurement.load(DEMO)

@@ -16,8 +16,17 @@ import torch
 from torch import Tensor
 
 from exl2nb.converter import gptq, peer
-from exl2nb.converter.allocation import Allocation, Choice, MatrixOptions, Override, apply_overrides, solve
-from exl2nb.converter.options import Groups, group_rows, pareto_fronts
+from exl2nb.converter.allocation import (
+    Allocation,
+    Choice,
+    Groups,
+    MatrixOptions,
+    Override,
+    apply_overrides,
+    group_rows,
+    pareto_fronts,
+    solve,
+)
 from exl2nb.converter.sizes import RESERVE, CacheShape, Other, overhead_bytes, parse_bytes, parts_of
 from exl2nb.core.errors import ConversionError, OptionError
 from exl2nb.core.options import check_range

@@ -83,7 +83,7 @@ def _option(recipe: tuple[tuple[int, ...], tuple[float, ...], int], parts: Mappi
 
 
 def _predicted(measured: Measured, groups: Iterable[tuple[int, int]], size: int) -> float:
-    from exl2nb.converter.options import group_errors
+    from exl2nb.converter.allocation import group_errors
 
     groups = list(groups)
     return sum(float(group_errors(measured.anchors, bits, size, len(groups))[g]) for g, (bits, _) in enumerate(groups))

@@ -36,6 +36,7 @@ from exl2nb.converter.calibration import (
     write_text,
 )
 from exl2nb.converter.equalization import equalize
+from exl2nb.converter.gptq import block_linears, quantized_tower
 from exl2nb.converter.hessian import factorize, input_of
 from exl2nb.converter.measurement import ANCHORS, FORMAT, Measured, Measurement, measure_linear, others_of
 from exl2nb.converter.polish import Polished, polish
@@ -44,7 +45,6 @@ from exl2nb.converter.result import Conversion
 from exl2nb.converter.sensitivity import LayerStatistics, sweep
 from exl2nb.converter.settings import Settings, describe_device
 from exl2nb.converter.sizes import CacheShape
-from exl2nb.converter.tower import block_linears, quantized_tower
 from exl2nb.converter.tuning import CHOOSING, STEP_TOKENS, Tuned, fitting, seeing, tune
 from exl2nb.converter.weights import DenseWeights
 from exl2nb.converter.work import HEAD, REVISION, Context, JobContext, Work, hash_of
@@ -56,7 +56,7 @@ from exl2nb.model.layout import Linear, end_vectors, head_linear, layer_linears,
 from exl2nb.model.store import ModelStore
 from exl2nb.model.writer import write_model
 from exl2nb.ops.gpu import fast_products_on_cpu
-from exl2nb.tokenizer.chat import render
+from exl2nb.tokenizer.template import render
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
 LEARNING_PASSES = {"cpu": 3, "cuda": 5}  # through all layers that learning from a token takes as long as

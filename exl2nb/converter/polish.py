@@ -13,12 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from exl2nb.converter.allocation import Allocation, MatrixOptions
+from exl2nb.converter.allocation import Allocation, Groups, MatrixOptions
 from exl2nb.converter.calibration import Rows
 from exl2nb.converter.gptq import dense, quantize
 from exl2nb.converter.hessian import Factor, Moments, advance, batches, factorize, input_of
 from exl2nb.converter.measurement import Measured, Measurement
-from exl2nb.converter.options import Groups
 from exl2nb.converter.weights import DenseWeights
 from exl2nb.converter.work import Context, hash_of
 from exl2nb.model import reference
@@ -181,7 +180,7 @@ def polish(context: Context, rows: Rows, measurement: Measurement, allocation: A
         kinds = _kinds(measurement.linears, weights.config.num_layers)
         probes = _probes(measurement.matrices, allocation, kinds)
         found = tried([allocation.groups(), *(groups for groups, _ in probes.values())])
-        corrections = _corrections(found, [predicted for _, predicted in probes.values()])
+        corrections = corrections_of(found, [predicted for _, predicted in probes.values()])
         factors = dict(zip(probes, corrections))
         allocations = [allocation]
         for strength in STRENGTHS:
@@ -223,7 +222,7 @@ def _probes(
     return found
 
 
-def _corrections(kl: Tensor, predicted: Sequence[float]) -> list[float]:
+def corrections_of(kl: Tensor, predicted: Sequence[float]) -> list[float]:
     """True over predicted cost of each probe, the less believed the more it differs from row to row, over their mean.
 
     kl: f64 `(1 + probes, rows)`, the allocation's own first.

@@ -95,7 +95,7 @@ def sweep(
     def fresh() -> Stream:
         return new_stream(shape, device, beside=WORKING, directory=directory)
 
-    kept = _Kept.of(shape, layers, device, directory)
+    kept = KeptStreams.of(shape, layers, device, directory)
     x, ends = fresh(), weights.ends()
     for part in batches(config, x, 0, len(x)):
         x[part] = reference.embed(config, ends, ids[part].to(device))
@@ -124,7 +124,7 @@ def sweep(
         step(f"backward, layer {layer}")
 
 
-def _spacing(nbytes: int, layers: int, room: int) -> int:
+def kept_spacing(nbytes: int, layers: int, room: int) -> int:
     """Every how many layers a stream of `nbytes` is kept; those in between are there one stretch at a time."""
     most = max(1, math.isqrt(layers))
     return next((every for every in range(1, most) if (-(-layers // every) + every - 1) * nbytes <= room), most)
@@ -132,11 +132,11 @@ def _spacing(nbytes: int, layers: int, room: int) -> int:
 
 def kept_streams(nbytes: int, layers: int, room: int = STREAM_BYTES) -> int:
     """How many streams of `nbytes` a sweep keeps at the same time, at most."""
-    every = _spacing(nbytes, layers, room)
+    every = kept_spacing(nbytes, layers, room)
     return -(-layers // every) + every - 1
 
 
-class _Kept:
+class KeptStreams:
     """Streams by the layer that reads them: as many as memory holds, the others in files.
 
     Args:
@@ -152,13 +152,13 @@ class _Kept:
         self.every = every
 
     @classmethod
-    def of(cls, shape: tuple[int, ...], layers: int, used: torch.device, directory: Path | None) -> _Kept:
+    def of(cls, shape: tuple[int, ...], layers: int, used: torch.device, directory: Path | None) -> KeptStreams:
         """For the streams of a model with `layers` layers."""
         nbytes = 4 * math.prod(shape)
         away = used.type == "cuda" and nbytes * layers > STREAM_BYTES
         room = HOST_BYTES if away else STREAM_BYTES
         disk = 0 if directory is None else min(DISK_BYTES, free_bytes(directory / "stream") // 2)
-        every = _spacing(nbytes, layers, room + max(0, disk))
+        every = kept_spacing(nbytes, layers, room + max(0, disk))
         return cls(torch.device("cpu") if away else used, used, every=every, room=room, directory=directory)
 
     def __contains__(self, layer: int) -> bool:

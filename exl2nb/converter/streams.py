@@ -33,7 +33,7 @@ class DiskStream:
         self._path, self._row = directory / "stream", 4 * self.shape[1:].numel()
         check_free(self._path, self.nbytes)
         with write_errors(self._path, needed_bytes=self.nbytes):
-            self._file: Any = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115
+            self.file: Any = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115
 
     @property
     def is_cuda(self) -> bool:
@@ -49,8 +49,8 @@ class DiskStream:
         if not found.numel():
             return found.to(self.device)
         space, got = found.view(-1).numpy().data.cast("B"), 0
-        self._file.seek(first * self._row)
-        while got < len(space) and (count := self._file.readinto(space[got:])):
+        self.file.seek(first * self._row)
+        while got < len(space) and (count := self.file.readinto(space[got:])):
             got += count
         if got < len(space):
             raise ConversionError(f"{self._path}: found {got} bytes of rows {first} to {last}, expected {len(space)}; convert again")
@@ -60,9 +60,9 @@ class DiskStream:
         first, _, _ = rows.indices(len(self))
         data, put = values.detach().cpu().contiguous().view(-1).numpy().data.cast("B"), 0
         with write_errors(self._path, needed_bytes=self.nbytes):
-            self._file.seek(first * self._row)
+            self.file.seek(first * self._row)
             while put < len(data):
-                put += self._file.write(data[put:])
+                put += self.file.write(data[put:])
 
 
 Stream = Tensor | DiskStream

@@ -23,10 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from exl2nb.converter import attention
-from exl2nb.converter.adam import TINY, Adam, shares
 from exl2nb.converter.calibration import Rows
-from exl2nb.converter.grid import Grid, loaded, stacks
+from exl2nb.converter.grid import TINY, Adam, Grid, loaded, shares, stacks
 from exl2nb.converter.hessian import batches, gpu_rows
 from exl2nb.converter.quantization import Made
 from exl2nb.converter.result import Quality, judge
@@ -324,7 +322,7 @@ def _relative_error(grids: Mapping[str, Grid], dense: Weights) -> float:
     return math.sqrt(apart / whole) if whole else 0.0
 
 
-def _learned(text: Tensor, count: int, written: Tensor, device: torch.device) -> Tensor:
+def learned_rows(text: Tensor, count: int, written: Tensor, device: torch.device) -> Tensor:
     """Rows of the whole way: `count` of the text, pass by pass, each pass cut at other places, and those written."""
     (pieces, each), passes = cut(text.shape[1], device), -(-count // max(1, len(text)))
     places = [-(each * at // passes) for at in range(passes)]
@@ -355,7 +353,7 @@ class _Trainer:
         self._aside: torch.cuda.Stream | None = None
         device = teacher[f"{config.names.embed}.weight"].device
         self._share = shares(len(self._steps), POWER[device.type])
-        self._attention = attention.DenseAttention(config, ids.shape[1], device)
+        self._attention = reference.DenseAttention(config, ids.shape[1], device)
         self._half, self._hidden = half_products(device), hidden
         count = max(1, min(PRICED // ids.shape[1], len(ids)))
         self._prices = prices(config, teacher, ids[torch.arange(count) * (len(ids) // count)].to(device), seed) if hidden else []
@@ -416,12 +414,12 @@ class _Trainer:
                 with torch.enable_grad():
                     predicted, streams = _forward(config, leaves, rows, self._attention, self._half)
                     self._meet(ids.device)
-                    each = _divergence(wanted, predicted)
-                    found, target = each.sum() / ids.numel(), _levelled(each).sum() / ids.numel()
+                    each = row_divergence(wanted, predicted)
+                    found, target = each.sum() / ids.numel(), levelled(each).sum() / ids.numel()
                     if self._prices:
-                        errors = (_relative(stream - aim, aim, config) for stream, aim in zip(streams, aimed))
+                        errors = (relative_error(stream - aim, aim, config) for stream, aim in zip(streams, aimed))
                         with _bf16_products(self._half):
-                            apart = sum(map(_priced, errors, self._prices))
+                            apart = sum(map(priced_error, errors, self._prices))
                         target = (1 - self._hidden) * target + self._hidden / (len(streams) * ids.numel()) * apart
                 gradients = torch.autograd.grad(target, [leaves[name] for name in names], allow_unused=True)
             total = [one if sums is None else sums if one is None else sums.add_(one) for sums, one in zip(total, gradients)]
@@ -505,17 +503,17 @@ def prices(config: ModelConfig, weights: Weights, ids: Tensor, seed: int) -> lis
             drawn = torch.multinomial(logs.detach().exp().flatten(0, 1), 1, generator=generator).view(*ids[part].shape, 1)
             gradients = torch.autograd.grad(logs.gather(-1, drawn).sum(), streams)
         for price, gradient, stream in zip(found, gradients, streams):
-            flat = (gradient / _relative(1.0, stream.detach(), config)).flatten(0, 1)
+            flat = (gradient / relative_error(1.0, stream.detach(), config)).flatten(0, 1)
             price.add_(flat.T @ flat, alpha=1 / ids.numel())
     return found
 
 
-def _relative(error: Tensor | float, stream: Tensor, config: ModelConfig) -> Tensor:
+def relative_error(error: Tensor | float, stream: Tensor, config: ModelConfig) -> Tensor:
     """An error of a stream `(B, S, H)` as a share of its root mean square, which norms divide by."""
     return error * (stream.square().mean(-1, keepdim=True) + config.norm_eps).rsqrt()
 
 
-def _priced(error: Tensor, price: Tensor) -> Tensor:
+def priced_error(error: Tensor, price: Tensor) -> Tensor:
     """The sum over tokens of error' price error / 2."""
     return ((error @ price) * error).sum() / 2
 
@@ -537,12 +535,12 @@ class _Divergence(torch.autograd.Function):
         return None, apart * gradients[0][..., None]
 
 
-def _divergence(wanted: Tensor, found: Tensor) -> Tensor:
+def row_divergence(wanted: Tensor, found: Tensor) -> Tensor:
     """KL of the predictions of logits `(B, S, V)`, nats: f32 `(B, S)`; differentiable in those found."""
     return _Divergence.apply(wanted, found)  # type: ignore[no-any-return]
 
 
-def _levelled(divergence: Tensor) -> Tensor:
+def levelled(divergence: Tensor) -> Tensor:
     """KL of tokens of which none counts for more than the mean: gradients of those above it are divided by how often they have it.
 
     Few tokens have most of the KL, and what they say of a code is mostly about themselves.
@@ -557,7 +555,7 @@ def kl_of(config: ModelConfig, teacher: Weights, student: Weights, ids: Tensor, 
         for part in batches(config, aimed, 0, len(ids)):
             wanted = reference.head(config, teacher, reference.final_norm(config, teacher, aimed[part]))
             found, _ = _forward(config, student, ids[part].to(aimed.device))
-            total += float(_divergence(wanted, found).sum(dtype=torch.float64))
+            total += float(row_divergence(wanted, found).sum(dtype=torch.float64))
     return total / max(1, ids.numel())
 
 
@@ -597,10 +595,10 @@ def _tune(context: Context, rows: Rows, made: Made, tuning: Tuning, seed: int) -
     texts = [found.numpy().tobytes() for found in (rows.tuning, rows.choosing)]
     key = hash_of("tuned", LEARNING, made.key, tuning, seed, weights.device.type, *texts)
     packed = _packed(context, made.key)
-    teacher = _dense(weights)
+    teacher = dense_weights(weights)
     written = _written(context, teacher, rows.tuning, tuning.to_write(len(rows.tuning), weights.device), seed)
     device = weights.device
-    ids = _learned(rows.tuning, tuning.repeated(len(rows.tuning), device), written, device)
+    ids = learned_rows(rows.tuning, tuning.repeated(len(rows.tuning), device), written, device)
     different = (len(rows.tuning) + len(written)) * cut(rows.tuning.shape[1], device)[0]
     each = rows_per_step(different, ids.shape[1], device)
     student = _Student(config, made, packed, teacher, tuning, len(ids) / each, ids.numel())
@@ -685,7 +683,7 @@ def _packed(context: Context, key: str) -> Packed:
     return found
 
 
-def _dense(weights: DenseWeights) -> Weights:
+def dense_weights(weights: DenseWeights) -> Weights:
     """Every tensor of the dense model, f32, scaled as the quantised one is."""
     found = weights.ends()
     for layer in range(weights.config.num_layers):

@@ -97,7 +97,7 @@ class DenseWeights:
         self._last: tuple[int, dict[str, Tensor]] | None = None
         self._factors: dict[str, Tensor] = {}
         self._through: Tensor | None = None
-        self._prefetcher = Prefetcher(store, _PINNED_BYTES if self.device.type == "cuda" else 0, pinned=True)
+        self.prefetcher = Prefetcher(store, _PINNED_BYTES if self.device.type == "cuda" else 0, pinned=True)
         for linear in linears(config):
             self._check(self._weight_name(linear), linear.shape)
             if linear.bias:
@@ -113,7 +113,7 @@ class DenseWeights:
 
     def close(self) -> None:
         """Read nothing ahead any more; before the store is closed."""
-        self._prefetcher.close()
+        self.prefetcher.close()
 
     def scale(self, factors: Mapping[str, Tensor]) -> None:
         """From now on multiply tensors, by name, with what broadcasts to them (converter.equalization)."""
@@ -132,7 +132,7 @@ class DenseWeights:
         """
         tensors = self._layer(index)
         if then is not None and 0 <= then < self.config.num_layers:
-            self._prefetcher.begin([self._weight_name(linear) for linear in layer_linears(self.config, then).values()])
+            self.prefetcher.begin([self._weight_name(linear) for linear in layer_linears(self.config, then).values()])
         return tensors
 
     def _layer(self, index: int) -> dict[str, Tensor]:
@@ -180,7 +180,7 @@ class DenseWeights:
             raise FormatError(f"{info.path}: tensor {name!r}: found {info.dtype} {info.shape}, expected fp16, bf16 or fp32 {shape}")
 
     def _read(self, name: str) -> Tensor:
-        early = self._prefetcher.take(name)
+        early = self.prefetcher.take(name)
         tensor = (self.store.read(name, into=self._pinned()) if early is None else early).to(self.device)
         if not torch.isfinite(tensor).all():
             raise FormatError(f"{self.store.info(name).path}: tensor {name!r}: found NaN or infinity, expected finite weights")

@@ -46,7 +46,7 @@ def _dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "cpu" else torch.float16
 
 
-class _Past:
+class PastTokens:
     """Keys and values of all layers, `(B, Hkv, S, D)` each (reference.Past).
 
     positions: int64 `(1,)`, of the token that runs. read: how many places of the cache it reads: those up to its own, or more, with a mask.
@@ -97,7 +97,7 @@ class _Writer:
         self._device, self._generator = generator.device, generator
         self._ids = torch.zeros(rows, length, dtype=torch.int64, device=self._device)
         self._noise = torch.empty(rows, config.vocab_size, device=self._device)
-        self._past = _Past(config, rows, length, self._device)
+        self._past = PastTokens(config, rows, length, self._device)
         self._records = self._device.type == "cuda" and not any(map(config.experts, range(config.num_layers)))
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
 

@@ -1,10 +1,15 @@
-"""Reading a stranger's file: only a regular one, and no more of it than is wanted. Knows no formats."""
+"""Read untrusted files: only regular ones, and no more of them than is wanted; those of a tokenizer as text or as a JSON object."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
+from pathlib import Path
+from typing import Any
+
+from exl2nb.core.errors import TokenizerError
 
 
 def read_regular(path: str | os.PathLike[str], limit_bytes: int) -> bytes:
@@ -42,3 +47,40 @@ def placeholder(beginning: bytes) -> str | None:
     if not beginning:
         return "an empty file, expected the whole one; download it again"
     return None
+
+
+LIMIT_BYTES = 256 << 20  # a tokenizer.json of 250 000 tokens has 30 MB
+
+
+def read_text(path: Path, limit_bytes: int = LIMIT_BYTES) -> str:
+    """The file as UTF-8 text.
+
+    Raises:
+        TokenizerError: not a regular file, not readable, not UTF-8, too large, or what a failed download leaves in its place.
+    """
+    try:
+        raw = read_regular(path, limit_bytes)
+        if len(raw) > limit_bytes:
+            raise TokenizerError(f"{path}: more than {limit_bytes} bytes; expected at most as many: this is no tokenizer file")
+        if (raw or path.suffix != ".jinja") and (found := placeholder(raw)) is not None:  # a template may be empty
+            raise TokenizerError(f"{path}: found {found}")
+        return raw.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")  # as text mode reads it
+    except (OSError, UnicodeDecodeError) as error:
+        raise TokenizerError(f"{path}: cannot be read as UTF-8 text ({error}); download the file again") from error
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The file as a JSON object; an empty one where the file is missing.
+
+    Raises:
+        TokenizerError: the file is there and is something else.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise TokenizerError(f"{path}: not valid JSON ({error}); download the file again") from error
+    if not isinstance(value, dict):
+        raise TokenizerError(f"{path}: holds a JSON {type(value).__name__}; expected an object")
+    return value

@@ -1,4 +1,8 @@
-"""Keyword-only frozen dataclasses as options: unknown keyword = named error with the nearest known one."""
+"""Options as keyword-only frozen dataclasses, whose fields say all there is to know about an option, and named choices.
+
+A field is declared with `option`. The command line, the server, the widgets, checks and docstrings read what it says with `options_of`.
+An unknown name is an error that lists the known ones or the nearest of them.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,161 @@ import dataclasses
 import difflib
 import inspect
 import os
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from exl2nb.core.errors import OptionError
+from exl2nb.core.errors import Exl2Error, OptionError
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
+KINDS: dict[str, type] = {"int": int, "float": float, "bool": bool, "str": str}
+
+
+class Slider(NamedTuple):
+    """What the slider of a number covers: from `low` to `high` in steps of `step`."""
+
+    low: float
+    high: float
+    step: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Option:
+    """An option: the field of a dataclass, and what `option` said about it.
+
+    Args:
+        name: of the field.
+        default: of the field.
+        kind: int, float, bool or str; None for any other type, which the dataclass checks itself.
+        optional: None is a value, too.
+        help: what the option does, in one line; the command line prints it.
+        about: what a docstring adds to it.
+        range: least and largest value.
+        not_zero: what to do in place of 0, which the range includes and the option refuses.
+        choices: the values of a text.
+        label: the name of its control in widgets; empty: widgets have no control.
+        hint: the line under the control.
+        slider: of the control of a number.
+        common: widgets and the command line show it among the first ones.
+        one_row: the effect shows on one row of logits, so that the sampler microscope has a control.
+        aliases: other names that requests to the server may use.
+        server: a field of requests is made from it.
+        flag: how the command line spells it; None: no flag is made from it.
+        metavar: of the flag.
+        flag_help: in place of `help`, where the flag does something else than the field.
+    """
+
+    name: str
+    default: Any
+    kind: type | None
+    optional: bool
+    help: str
+    about: str = ""
+    range: tuple[float, float] | None = None
+    not_zero: str = ""
+    choices: tuple[str, ...] = ()
+    label: str = ""
+    hint: str = ""
+    slider: Slider | None = None
+    common: bool = False
+    one_row: bool = True
+    aliases: tuple[str, ...] = ()
+    server: bool = True
+    flag: str | None = None
+    metavar: str | None = None
+    flag_help: str = ""
+
+    def check(self, value: object, *, where: str = "") -> None:
+        """Raise OptionError unless `value` has the type of the option and lies in its range.
+
+        Args:
+            value: what was given.
+            where: the public call, named in the message.
+        """
+        name = f"{where}: {self.name}" if where else self.name
+        if value is None and self.optional:
+            return
+        if self.kind is bool:
+            check_flag(name, value)
+        elif self.choices and value not in self.choices:
+            raise OptionError(f"{name} is {shown(value)}; expected one of {', '.join(self.choices)}")
+        elif self.range is not None and self.kind is int:
+            check_integer(name, value, *self.range)  # type: ignore[arg-type]
+        elif self.range is not None:
+            check_range(name, value, *self.range)  # type: ignore[arg-type]
+
+
+def option(default: Any, help: str, *, flag: bool | str = True, slider: tuple[float, float, float] | None = None, **more: Any) -> Any:
+    """Declare the field of an options dataclass; `Option` documents what can be said of it.
+
+    Args:
+        default: of the field.
+        help: what the option does, in one line.
+        flag: False: the command line has no flag of its own for it. A text: the flag, where it is not the name of the field.
+        slider: least and largest value, and the step of its slider.
+        more: other fields of `Option`.
+    """
+    said = {"help": help, "flag": flag, "slider": None if slider is None else Slider(*slider), **more}
+    return dataclasses.field(default=default, metadata={"option": said})
+
+
+@cache
+def options_of(cls: type) -> dict[str, Option]:
+    """The fields of a dataclass that `option` declared, by name and in order."""
+    made = {}
+    for one in dataclasses.fields(cls):
+        if (said := one.metadata.get("option")) is None:
+            continue
+        kind, *others = (one.type if isinstance(one.type, str) else one.type.__name__).split(" | ")
+        flag = {True: "--" + one.name.replace("_", "-"), False: None}.get(said["flag"], said["flag"])
+        made[one.name] = Option(
+            name=one.name,
+            default=one.default,
+            kind=KINDS.get(kind) if others in ([], ["None"]) else None,
+            optional="None" in others,
+            **{**said, "flag": flag},
+        )
+    return made
+
+
+@cache
+def _checked(cls: type) -> tuple[Option, ...]:
+    return tuple(one for one in options_of(cls).values() if one.range is not None or one.choices or one.kind is bool)
+
+
+def check_options(options: Any, *, where: str = "") -> None:
+    """Check every field of an options dataclass that `option` declared; OptionError names the first one that is wrong.
+
+    Args:
+        options: the dataclass.
+        where: the public call, named in the message.
+    """
+    values = vars(options)
+    for one in _checked(type(options)):
+        value = values[one.name]
+        if value is not one.default:  # requests leave most of them alone
+            one.check(value, where=where)
+
+
+def documented(cls: type[T]) -> type[T]:
+    """Write the fields of an options dataclass into its docstring, before "Raises:" or at the end."""
+    wrap = {"width": 116, "initial_indent": " " * 8, "subsequent_indent": " " * 12}
+    lines = ["    Args:", *(textwrap.fill(f"{one.name}: {_described(one)}", **wrap) for one in options_of(cls).values())]
+    before, raises, after = (cls.__doc__ or "").partition("    Raises:")
+    cls.__doc__ = f"{before.rstrip()}\n\n" + "\n".join(lines) + f"\n\n{raises}{after}".rstrip() + "\n"
+    return cls
+
+
+def _described(one: Option) -> str:
+    parts = [one.help, one.about, "" if "default" in one.help else f"default {one.default!r}"]
+    if one.range is not None:
+        low, high = one.range
+        parts.append(f"{'above' if one.not_zero else 'from'} {low} to {high}")
+    if one.choices:
+        parts.append(f"one of {', '.join(one.choices)}")
+    return "; ".join(part for part in parts if part)
 
 
 def make(cls: type[T], kwargs: Mapping[str, Any], *, where: str = "") -> T:
@@ -60,6 +212,12 @@ def check_flag(name: str, value: object) -> None:
         raise OptionError(f"{name} is {shown(value)}; expected True or False")
 
 
+def check_integer(name: str, value: object, low: int, high: int) -> None:
+    """Raise OptionError unless `value` is an integer (a bool is none) with `low <= value <= high`."""
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise OptionError(f"{name} is {shown(value)}; expected an integer from {low} to {high}")
+
+
 def check_path(name: str, value: object, expected: str = "a path") -> None:
     """Raise OptionError unless `value` is a text or a path of one."""
     if not isinstance(value, str) and not (isinstance(value, os.PathLike) and isinstance(os.fspath(value), str)):
@@ -100,3 +258,38 @@ def signature_with(signature: inspect.Signature, annotations: Mapping[str, Any],
         if name not in names
     ]
     return signature.replace(parameters=[*kept, *more])
+
+
+class Registry(Generic[T]):
+    """A table of named objects that refuses an unknown name by listing the known ones.
+
+    Args:
+        what: the kind of object, for messages.
+        error: the class that is raised for an unknown name.
+    """
+
+    def __init__(self, what: str, error: type[Exl2Error]) -> None:
+        self._what, self._error = what, error
+        self._items: dict[str, T] = {}
+
+    def register(self, *names: str) -> Callable[[T], T]:
+        """Decorator: file an object under `names`; a name is given once only."""
+
+        def put(item: T) -> T:
+            for name in names:
+                assert name not in self._items, f"{self._what} {name!r} registered twice"
+                self._items[name] = item
+            return item
+
+        return put
+
+    def __getitem__(self, name: str) -> T:
+        if name not in self._items:
+            raise self._error(f"unknown {self._what} {name!r}; known: {', '.join(sorted(self._items))}")
+        return self._items[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._items
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self._items))

@@ -1,10 +1,26 @@
-"""How results look: small HTML tables without scripts, sizes, and the colours of bit widths (the same in widgets/src/shared/palette.ts)."""
+"""How results look: small HTML tables without scripts, sizes, and the colours of bit widths.
+
+The page's colours and units are generated from the constants here.
+"""
 
 from __future__ import annotations
 
 import html
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+
+SIZE_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+BIT_COLOURS = (
+    (2.0, (254, 240, 190)),
+    (3.0, (190, 222, 150)),
+    (4.0, (112, 190, 150)),
+    (5.0, (52, 140, 150)),
+    (6.0, (45, 90, 140)),
+    (8.0, (58, 34, 102)),
+)
+"""Light to dark, readable with black text at the light end and white at the dark end."""
+DIVERGING_COLOURS = ((186, 40, 50), (242, 242, 242), (30, 84, 170))
+"""Of -2, 0 and 2."""
 
 
 def facts(caption: str, rows: Mapping[str, str]) -> str:
@@ -22,40 +38,30 @@ def facts(caption: str, rows: Mapping[str, str]) -> str:
 
 
 def size_text(count: int) -> str:
-    """Readable bytes: 7.80 MiB. The same in widgets/src/shared/format.ts."""
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+    """Readable bytes: 7.80 MiB."""
+    for unit, scale in SIZE_UNITS:
         if count >= scale:
             return f"{count / scale:.2f} {unit}"
     return f"{count} bytes"
 
 
-# Light to dark, readable with black text at the light end and white at the dark end; anchors at 2, 3, 4, 5, 6 and 8 bits.
-_ANCHORS = (
-    (2.0, (254, 240, 190)),
-    (3.0, (190, 222, 150)),
-    (4.0, (112, 190, 150)),
-    (5.0, (52, 140, 150)),
-    (6.0, (45, 90, 140)),
-    (8.0, (58, 34, 102)),
-)
-
-
 def colour(bits: float) -> tuple[int, int, int]:
     """RGB of a number of bits, interpolated between the anchors."""
-    if bits <= _ANCHORS[0][0]:
-        return _ANCHORS[0][1]
-    for (low, a), (high, b) in pairwise(_ANCHORS):
+    if bits <= BIT_COLOURS[0][0]:
+        return BIT_COLOURS[0][1]
+    for (low, a), (high, b) in pairwise(BIT_COLOURS):
         if bits <= high:
             t = (bits - low) / (high - low)
             r, g, blue = (round(x + t * (y - x)) for x, y in zip(a, b))
             return r, g, blue
-    return _ANCHORS[-1][1]
+    return BIT_COLOURS[-1][1]
 
 
 def diverging(difference: float) -> tuple[int, int, int]:
     """RGB of a signed number: red below 0, light at 0, blue above; 2 away is full."""
-    share, end = min(1.0, abs(difference) / 2), (186, 40, 50) if difference < 0 else (30, 84, 170)
-    r, g, blue = (round(242 + share * (y - 242)) for y in end)
+    low, zero, high = DIVERGING_COLOURS
+    share = min(1.0, abs(difference) / 2)
+    r, g, blue = (round(x + share * (y - x)) for x, y in zip(zero, low if difference < 0 else high))
     return r, g, blue
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from exl2nb.core.errors import OptionError
-from exl2nb.eval.logits import RowRunner, check_ids
+from exl2nb.eval.rows import RowRunner, check_ids
 from exl2nb.model.batch import Batch
 from exl2nb.model.model import Model
 from exl2nb.tokenizer.detokenize import token_texts

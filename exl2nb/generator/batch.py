@@ -22,15 +22,22 @@ class BatchBuilder:
 
     The tensors of a batch are views of this builder's buffers, so a step is good until the next `build`.
 
+    Most steps are like the last one: the same sequences decode one token each, on the same pages. `build` then adds one to four rows of
+    numbers (`_growing`) and writes nothing else. Tokens that only the device knows have id 0 and an entry in `_sources`: the row of the
+    last launch's drawn tokens, or of a draft round's tokens.
+
     Args:
-        max_tokens: in a step. max_sequences: in a step. max_pages: of a sequence. page_size: tokens per page. switches: batches say which
-            sequences are long.
+        max_tokens: in a step.
+        max_sequences: in a step.
+        max_pages: of a sequence.
+        page_size: tokens per page.
+        switches: batches say which sequences are long.
     """
 
     def __init__(self, *, max_tokens: int, max_sequences: int, max_pages: int, page_size: int, switches: bool = False) -> None:
         self._long = np.ones(max_sequences, np.int32) if switches else None
         self._page_size, self._max_pages = page_size, max_pages
-        self._ids, self._rows, self._feed, self._adapters, self._moved = (np.zeros(max_tokens, np.int32) for _ in range(5))
+        self._ids, self._rows, self._sources, self._adapters, self._moved = (np.zeros(max_tokens, np.int32) for _ in range(5))
         # of sequences that decode: where the page that is written begins in the text, its first slot; _offsets: how far into it they are
         self._firsts, self._page_slots = (np.zeros(max_sequences, np.int32) for _ in range(2))
         self._ones = (1,) * max_sequences
@@ -40,8 +47,9 @@ class BatchBuilder:
         self._bounds = np.zeros(max_sequences + 1, np.int32)
         self._batches: dict[tuple[int, int, int, int, bool], Batch] = {}
         self._last: tuple[object, ...] = ()  # the sequences of the last step
-        self._changes, self._width, self._decoding, self._fed = -1, 0, False, False
-        self._seeing = False  # a sequence of the last step has pictures
+        self._changes, self._width, self._decoding = -1, 0, False
+        self._sources_stand = False  # `_sources` holds 0, 1, 2, ...: each token is what the last launch drew in the same row
+        self._has_pictures = False  # a sequence of the last step has pictures
         self._adapted = False  # a sequence of the last step has an adapter
         self._row_of: dict[int, int] = {}  # a sequence of the last step -> its logit row
 
@@ -52,28 +60,28 @@ class BatchBuilder:
             spans: at least one; together within the sizes given at construction.
             changes: a number that is another one whenever a sequence's list of pages has changed.
         """
-        sequences, starts, lengths, wanted, feeds = zip(*spans)
-        count, feed = len(spans), True in feeds
+        sequences, starts, lengths, wanted, in_flight = zip(*spans)
+        count, all_in_flight = len(spans), False not in in_flight
         ones = self._ones[:count]
         same_table = changes == self._changes and sequences == self._last
         if not same_table:
-            self._seeing = any([sequence.pictures is not None for sequence in sequences])
-        decoding, seeing = lengths == ones == wanted, self._seeing
-        if seeing and decoding:  # the last token of a prompt may be a picture's
+            self._has_pictures = any([sequence.pictures is not None for sequence in sequences])
+        decoding, has_pictures = lengths == ones == wanted, self._has_pictures
+        if has_pictures and decoding:  # the last token of a prompt may be a picture's
             decoding = all([start >= sequence.pictured for sequence, start in zip(sequences, starts)])
-        same, late = same_table and decoding and self._decoding, None
+        same, drafts = same_table and decoding and self._decoding, None
         if self._long is not None:
             self._long[:count] = [sequence.long for sequence in sequences]
         if not same_table:
             self._width = self._write_table(sequences)
         if decoding:
             tokens = rows = count
-            self._write_decodes(sequences, starts, feeds, moved=not same)
+            self._write_decodes(sequences, starts, in_flight, moved=not same)
         else:
             tokens, rows = self._write(spans)
-            late = self._write_late(spans, tokens)
-        if feed and not (same and self._fed and False not in feeds):
-            self._write_feed(spans, tokens)
+            drafts = self._write_draft_sources(spans, tokens)
+        if True in in_flight and not (same and self._sources_stand and all_in_flight):
+            self._write_sources(spans, tokens)
         draws: list[Draw | None] = []
         for sequence, _, _, wants, _ in spans:
             if sequence.drawn:
@@ -93,14 +101,13 @@ class BatchBuilder:
                     self._row_of[id(span.sequence)] = row
                     row += span.rows
         self._last, self._changes, self._decoding = sequences, changes, decoding
-        self._fed = same and False not in feeds  # `_feed` says: row i of the last launch, for all
+        self._sources_stand = same and all_in_flight
         key = (tokens, count, self._width, rows, self._adapted)
         batch = self._batches.get(key) or self._new_batch(*key)
-        if seeing:
+        if has_pictures:
             batch = self._with_pictures(batch, spans)
-        if late is not None:
-            return Step(batch, self._feed[:tokens], draws, False, late)
-        return Step(batch, self._feed[:tokens] if feed else None, draws, same)
+        sources = self._sources[:tokens] if drafts is not None or True in in_flight else None
+        return Step(batch, sources, draws, same and drafts is None, drafts)
 
     def _with_pictures(self, batch: Batch, spans: Sequence[Span]) -> Batch:
         """The batch with positions and rows of sequences that have pictures."""
@@ -125,22 +132,22 @@ class BatchBuilder:
 
     def forget(self) -> None:
         """The step that was built last was not launched."""
-        self._last, self._decoding, self._changes, self._fed = (), False, -1, False
+        self._last, self._decoding, self._changes, self._sources_stand = (), False, -1, False
 
-    def _write_decodes(self, sequences: Sequence[Any], starts: Sequence[int], feeds: Sequence[bool], *, moved: bool) -> None:
+    def _write_decodes(self, sequences: Sequence[Any], starts: Sequence[int], in_flight: Sequence[bool], *, moved: bool) -> None:
         """`_write` where each sequence has one token, which wants logits. moved: other sequences, or other pages, than in the last step."""
         count, size = len(sequences), self._page_size
-        if not moved and False not in feeds:  # what is fed goes on by one token
+        if not moved and False not in in_flight:  # every sequence goes on by one token
             growing = self._growing[:, :count]
             growing += 1
             if np.maximum.reduce(self._offsets[:count]) < size:
-                if not self._fed:
+                if not self._sources_stand:
                     self._ids[:count] = 0
                 return
-        if False in feeds:
+        if False in in_flight:
             tokens: list[int] = []
-            for sequence, start, feed in zip(sequences, starts, feeds):
-                tokens.append(0 if feed else sequence.ids[start])
+            for sequence, start, unknown in zip(sequences, starts, in_flight):
+                tokens.append(0 if unknown else sequence.ids[start])
             self._ids[:count] = tokens
         else:
             self._ids[:count] = 0
@@ -157,33 +164,38 @@ class BatchBuilder:
             self._rows[:count] = range(count)
         np.add(positions, 1, out=self._lens[:count])
 
-    def _write_feed(self, spans: Sequence[Span], tokens: int) -> None:
-        """Where tokens are what the last launch drew: for which of its logit rows."""
-        self._feed[:tokens] = -1
+    def _write_sources(self, spans: Sequence[Span], tokens: int) -> None:
+        """Write for each token in flight the logit row of the last launch that drew it, and -1 for the others."""
+        self._sources[:tokens] = -1
         at = 0
         for span in spans:
-            if span.feed:
-                self._feed[at], self._ids[at] = self._row_of[id(span.sequence)], 0
+            if span.in_flight:
+                self._sources[at], self._ids[at] = self._row_of[id(span.sequence)], 0
             at += span.length
 
-    def _write_late(self, spans: Sequence[Span], tokens: int) -> torch.Tensor | None:
-        """Where tokens are draft tokens that are on the device, with the one before them: which of the round's, which is returned."""
+    def _write_draft_sources(self, spans: Sequence[Span], tokens: int) -> torch.Tensor | None:
+        """Write for each draft token on the device, and the token before it, the index into its round's tokens.
+
+        Returns:
+            The tokens of the round, int32 on the device. None: no draft token is there.
+        """
         found, end = None, 0
         for sequence, _, length, _, _ in spans:
             end += length
-            if sequence.late is not None:
+            if sequence.device_drafts is not None:
                 if found is None:
-                    self._feed[:tokens] = -1
-                found, rows, row = sequence.late.round.ids, sequence.late.round.rows, sequence.late.row
-                self._feed[end - sequence.rows : end] = range(row, row + rows * sequence.rows, rows)
+                    self._sources[:tokens] = -1
+                launched, row = sequence.device_drafts.round, sequence.device_drafts.row
+                found, rows = launched.ids, launched.rows
+                self._sources[end - sequence.rows : end] = range(row, row + rows * sequence.rows, rows)
         return found
 
     def _write(self, spans: Sequence[Span]) -> tuple[int, int]:
         at = rows = 0
         size = self._page_size
-        for b, (sequence, start, count, wanted, feed) in enumerate(spans):
+        for b, (sequence, start, count, wanted, in_flight) in enumerate(spans):
             positions = np.arange(start, start + count, dtype=np.int32)
-            self._ids[at : at + count] = 0 if feed else sequence.ids[start : start + count]
+            self._ids[at : at + count] = 0 if in_flight else sequence.ids[start : start + count]
             self._positions[at : at + count] = positions
             pages = np.asarray(sequence.pages, np.int32)
             self._slots[at : at + count] = pages[positions // size] * size + positions % size

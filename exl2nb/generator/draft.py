@@ -20,16 +20,17 @@ from exl2nb.cache.spec import CacheSpec
 from exl2nb.core.errors import EngineClosed, GenerationError, TokenizerError
 from exl2nb.core.log import logger
 from exl2nb.core.progress import Sink
-from exl2nb.generator.executor import Draw, Executor, HostExecutor, PendingStep, Results, Step
+from exl2nb.generator.engine import executor_for
+from exl2nb.generator.executor import Draw, Executor, PendingStep, Results, Step
 from exl2nb.generator.sequence import Sequence, choose
-from exl2nb.generator.speculation import DraftRound, LateTokens, StepTimes
+from exl2nb.generator.speculation import DeviceDrafts, DraftRound, StepTimes
 from exl2nb.model.batch import Batch, Span
 from exl2nb.sampling.draw import Sampled
 from exl2nb.sampling.state import SamplerState
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from exl2nb.generator.engine import Forward
+    from exl2nb.model.runner import StepRunner
 
 DECODED = 8  # tokens of a sequence that a decode step takes
 FIRST = 2  # tokens of a sequence in the first step of a GPU's round: what it lacks after a round whose draft tokens were all accepted
@@ -95,7 +96,7 @@ class _Following(NamedTuple):
     steps: int
 
 
-Proposed = list[list[int] | LateTokens]
+Proposed = list[list[int] | DeviceDrafts]
 
 
 class DraftModel:
@@ -107,45 +108,51 @@ class DraftModel:
     GPU all steps of a round are one launch.
 
     Args:
-        model: of the draft. spec: of its cache.
+        model: of the draft.
+        spec: of its cache.
         context: longest sequence it runs, in tokens; longer ones go on without draft tokens.
-        vocab_size: of the target. drawn: whether the draft's tokens are ids of the target as they are: the vocabularies are of one size.
+        vocab_size: of the target.
         run: runs a function while nothing else runs the model; a TimeoutError means that it is in use, and nothing is proposed this time.
-        executor: makes the executor of a GPU; None = on the CPU. rounds: makes what runs all steps of a round at once there.
-        late: whether the target's steps can read the draft tokens where they are made: they run on the same GPU, in the same stream.
+        drawn: whether the draft's tokens are ids of the target as they are: the vocabularies are of one size.
+        executor: makes what computes the steps; None = what the model's capabilities ask for.
+        rounds: makes what runs all steps of a round at once on a GPU; None = every step is launched alone.
+        on_device: whether the target's steps read the draft tokens where they are made: both models run on the same GPU, in the same
+            stream.
         on_close: called at the end, to give the model back.
+
+    Attributes:
+        rounds: runs whole rounds on a GPU, or None.
+        dropped: whether the last `propose` discarded a round that was launched behind a step, or a sequence of it had ended.
     """
 
     def __init__(
         self,
-        model: Forward,
+        model: StepRunner,
         spec: CacheSpec,
         *,
         context: int,
         vocab_size: int,
         run: Callable[[Callable[[], Proposed]], Proposed] | None = None,
-        device: str = "cpu",
         drawn: bool = True,
         executor: Callable[[Any, KVCache], Executor] | None = None,
         rounds: Callable[[Any, KVCache], Rounds] | None = None,
-        late: bool = False,
+        on_device: bool = False,
         on_close: Callable[[], None] | None = None,
     ) -> None:
         self._model, self._run, self._on_close = model, run, on_close
         self._times = StepTimes()
         self._size, self._context, self._vocab_size = spec.page_size, context, vocab_size
-        made = getattr(model, "new_cache", None)  # where its layers are
-        self._cache, self._table = KVCache(spec, device) if made is None else made(spec), PageTable(spec.num_pages)
-        self._executor, self._drawn = (executor or HostExecutor)(model, self._cache), drawn
-        self._rounds, self._late = None if rounds is None else rounds(model, self._cache), late
+        self._cache, self._table = model.new_cache(spec), PageTable(spec.num_pages)
+        self._executor, self._drawn = (executor or executor_for)(model, self._cache), drawn
+        self.rounds = None if rounds is None else rounds(model, self._cache)
+        self._on_device = on_device
         self._measured: tuple[DraftRound, int] | None = None  # the last round, and its steps, if its time says something
         self._known: dict[int, _DraftCache] = {}
         self._last: _Following | None = None  # the round whose draft tokens are verified by the step that is launched next
         self._ahead: _Following | None = None  # the one that was launched behind that step
         self._begun = Counter[int]()  # rounds by length
         self._unread: list[PendingStep | Results] = []  # catch-up steps, whose results are read only because executors expect it
-        self.dropped = False  # whether the last `propose` discarded a round that was launched behind a step, or a sequence of it had ended
-        self._discarded = self._gone = False
+        self.dropped = self._discarded = self._gone = False
 
     @property
     def pages(self) -> PageTable:
@@ -155,7 +162,7 @@ class DraftModel:
     @property
     def prepared(self) -> int:
         """Kinds of steps and rounds that were captured on a GPU so far."""
-        return self._executor.prepared + (self._rounds.prepared if self._rounds is not None else 0)
+        return self._executor.prepared + (self.rounds.prepared if self.rounds is not None else 0)
 
     def seconds(self, count: int) -> float:
         """What a round of so many draft tokens takes, whose sequences lag by a few tokens; 0: none was measured."""
@@ -191,15 +198,15 @@ class DraftModel:
             Whether something was made ready meanwhile, as `Rounds.prepared` counts it.
         """
         last, self._last = self._last, None
-        if last is None or self._rounds is None or self._gone or len(last.sequences) != len(sequences):
+        if last is None or self.rounds is None or self._gone or len(last.sequences) != len(sequences):
             return False
-        prepared = self._rounds.prepared
+        prepared = self.rounds.prepared
         try:
-            self._follow(self._rounds, last, drawn, sequences)
+            self._follow(self.rounds, last, drawn, sequences)
         except Exception:  # as in `propose`
             logger.exception("the draft model failed; generation goes on without speculation")
             self._gone = True
-        return self._rounds.prepared != prepared
+        return self.rounds.prepared != prepared
 
     def release(self, sequence: Sequence, /) -> None:
         """A sequence has ended: free its pages, discard the rounds that it is part of. What runs ends before the pages are used again."""
@@ -217,8 +224,8 @@ class DraftModel:
         self._last = self._ahead = None
         self._known.clear()
         self._executor.close()
-        if self._rounds is not None:
-            self._rounds.close()
+        if self.rounds is not None:
+            self.rounds.close()
         self._cache.close()
         if self._on_close is not None:
             self._on_close()
@@ -244,7 +251,7 @@ class DraftModel:
         for place, (sequence, count) in enumerate(wanted):
             known, room = self._state(sequence), self._context - len(sequence.ids)
             needed = len(sequence.ids) + min(most, room)
-            if room <= 0 or not ((self._late and self._reserve(known, needed + most + 1)) or self._reserve(known, needed)):
+            if room <= 0 or not ((self._on_device and self._reserve(known, needed + most + 1)) or self._reserve(known, needed)):
                 continue
             if len(sequence.ids) - known.computed > CHUNK:
                 self._forward([(known, list(islice(sequence.ids, known.computed, known.computed + CHUNK)), "none")])
@@ -252,8 +259,8 @@ class DraftModel:
             turn = _Turn(place, sequence, known, sequence.ids[known.computed :], min(count, room))
             draws = self._drawn and sequence.drawn and room >= most and self._executor.can_draw(sequence.sampler)
             (drawn if draws else chosen).append(turn)
-        if drawn and self._rounds is not None:
-            drawn = self._launch_round(self._rounds, [turn for turn in drawn if len(turn.sequence.ids) >= FIRST], most, found, began)
+        if drawn and self.rounds is not None:
+            drawn = self._launch_round(self.rounds, [turn for turn in drawn if len(turn.sequence.ids) >= FIRST], most, found, began)
         if drawn:
             self._draw_together(drawn, most, found)
         if chosen:
@@ -263,8 +270,8 @@ class DraftModel:
     def _follow(self, rounds: Rounds, last: _Following, drawn: torch.Tensor, sequences: Seq[Sequence]) -> None:
         steps = last.steps
         for sequence, mine in zip(sequences, last.sequences):
-            late, known = sequence.late, self._known.get(id(sequence))
-            if sequence is not mine or late is None or late.round is not last.round or sequence.drafted != steps or known is None:
+            drafts, known = sequence.device_drafts, self._known.get(id(sequence))
+            if sequence is not mine or drafts is None or drafts.round is not last.round or sequence.drafted != steps or known is None:
                 return
             longest = len(sequence.ids) + 1 + steps
             if longest > min(self._context, len(known.pages) * self._size) or sequence.limit - sequence.new_tokens <= 1 + steps:
@@ -280,7 +287,7 @@ class DraftModel:
         found: Proposed = []
         for row, (sequence, count) in enumerate(wanted):
             self._state(sequence).computed = len(sequence.ids) + steps - 1
-            found.append(LateTokens(launched, row, min(count, steps)))
+            found.append(DeviceDrafts(launched, row, min(count, steps)))
         if max(count for _, count in wanted) == steps:
             self._last = _Following(launched, ahead.sequences, [], steps)
         return found
@@ -307,10 +314,10 @@ class DraftModel:
             return [turn._replace(ids=turn.sequence.ids[-FIRST:]) for turn in turns]
         for row, (place, _, known, _, count) in enumerate(turns):
             known.computed += FIRST + steps - 1
-            late = LateTokens(launched, row, count)
-            found[place] = late if self._late else late.tokens()
+            drafts = DeviceDrafts(launched, row, count)
+            found[place] = drafts if self._on_device else drafts.tokens()
         self._begun[steps] += 1
-        if self._late and self._begun[steps] >= OFTEN:
+        if self._on_device and self._begun[steps] >= OFTEN:
             self._last = _Following(launched, [turn.sequence for turn in turns], [], steps)
         if rounds.prepared == prepared and lag <= FIRST:
             self._measured = launched, steps

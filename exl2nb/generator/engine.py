@@ -19,8 +19,9 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,28 +37,22 @@ from exl2nb.generator.handle import TICK_S, Handle
 from exl2nb.generator.loop import StepLoop
 from exl2nb.generator.pager import Pager
 from exl2nb.generator.request import Request
-from exl2nb.generator.scheduler import MAX_CHUNK, Scheduler
+from exl2nb.generator.scheduler import Scheduler
 from exl2nb.generator.sequence import Sequence
 from exl2nb.generator.speculation import Drafter, Speculator, StepTimes, proposer_for
 from exl2nb.model.batch import Batch
+from exl2nb.model.model import Model
+from exl2nb.model.runner import StepRunner
 from exl2nb.tokenizer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from exl2nb.model.points import Point
+    from exl2nb.model.trace import Borrowed
 
 IDLE_S = 5.0  # the thread ends after this long without work, and is started again by the next request: an idle model holds no thread
 EXIT_S = 2.0  # what the end of the interpreter waits for a step: a thread that comes back from C++ after that would abort the process
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()  # those that have started a thread
 _exiting: list[bool] = []  # not empty: the interpreter ends
-
-
-class Forward(Protocol):
-    """What the engine needs of a model."""
-
-    def forward(self, batch: Batch, cache: KVCache, /) -> Tensor:
-        """Logits f32 `(R, V)` of the batch's logit rows."""
-        ...
-
-    def close(self) -> None:
-        """Give memory back."""
-        ...
 
 
 T = TypeVar("T")
@@ -112,97 +107,121 @@ class Call(Generic[T]):
 
 
 class SharedModel:
-    """A model whose forward passes run on its engine's thread, between steps; for code that reads texts beside running requests."""
+    """The part of `Model` that reads texts, for code on other threads than the engine's.
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    Steps run on the engine's thread, between those of running requests.
+    """
+
+    def __init__(self, engine: Engine, model: Model) -> None:
+        self._call, self._model = engine.call, model
+        self.config, self.context, self.device, self.rope_switch = model.config, model.context, model.device, model.rope_switch
+        self.cache_spec, self.new_cache = model.cache_spec, model.new_cache
+
+    @property
+    def points(self) -> dict[str, Point]:
+        """As `Model.points`."""
+        return self._model.points
 
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         """As `Model.forward`."""
-        return self._engine.call(partial(self._engine.model.forward, batch, cache))
+        return self._call(partial(self._model.forward, batch, cache))
 
     def forward_by_ops(self, *arguments: Any) -> Tensor:
         """As `Model.forward_by_ops`."""
-        return self._engine.call(partial(self._engine.model.forward_by_ops, *arguments))  # pyright: ignore[reportAttributeAccessIssue]
+        return self._call(partial(self._model.forward_by_ops, *arguments))
 
     def trace(self, *arguments: Any, **options: Any) -> Tensor:
         """As `Model.trace`."""
-        return self._engine.call(partial(self._engine.model.trace, *arguments, **options))  # pyright: ignore[reportAttributeAccessIssue]
+        return self._call(partial(self._model.trace, *arguments, **options))
 
     def unembed(self, x: Tensor) -> Tensor:
         """As `Model.unembed`."""
-        return self._engine.call(partial(self._engine.model.unembed, x))  # pyright: ignore[reportAttributeAccessIssue]
+        return self._call(partial(self._model.unembed, x))
 
     def matrix(self, layer: int, part: str) -> Tensor | None:
         """As `Model.matrix`."""
-        return self._engine.call(partial(self._engine.model.matrix, layer, part))  # pyright: ignore[reportAttributeAccessIssue]
+        return self._call(partial(self._model.matrix, layer, part))
 
-    def layer(self, index: int, tokens: int) -> Any:
+    def layer(self, index: int, tokens: int) -> Borrowed:
         """As `Model.layer`."""
-        return self._engine.call(partial(self._engine.model.layer, index, tokens))  # pyright: ignore[reportAttributeAccessIssue]
+        return self._call(partial(self._model.layer, index, tokens))
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine.model, name)
+
+@dataclass(frozen=True, kw_only=True)
+class EngineStats:
+    """Counts since the engine was made.
+
+    Attributes:
+        steps: launched steps.
+        preemptions: sequences that gave their pages back before they ended.
+        captured: kinds of steps, and of rounds of a draft model, that were captured on a GPU.
+        drafting_steps: steps before which draft tokens were looked for.
+    """
+
+    steps: int
+    preemptions: int
+    captured: int
+    drafting_steps: int
 
 
 class Engine:
     """Runs requests on a model.
 
     Attributes:
-        cache: the pools. pages: their page table. pager: what the pages hold. loop: the steps. drafter: the draft model, or None.
+        cache: the pools. pages: their page table. pager: what the pages hold. loop: the steps. executor: what computes them. drafter: the
+        draft model, or None.
 
     Args:
-        model: anything with `forward` and `close`.
-        cache_spec: size of the KV cache. cache: of that size; None = one on the CPU, made here.
+        model: runs the steps.
+        cache_spec: size of the KV cache.
         context: tokens of prompt and answer together, at most; None = what the cache holds.
         vocab_size: ids the model knows; None = do not check prompts.
         max_sequences: that run together.
-        max_chunk: prompt tokens per step, at most.
-        executor: makes what computes the steps; None = `HostExecutor`.
+        executor: makes what computes the steps; None = what the model's capabilities ask for.
         block_tokens: of the largest picture whose tokens run in one step.
+        idle_s: the engine's thread ends after this long without work.
     """
 
     def __init__(
         self,
-        model: Forward,
+        model: StepRunner,
         tokenizer: Tokenizer,
         cache_spec: CacheSpec,
         *,
         context: int | None = None,
         vocab_size: int | None = None,
         max_sequences: int = 16,
-        max_chunk: int = MAX_CHUNK,
-        cache: KVCache | None = None,
-        executor: Callable[[Forward, KVCache], Executor] | None = None,
+        executor: Callable[[Any, KVCache], Executor] | None = None,
         block_tokens: int = 0,
+        idle_s: float = IDLE_S,
     ) -> None:
         self.model, self.tokenizer, self.spec = model, tokenizer, cache_spec
         self.context = cache_spec.num_tokens if context is None else context
-        self.cache = KVCache(cache_spec) if cache is None else cache
-        self._executor = (executor or HostExecutor)(model, self.cache)
+        self.cache = model.new_cache(cache_spec)
+        self._last_device = self.cache.placement.devices[-1]
+        self.executor: Executor = (executor or executor_for)(model, self.cache)
         size = cache_spec.page_size
-        self.pager = Pager(cache_spec.num_pages, page_size=size, copy=self._executor.copy, salt=cache_spec.mode)
+        self.pager = Pager(cache_spec.num_pages, page_size=size, copy=self.executor.copy, salt=cache_spec.mode)
         self.pages = self.pager.table
         self.vocab_size = vocab_size
         self.drafter: Drafter | None = None
         self._speculator = Speculator()
-        switch = getattr(model, "rope_switch", None)
+        chunks, switch = model.capabilities.chunks, model.capabilities.rope_switch
         builder = BatchBuilder(
             switches=switch is not None,
-            max_tokens=max_sequences * MAX_ROWS + max_chunk + block_tokens,
+            max_tokens=max_sequences * MAX_ROWS + chunks.max_tokens + block_tokens,
             max_sequences=max_sequences,
             max_pages=min(cache_spec.num_pages, -(-(self.context + MAX_ROWS) // size)),
             page_size=size,
         )
-        self.loop = StepLoop(
-            Scheduler(self.pager, max_sequences=max_sequences, max_chunk=max_chunk, switch=switch), builder, self._executor
-        )
+        scheduler = Scheduler(self.pager, max_sequences=max_sequences, chunks=chunks, switch=switch)
+        self.loop = StepLoop(scheduler, builder, self.executor)
         self._arrived: deque[tuple[Sequence, object]] = deque()  # one leaves it after it has entered the scheduler
         self._calls: deque[Call[Any]] = deque()
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()  # an item for each arrival, so that an idle thread can wait
         self._lock, self._run_lock, self._close_lock = threading.Lock(), threading.Lock(), threading.Lock()
         self._thread: threading.Thread | None = None
-        self._closed, self._process = False, os.getpid()
+        self._closed, self._process, self._idle_s = False, os.getpid(), idle_s
 
     # ---- callers' side: any thread
 
@@ -321,7 +340,8 @@ class Engine:
     @property
     def shared_model(self) -> Any:
         """The model for code on other threads: its forward passes go through `call`."""
-        return SharedModel(self)
+        assert isinstance(self.model, Model), "a model with weights"
+        return SharedModel(self, self.model)
 
     @property
     def step_times(self) -> StepTimes:
@@ -331,7 +351,21 @@ class Engine:
     @property
     def prepared(self) -> int:
         """Kinds of steps, and of rounds of a draft model, that were captured on a GPU so far."""
-        return self._executor.prepared + (self.drafter.prepared if self.drafter is not None else 0)
+        return self.executor.prepared + (self.drafter.prepared if self.drafter is not None else 0)
+
+    def stats(self) -> EngineStats:
+        """Counts since the engine was made."""
+        return EngineStats(
+            steps=self.loop.steps,
+            preemptions=self.loop.scheduler.preemptions,
+            captured=self.prepared,
+            drafting_steps=self._speculator.drafting_steps,
+        )
+
+    @property
+    def has_thread(self) -> bool:
+        """True while the engine's thread runs, or waits for work."""
+        return self._thread is not None
 
     @property
     def closed(self) -> bool:
@@ -354,7 +388,7 @@ class Engine:
 
     def prepare(self, progress: Sink | None) -> None:
         """Do beforehand what the first request would wait for, such as compiling kernels."""
-        self._executor.prepare(progress)
+        self.executor.prepare(progress)
 
     def close(self) -> None:
         """End every request with EngineClosed, join the thread, give memory back. A second call does nothing.
@@ -373,7 +407,7 @@ class Engine:
             self.loop.abandon()
             if self.drafter is not None:
                 self.drafter.close()
-            self._executor.close()
+            self.executor.close()
             self.cache.close()
             self.model.close()
 
@@ -417,7 +451,7 @@ class Engine:
         loop, scheduler = self.loop, self.loop.scheduler
         try:
             # an interrupt inside Thread.start can leave a thread behind, unknown to the engine, beside its successor: only one may run
-            last = self.cache.device.rpartition("+")[2]  # where tokens are drawn; this thread begins on the first GPU
+            last = self._last_device  # where tokens are drawn; this thread begins on the first GPU
             place = torch.cuda.device(last) if last.startswith("cuda:") else nullcontext()
             with self._run_lock, torch.inference_mode(), place:
                 while True:
@@ -438,7 +472,7 @@ class Engine:
         woken = False
         try:
             if idle:
-                self._wake.get(timeout=IDLE_S)
+                self._wake.get(timeout=self._idle_s)
             woken = True
             while True:
                 self._wake.get_nowait()
@@ -471,6 +505,16 @@ class Engine:
         while self._calls:
             self._calls.popleft().fail(error)
         self.loop.fail_all(error)
+
+
+def executor_for(model: StepRunner, cache: KVCache) -> Executor:
+    """The executor that a model's capabilities ask for."""
+    if not model.capabilities.captures:
+        return HostExecutor(model, cache)
+    from exl2nb.generator.gpu_executor import GpuExecutor
+
+    assert isinstance(model, Model), "models on GPUs"
+    return GpuExecutor(model, cache)
 
 
 def sequences_for(request: Request, tokenizer: Tokenizer, *, context: int) -> list[Sequence]:

@@ -7,7 +7,8 @@ token is not known yet, the step says "the token that the launch before drew for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -17,14 +18,14 @@ import torch
 from exl2nb.cache.pool import KVCache
 from exl2nb.core.progress import Sink
 from exl2nb.model.batch import Batch
-from exl2nb.ops.ahead import MOST_ROWS
+from exl2nb.model.model import Ahead
+from exl2nb.ops.draw import MOST_ROWS
 from exl2nb.sampling.chain import batches, draw_batch, draw_settings, drawn_rows
 from exl2nb.sampling.draw import Sampled
 from exl2nb.sampling.state import SamplerState
 
 if TYPE_CHECKING:
-    from exl2nb.generator.engine import Forward
-    from exl2nb.model.model import Ahead
+    from exl2nb.model.runner import StepRunner
 
 AHEAD_ROWS = 4  # this many requests or more: the host's share of a step is worth running ahead
 
@@ -45,15 +46,19 @@ class Draw(NamedTuple):
 class Step:
     """One launch: T tokens, R logit rows.
 
-    batch: int32 host tensors. They are views of buffers that the next step overwrites: copy them before `launch` returns. feed: `(T,)`
-    int32 or None. feed[t] = -1: `batch.input_ids[t]` is the token. feed[t] = r: the token is what the launch before this one drew for its
-    logit row r; `input_ids[t]` is 0. None: all tokens are known. draws: R entries; None: return the raw logits of that row. same: the
-    sequences, logit rows and block table are those of the launch before, each one token on; parameters need not be sent again. drafts:
-    int32 on the device, of which feed[t] = r is then `drafts[r]`.
+    Attributes:
+        batch: int32 host tensors. They are views of buffers that the next step overwrites: copy them before `launch` returns.
+        sources: `(T,)` int32, where tokens come from that only the device knows; None: all tokens are known. sources[t] = -1:
+            `batch.input_ids[t]` is the token. sources[t] = r: the token is what the launch before this one drew for its logit row r;
+            `input_ids[t]` is 0.
+        draws: R entries; None: return the raw logits of that row.
+        same: the sequences, logit rows and block table are those of the launch before, each one token on; parameters need not be sent
+            again.
+        drafts: draft tokens, int32 on the device. sources[t] = r then means `drafts[r]`.
     """
 
     batch: Batch
-    feed: np.ndarray | None
+    sources: np.ndarray | None
     draws: Sequence[Draw | None]
     same: bool
     drafts: torch.Tensor | None = None
@@ -80,17 +85,21 @@ class PendingStep(Protocol):
 class Executor(Protocol):
     """Computes steps, one after the other, in the order of the launches.
 
-    lookahead: how many launched steps may be unread when the next one is launched: 0 or 1; it may change with every launch.
-    prepared: kinds of steps that were made ready while a step waited (captured, compiled); such a step's time says nothing about others.
-    drawn: the tokens of the last launch by logit row, int32 on the device, where it draws them; None: on the host.
+    Attributes:
+        lookahead: how many launched steps may be unread when the next one is launched: 0 or 1; it may change with every launch.
+        drawn: the tokens of the last launch by logit row, int32 on the device, where it draws them; None: on the host.
 
     `launch` and `copy` run on the engine thread, which is the only caller. Work of a later call must see what earlier calls wrote to the
     cache (one stream does that): the engine gives pages of an ended request to the next one while a step that still writes to them runs.
     """
 
     lookahead: int
-    prepared: int
     drawn: torch.Tensor | None
+
+    @property
+    def prepared(self) -> int:
+        """Kinds of steps that were made ready while a step waited (captured, compiled). Such a step's time says nothing about others."""
+        ...
 
     def can_draw(self, state: SamplerState, *, drafts: bool = False) -> bool:
         """Whether the executor draws for this request; asked once per request. False: its rows come back as logits.
@@ -135,16 +144,15 @@ class HostExecutor:
 
     Attributes:
         lookahead: 1 while the last step launched is one that runs ahead.
+        ahead_steps: steps that ran ahead so far, by their number of rows.
     """
 
-    def __init__(self, model: Forward, cache: KVCache) -> None:
+    def __init__(self, model: StepRunner, cache: KVCache) -> None:
         self._model, self._cache = model, cache
         self.lookahead = self.prepared = 0
         self.drawn: torch.Tensor | None = None
-        self._step_draw: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = (
-            getattr(model, "step_draw", None) if getattr(model, "draws", False) else None
-        )
-        self._begin: Callable[..., Ahead] | None = getattr(model, "draw_ahead", None) if getattr(model, "runs_ahead", False) else None
+        self.ahead_steps = Counter[int]()
+        self._fused, self._ahead = model.capabilities.fused_draw, model.capabilities.draws_ahead
         self._last: Ahead | None = None  # launched last, and perhaps not complete
 
     def can_draw(self, state: SamplerState, *, drafts: bool = False) -> bool:
@@ -154,17 +162,17 @@ class HostExecutor:
     def launch(self, step: Step) -> PendingStep | Results:
         """Run the step to its end, or begin it."""
         draws, batch = step.draws, step.batch
-        if self._begin is not None and len(draws) >= AHEAD_ROWS and self._may_run_ahead(step):
-            return self._launch_ahead(self._begin, step)
+        if self._ahead and len(draws) >= AHEAD_ROWS and self._may_run_ahead(step):
+            return self._launch_ahead(step)
         if self._last is not None:
             self._settle(self._last, step)
         self.lookahead = 0
         if not draws or None in draws:
             return self._launch_mixed(step)
         wanted: Sequence[Draw] = draws  # pyright: ignore[reportAssignmentType]
-        if self._step_draw is None or batch.pictures is not None:
+        if not self._fused or batch.pictures is not None:
             return draw_batch(_on_host(self._model.forward(batch, self._cache)), wanted)
-        drawn, logits = self._step_draw(batch, self._cache, *draw_settings(wanted))
+        drawn, logits = self._model.step_draw(batch, self._cache, *draw_settings(wanted))
         return drawn_rows(drawn, wanted, logits)
 
     def copy(self, source: int, target: int) -> None:
@@ -180,7 +188,7 @@ class HostExecutor:
         """Wait for the step that runs."""
         if self._last is not None:
             self._last.join()
-        self._begin = self._step_draw = self._last = None
+        self._last = None
 
     def _launch_mixed(self, step: Step) -> Results:
         """A step with rows that the requests draw themselves."""
@@ -199,25 +207,26 @@ class HostExecutor:
         decoding = decoding and batch.pictures is None
         return decoding and len(draws) <= MOST_ROWS and None not in draws and torch.get_num_threads() > 1
 
-    def _launch_ahead(self, begin: Callable[..., Ahead], step: Step) -> PendingStep:
-        fed = None
-        if step.feed is not None:
-            assert self._last is not None, "what is fed was drawn by the launch before"
-            fed = torch.from_numpy(step.feed), self._last.drawn
+    def _launch_ahead(self, step: Step) -> PendingStep:
+        sources = None
+        if step.sources is not None:
+            assert self._last is not None, "tokens in flight were drawn by the launch before"
+            sources = torch.from_numpy(step.sources), self._last.drawn
         draws: Sequence[Draw] = step.draws  # pyright: ignore[reportAssignmentType]
-        self._last = begin(step.batch, self._cache, draw_settings(draws), fed)
+        self._last = self._model.draw_ahead(step.batch, self._cache, draw_settings(draws), sources)
         self.lookahead = 1
+        self.ahead_steps[len(draws)] += 1
         return _StepAhead(self._last, draws)
 
     def _settle(self, last: Ahead, step: Step) -> None:
         """Wait for the launch before, and fill in what it drew."""
         last.join()
         self._last = None
-        if step.feed is None:
+        if step.sources is None:
             return
         ids = step.batch.input_ids.numpy()
         drawn = last.drawn[:, 0].clamp(min=0).numpy()
-        for token, row in enumerate(step.feed.tolist()):
+        for token, row in enumerate(step.sources.tolist()):
             if row >= 0:
                 ids[token] = drawn[row]
 

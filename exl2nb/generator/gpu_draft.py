@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -32,39 +32,57 @@ WORDS, COUNTER = ROW_BYTES // 4, 10  # of a row's settings; the number of the dr
 KEPT = 16  # kinds of captured rounds, each with logits of its own
 
 
+class RoundKind(NamedTuple):
+    """What distinguishes captured rounds: sequences at most, pages of a sequence at most, draft tokens, whether some rows have biases."""
+
+    rows: int
+    width: int
+    steps: int
+    biased: bool
+
+
 class GpuRounds:
     """Runs rounds of a model.
 
-    prepared: kinds of rounds that were captured.
-
     Args:
-        model: on one GPU. cache: there too.
+        model: on one GPU.
+        cache: there too.
+
+    Attributes:
+        prepared: kinds of rounds that were captured, failed captures included.
     """
 
     def __init__(self, model: Model, cache: KVCache) -> None:
         self._model, self._cache = model, cache
-        self._graphs: dict[tuple[int, int, int, bool], _Graph | None] = {}  # None: could not be captured
+        self._graphs: dict[RoundKind, RoundGraph | None] = {}
         self._graphed = env.get("EXL2NB_CUDA_GRAPHS", "1") == "1"
         self.prepared = 0
+
+    @property
+    def graphs(self) -> dict[RoundKind, RoundGraph | None]:
+        """What was captured; None for a round that could not be."""
+        return dict(self._graphs)
 
     def launch(self, places: Sequence[Place], steps: int, began: float) -> DraftRound | None:
         """Enqueue a round; None where it cannot be captured.
 
         Args:
-            places: the sequences. steps: draft tokens of each. began: `time.perf_counter()` when the round was begun.
+            places: the sequences.
+            steps: draft tokens of each.
+            began: `time.perf_counter()` when the round was begun.
         """
         width = max(len(place.pages) for place in places)
-        moved = any(biased(place.draw.state.params) for place in places)
-        key = bucket(len(places)), 1 << (width - 1).bit_length(), steps, moved
-        if key not in self._graphs:
+        with_bias = any(biased(place.draw.state.params) for place in places)
+        kind = RoundKind(rows=bucket(len(places)), width=1 << (width - 1).bit_length(), steps=steps, biased=with_bias)
+        if kind not in self._graphs:
             self.prepared += 1
             kept = [one for one, graph in self._graphs.items() if graph is not None]
             if len(kept) >= KEPT:
-                torch.cuda.synchronize(self._model.draw_device)  # it may run; what was launched keeps its results
+                torch.cuda.synchronize(self._model.capabilities.draw_device)  # it may run; what was launched keeps its results
                 del self._graphs[kept[0]]
-            self._graphs[key] = self._capture(*key) if self._graphed else None
+            self._graphs[kind] = self._capture(kind) if self._graphed else None
             began = time.perf_counter()
-        graph = self._graphs[key] = self._graphs.pop(key)  # the last one used goes last
+        graph = self._graphs[kind] = self._graphs.pop(kind)  # the last one used goes last
         return None if graph is None else graph.replay(places, began)
 
     def follow(self, launched: DraftRound, drawn: Tensor, sequences: int) -> DraftRound | None:
@@ -91,32 +109,38 @@ class GpuRounds:
         """Drop the graphs."""
         self._graphs.clear()
 
-    def _capture(self, rows: int, width: int, steps: int, moved: bool) -> _Graph | None:
-        before = torch.cuda.current_stream(self._model.draw_device)
+    def _capture(self, kind: RoundKind) -> RoundGraph | None:
+        before = torch.cuda.current_stream(self._model.capabilities.draw_device)
         try:
-            return _Graph(self._model, self._cache, rows, width, steps, moved)
+            return RoundGraph(self._model, self._cache, kind)
         except RuntimeError as error:
             torch.cuda.set_stream(before)  # a failed capture leaves its own stream current
-            reason = str(error).splitlines()[0]
+            reason, steps = str(error).splitlines()[0], kind.steps
             logger.warning("rounds of %d draft tokens cannot be captured (%s): they are launched step by step, more slowly", steps, reason)
             return None
 
 
-class _Graph:
-    """A round of `steps` draft tokens for up to `rows` sequences of at most `width` pages."""
+class RoundGraph:
+    """A captured round, and the round that follows it.
 
-    def __init__(self, model: Model, cache: KVCache, rows: int, width: int, steps: int, moved: bool) -> None:
-        self.rows, self.width, self.steps = rows, width, steps
-        self._device = torch.device(model.draw_device)
+    Attributes:
+        follows: the round that follows was captured too.
+        broken: it cannot be captured.
+        latest: the round that was launched last.
+    """
+
+    def __init__(self, model: Model, cache: KVCache, kind: RoundKind) -> None:
+        rows, width, steps = self.rows, self.width, self.steps = kind[:3]
+        self._device = torch.device(model.capabilities.draw_device)
         self._sizes = [rows * WORDS, FIRST * rows, FIRST * rows, rows, rows, rows, rows * width, 5 * rows, rows, (1 + steps) * rows]
         self._state = torch.zeros(sum(self._sizes), dtype=torch.int32, device=self._device)
         self._results = torch.zeros(2 * steps, rows, 4, dtype=torch.int32).pin_memory()  # of a round, and of the one that follows
-        self._bias = torch.zeros(rows, model.outputs, device=self._device) if moved else None
+        self._bias = torch.zeros(rows, model.outputs, device=self._device) if kind.biased else None
         self._verified = torch.zeros(1 + steps, rows, dtype=torch.int32, device=self._device)
         parts = self._state.split(self._sizes)
         self._run, self._advance = _recorded(model, cache, parts, self._results, self._bias), partial(advance, parts, self._verified)
         self._graph, self._next, self._half = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph(), 0
-        self.follows = self.broken = False  # whether the next round is captured, or cannot be
+        self.follows = self.broken = False
         self.latest: DraftRound | None = None
         ends = np.cumsum(self._sizes).tolist()
         self._host, self._numbers = PinnedState(self._state, [*zip([0, *ends], ends)]), self._results.numpy()
@@ -215,7 +239,7 @@ def _recorded(model: Model, cache: KVCache, state: Sequence[Tensor], results: Te
     ends = torch.arange(FIRST - 1, FIRST * rows, FIRST, dtype=torch.int32, device=device)
     inputs = [DecodeInputs(ids, positions, lens, pages, bounds, ends)]
     inputs += [DecodeInputs(drafts[step], last, lens, pages) for step in range(steps - 1)]
-    forwards = [model.decode_step(cache, one, logits, None) for one in inputs]
+    forwards = [model.make_decode_launcher(cache, one, logits, None) for one in inputs]
 
     def run() -> None:
         for step, forward in enumerate(forwards):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from exl2nb.core.progress import Meter, Sink
 from exl2nb.generator.executor import Draw, PendingStep, Step
 from exl2nb.model.gpu import SHORT, mixes_adapters
 from exl2nb.model.model import DecodeInputs
-from exl2nb.ops import kernel_code, out_of_memory
+from exl2nb.ops import kernel_code, memory
 from exl2nb.ops.cuda_sample import ROW_BYTES, TOP, pack_row, report, sample_rows
 from exl2nb.ops.gpu import LoraBuffers, capturing, current_stream, launch_lock
 from exl2nb.sampling.draw import Sampled
@@ -128,25 +128,117 @@ PROMPT_KERNELS = [
 DRAWN = frozenset(("temperature", "top_k", "top_p", "min_p", "seed")) | PENALTIES | BIASES  # what the sampling kernel does
 
 
+class StepKind(NamedTuple):
+    """What distinguishes captured steps.
+
+    Attributes:
+        rows: tokens at most.
+        sequences: 0: every sequence has one token. Else at most so many sequences, of at most `SHORT` tokens each.
+        width: pages of a sequence at most.
+        counted: rows have penalties.
+        biased: rows have biases.
+        lora_inside: `LoraBuffers.inside` of the adapters.
+        lora: where adapters are read; None: none is.
+    """
+
+    rows: int
+    sequences: int
+    width: int
+    counted: bool = False
+    biased: bool = False
+    lora_inside: bool = False
+    lora: LoraBuffers | None = None
+
+
+class CapturedSteps:
+    """The captured steps of an executor, by kind.
+
+    Those with draft tokens are kept up to a number; one that was not used for long makes room for another.
+
+    Args:
+        most_verifying: captured steps with draft tokens at most.
+        idle_steps: steps with draft tokens, without one kind, after which that kind makes room.
+
+    Attributes:
+        prepared: captures so far, failed ones included.
+    """
+
+    def __init__(self, *, most_verifying: int = VERIFYING, idle_steps: int = IDLE) -> None:
+        self._most_verifying, self._idle_steps = most_verifying, idle_steps
+        self._graphs: dict[StepKind, StepGraph | None] = {}
+        self._verified, self._used = 0, dict[StepKind, int]()  # steps with draft tokens; which of them ran a kind last
+        self.prepared = 0
+
+    @property
+    def graphs(self) -> dict[StepKind, StepGraph | None]:
+        """What was captured; None for a step that could not be."""
+        return dict(self._graphs)
+
+    def get(self, kind: StepKind, capture: Callable[[StepKind], StepGraph | None]) -> StepGraph | None:
+        """The captured step of a kind.
+
+        Args:
+            kind: of the step.
+            capture: captures it, or returns None where that is not possible.
+
+        Returns:
+            None: the step is launched kernel by kernel instead, which gives the same tokens.
+        """
+        if kind.sequences:
+            self._verified += 1
+            if kind not in self._graphs and not self._has_room():
+                return None
+            self._used[kind] = self._verified
+        if kind not in self._graphs:
+            self.prepared += 1
+            if kind.lora is not None:  # drop those that know buffers which are no longer used
+                current = (None, kind.lora)
+                self._graphs = {known: graph for known, graph in self._graphs.items() if known.lora in current}
+                self._used = {known: last for known, last in self._used.items() if known.lora in current}
+            self._graphs[kind] = capture(kind)
+        return self._graphs[kind]
+
+    def clear(self) -> None:
+        """Drop all graphs."""
+        self._graphs.clear()
+
+    def _has_room(self) -> bool:
+        """Whether one more graph with draft tokens may be captured; the one that was used longest ago goes for it, if that is long ago."""
+        verifying = [kind for kind, graph in self._graphs.items() if kind.sequences and graph is not None]
+        if len(verifying) < self._most_verifying:
+            return True
+        oldest = min(verifying, key=self._used.__getitem__)
+        if self._verified - self._used[oldest] < self._idle_steps:
+            return False
+        del self._graphs[oldest], self._used[oldest]  # the GPU waits for it: a capture begins with that
+        return True
+
+
 class GpuExecutor:
     """The executor of a model on the GPU; see `generator.executor.Executor`.
 
     Args:
-        model: on a CUDA device. cache: there too.
+        model: on a CUDA device.
+        cache: there too.
+
+    Attributes:
+        captured: the captured steps.
     """
 
     lookahead = 1
 
     def __init__(self, model: Model, cache: KVCache) -> None:
         self._model, self._cache = model, cache
-        self._device = torch.device(model.draw_device)
+        self._device = torch.device(model.capabilities.draw_device)
         self._graphed = env.get("EXL2NB_CUDA_GRAPHS", "1") == "1"
-        self._graphs: dict[tuple[int, int, int, bool, bool, bool, LoraBuffers | None], _Graph | None] = {}  # None: could not be captured
-        self._whole = model.ranks is None and isinstance(model.placement, str)  # on one GPU
+        self.captured = CapturedSteps()
         self.drawn: Tensor | None = None  # ids drawn by the last launch, by logit row
-        self._last: _Graph | None = None
-        self.prepared = 0
-        self._verified, self._used = 0, dict[tuple[Any, ...], int]()  # steps with draft tokens; which of them ran a graph last
+        self._last: StepGraph | None = None
+
+    @property
+    def prepared(self) -> int:
+        """Kinds of steps that were captured so far, as in `Executor`."""
+        return self.captured.prepared
 
     def prepare(self, progress: Sink | None) -> None:
         """Compile the kernels of prompts and of decode steps of one request, as many at a time as there are cores; others are compiled when
@@ -156,7 +248,7 @@ class GpuExecutor:
             NoCompiler: one of them cannot be compiled.
         """
         with torch.cuda.device(self._device):
-            step = _Graph(self._model, self._cache, 1, 0, 1, False, False, None).step
+            step = StepGraph(self._model, self._cache, StepKind(rows=1, sequences=0, width=1)).step
             kernels = [*kernel_code.noted(step), *self._model.kernels(self._cache), *PROMPT_KERNELS]
             del step
             torch.cuda.empty_cache()  # the memory of those steps
@@ -168,7 +260,7 @@ class GpuExecutor:
 
     def can_draw(self, state: SamplerState, *, drafts: bool = False) -> bool:
         """Whether the sampling kernel knows every filter of the request; it counts tokens that were drawn, and no draft tokens."""
-        drawn = DRAWN.issuperset(state.params.changed) and self._model.rope_switch is None
+        drawn = DRAWN.issuperset(state.params.changed) and self._model.capabilities.rope_switch is None
         return drawn and writable(state.params, self._model.outputs, state.columns) and not (drafts and penalised(state.params))
 
     def launch(self, step: Step) -> PendingStep:
@@ -180,11 +272,11 @@ class GpuExecutor:
         try:
             return self._launch(step)
         except RuntimeError as error:
-            if not out_of_memory.is_full(error):
+            if not memory.is_out_of_memory(error):
                 raise
             what = f"a step of {len(step.batch.input_ids)} tokens in {len(step.batch.context_lens)} requests does not fit"
             advice = "the request ended, the engine goes on; ask for fewer requests at once, or load with a smaller context= or cache='q4'"
-            raise out_of_memory.named(error, what, advice) from error
+            raise memory.out_of_memory_error(error, what, advice) from error
 
     def _launch(self, step: Step) -> PendingStep:
         draws = step.draws
@@ -197,9 +289,9 @@ class GpuExecutor:
                 return graph.replay([draw.top for draw in drawn])
         self._last = None
         ids, source = None, self.drawn if step.drafts is None else step.drafts
-        if step.feed is not None and source is not None:
-            ids = _fed(step.batch.input_ids, step.feed, source, self._device)
-        logits = self._model.forward_gpu(step.batch, self._cache, ids=ids)
+        if step.sources is not None and source is not None:
+            ids = _ids_with_sources(step.batch.input_ids, step.sources, source, self._device)
+        logits = self._model.forward(step.batch, self._cache, ids=ids, fetch=False)
         return self._draw(logits, draws, None if ids is None else _fresh(step, ids))
 
     def copy(self, source: int, target: int) -> None:
@@ -210,66 +302,53 @@ class GpuExecutor:
     def close(self) -> None:
         """Wait for the GPU, drop the graphs."""
         torch.cuda.synchronize(self._device)
-        self._graphs.clear()
+        self.captured.clear()
         self.drawn = self._last = None
 
     def _verifies(self, step: Step) -> bool:
         """Whether a step in which every token's row is drawn, and sequences have several, can be a captured one."""
         bounds = step.batch.cu_seqlens.numpy()
-        known = step.feed is None or step.drafts is not None
-        return self._whole and known and int((bounds[1:] - bounds[:-1]).max()) <= SHORT
+        known = step.sources is None or step.drafts is not None
+        return self._model.capabilities.captures_drafts and known and int((bounds[1:] - bounds[:-1]).max()) <= SHORT
 
-    def _graph(self, step: Step, draws: list[Draw]) -> _Graph | None:
+    def _graph(self, step: Step, draws: list[Draw]) -> StepGraph | None:
         """The captured step, its inputs written; None where it is launched kernel by kernel instead, which gives the same tokens."""
         if step.same and self._last is not None:
             return self._last
         width = step.batch.block_table.shape[1]
         params = {id(draw.state): draw.state.params for draw in draws}.values()
-        counted, moved = any(map(penalised, params)), any(map(biased, params))
         lora = None
         if step.batch.adapters is not None:
             if self._model.deterministic and mixes_adapters(step.batch):
                 return None  # two steps
             lora = self._model.adapter_buffers()
-        sizes = _sizes(len(draws), len(step.batch.context_lens))
-        key = (*sizes, 1 << (width - 1).bit_length(), counted, moved, lora is not None and lora.inside, lora)
-        if sizes[1]:
-            self._verified += 1
-            if key not in self._graphs and self._graphed and not self._has_room():
-                return None
-            self._used[key] = self._verified
-        if key not in self._graphs:
-            self.prepared += 1
-            if lora is not None:  # those that know buffers which are no longer used
-                self._graphs = {known: graph for known, graph in self._graphs.items() if known[-1] in (None, lora)}
-                self._used = {known: last for known, last in self._used.items() if known[-1] in (None, lora)}
-            self._graphs[key] = self._capture(*key[:5], lora) if self._graphed else None
-        graph = self._graphs[key]
+        rows, sequences = captured_sizes(len(draws), len(step.batch.context_lens))
+        kind = StepKind(
+            rows=rows,
+            sequences=sequences,
+            width=1 << (width - 1).bit_length(),
+            counted=any(map(penalised, params)),
+            biased=any(map(biased, params)),
+            lora_inside=lora is not None and lora.inside,
+            lora=lora,
+        )
+        graph = self.captured.get(kind, self._capture)
         if graph is not None:
             graph.set(step, draws, self.drawn if step.drafts is None else step.drafts)
         return graph
 
-    def _has_room(self) -> bool:
-        """Whether one more graph with draft tokens may be captured; the one that was used longest ago goes for it, if that is long ago."""
-        verifying = [key for key, graph in self._graphs.items() if key[1] and graph is not None]
-        if len(verifying) < VERIFYING:
-            return True
-        oldest = min(verifying, key=self._used.__getitem__)
-        if self._verified - self._used[oldest] < IDLE:
-            return False
-        del self._graphs[oldest], self._used[oldest]  # the GPU waits for it: a capture begins with that
-        return True
-
-    def _capture(self, rows: int, sequences: int, width: int, counted: bool, moved: bool, lora: LoraBuffers | None) -> _Graph | None:
+    def _capture(self, kind: StepKind) -> StepGraph | None:
+        if not self._graphed:
+            return None
         before = torch.cuda.current_stream(self._device)
         try:
-            return _Graph(self._model, self._cache, rows, sequences, width, counted, moved, lora).capture()
+            return StepGraph(self._model, self._cache, kind).capture()
         except RuntimeError as error:
             torch.cuda.set_stream(before)  # a failed capture leaves its own stream current
             if self._model.ranks is not None:
                 raise self._model.ranks.lost(error) from error  # they have run what this one has not
             reason = str(error).splitlines()[0]
-            logger.warning("steps of %d tokens cannot be captured (%s): they are launched kernel by kernel, more slowly", rows, reason)
+            logger.warning("steps of %d tokens cannot be captured (%s): they are launched kernel by kernel, more slowly", kind.rows, reason)
             return None
 
     def _draw(self, logits: Tensor, draws: Sequence[Draw | None], fresh: tuple[list[int], Tensor] | None) -> PendingStep:
@@ -332,33 +411,34 @@ class PinnedState:
         self._sent.record(current_stream(self._state.device))
 
 
-class _Graph:
-    """A decode step of up to `rows` tokens, captured once: model, draw, and the next step's inputs.
+class StepGraph:
+    """A decode step, captured once: model, draw, and the next step's inputs.
 
-    sequences: 0: of one token each. Else there are at most so many, of at most `SHORT` tokens, each of which is drawn for as if those
-    before it stayed; padding is tokens of a sequence of length 0, and the next step's inputs are left to the host.
-    width: pages of a sequence at most. drawn: int32, the tokens of the last replay.
+    Of a kind with several tokens per sequence, each token is drawn for as if those before it stayed; padding is tokens of a sequence of
+    length 0, and the next step's inputs are left to the host.
+
+    Attributes:
+        drawn: int32, the tokens of the last replay.
     """
 
-    def __init__(
-        self, model: Model, cache: KVCache, rows: int, sequences: int, width: int, counted: bool, moved: bool, lora: LoraBuffers | None
-    ) -> None:
+    def __init__(self, model: Model, cache: KVCache, kind: StepKind) -> None:
+        rows, sequences, width = kind.rows, kind.sequences, kind.width
         self.rows, self.sequences, self.width = rows, sequences, width
-        device = torch.device(model.draw_device)
+        device = torch.device(model.capabilities.draw_device)
         self._model, self._cache = model, cache
         several, self._places = sequences > 0, _places(rows, sequences, width)
         state = torch.zeros(self._places[-1][1], dtype=torch.int32, device=device)
-        ids, positions, lens, steps, adapters, table, bounds, self._feeds, words = (state[at:end] for at, end in self._places)
+        ids, positions, lens, steps, adapters, table, bounds, self._sources, words = (state[at:end] for at, end in self._places)
         adapters.fill_(-1)
-        adapted = None if lora is None else (lora, adapters)
+        adapted = None if kind.lora is None else (kind.lora, adapters)
         drawn = torch.zeros_like(ids) if several else ids
         params = words.view(torch.uint8).view(rows, ROW_BYTES)
         results = torch.zeros(RING, rows, 4, dtype=torch.int32).pin_memory()
         logits = torch.zeros(rows, model.outputs, device=device)
-        counts = torch.zeros(rows, model.outputs, dtype=torch.int16, device=device) if counted else None
-        bias = torch.zeros(rows, model.outputs, device=device) if moved else None
+        counts = torch.zeros(rows, model.outputs, dtype=torch.int16, device=device) if kind.counted else None
+        bias = torch.zeros(rows, model.outputs, device=device) if kind.biased else None
         inputs = DecodeInputs(ids, positions, lens, table.view(sequences or rows, width), bounds if several else None)
-        forward = model.decode_step(cache, inputs, logits, adapted)
+        forward = model.make_decode_launcher(cache, inputs, logits, adapted)
         places = (None, None) if several else (positions, lens)
 
         def step() -> tuple[Tensor, Tensor]:  # does not know this object: a cycle would keep a closed model's weights until it is collected
@@ -372,11 +452,11 @@ class _Graph:
         self._state, self.ids, self.drawn, self._results = state, ids, drawn, results
         self._counts, self._bias, self._count = counts, bias, 0
         self._done = [torch.cuda.Event() for _ in range(RING)]
-        self._kept = forward, logits, lora  # the graph knows their addresses only
+        self._kept = forward, logits, kind.lora  # the graph knows their addresses only
         self._hosts, self._numbers = [PinnedState(state, self._places) for _ in range(1 + GpuExecutor.lookahead)], results.numpy()
         self.step = step
 
-    def capture(self) -> _Graph:
+    def capture(self) -> StepGraph:
         """Record the step."""
         device = self._state.device
         if self._model.ranks is not None:
@@ -393,10 +473,10 @@ class _Graph:
         return self
 
     def set(self, step: Step, draws: list[Draw], drawn: Tensor | None) -> None:
-        """Write everything that the step reads; drawn: what its `feed` is of."""
+        """Write everything that the step reads; drawn: the tokens on the GPU that `step.sources` counts."""
         batch, n, b, rows = step.batch, len(draws), len(step.batch.context_lens), self.rows
         self._hosts.append(self._hosts.pop(0))
-        ids, positions, lens, steps, adapters, table, bounds, feeds, params = self._hosts[0].cleared()
+        ids, positions, lens, steps, adapters, table, bounds, sources, params = self._hosts[0].cleared()
         ids[:n], positions[:n], lens[:b] = batch.input_ids.numpy(), batch.positions.numpy(), batch.context_lens.numpy()
         steps[:] = self._count
         adapters[:] = -1
@@ -407,21 +487,21 @@ class _Graph:
             bounds[: b + 1], bounds[b + 1 :], bounds[-1] = batch.cu_seqlens.numpy(), n, rows
         packed = packed_params(draws)
         params[: len(packed)] = packed
-        fed, every = None, step.drafts is not None and step.feed is not None and int(step.feed.min()) >= 0
-        if every:
-            feeds[:n] = step.feed
-        elif step.feed is not None and drawn is not None:
-            fed = _fed(batch.input_ids, step.feed, drawn, self.ids.device)
+        new_ids, all_drafts = None, step.drafts is not None and step.sources is not None and int(step.sources.min()) >= 0
+        if all_drafts:
+            sources[:n] = step.sources
+        elif step.sources is not None and drawn is not None:
+            new_ids = _ids_with_sources(batch.input_ids, step.sources, drawn, self.ids.device)
         self._hosts[0].send()
-        if every and step.drafts is not None:
-            torch.index_select(step.drafts, 0, self._feeds[:n], out=self.ids[:n])
-        elif fed is not None:
-            self.ids[:n] = fed
+        if all_drafts and step.drafts is not None:
+            torch.index_select(step.drafts, 0, self._sources[:n], out=self.ids[:n])
+        elif new_ids is not None:
+            self.ids[:n] = new_ids
         if self._model.ranks is not None:
             self._model.ranks.set_rows(self._cache, rows, self.width, torch.from_numpy(table.copy()))
             self._model.ranks.share(self._state[: 3 * rows])
         if self._counts is not None:
-            fresh = [] if step.feed is None else [row for row, source in enumerate(step.feed.tolist()) if source >= 0]
+            fresh = [] if step.sources is None else [row for row, source in enumerate(step.sources.tolist()) if source >= 0]
             tokens = self.ids[torch.tensor(fresh, device=self.ids.device, dtype=torch.int64)]
             write_counts(self._counts, draws, (fresh, tokens))
         if self._bias is not None:
@@ -517,14 +597,14 @@ def _params(draws: Sequence[Draw]) -> Tensor:
 
 def _fresh(step: Step, ids: Tensor) -> tuple[list[int], Tensor]:
     """For each logit row the token of the step that only the GPU knows, or -1; and all tokens."""
-    assert step.feed is not None, "tokens that are on the GPU"
+    assert step.sources is not None, "tokens that are on the GPU"
     rows = step.batch.logit_rows.numpy()
-    return np.where(step.feed[rows] >= 0, rows, -1).tolist(), ids
+    return np.where(step.sources[rows] >= 0, rows, -1).tolist(), ids
 
 
-def _fed(ids: Tensor, feed: np.ndarray, drawn: Tensor, device: torch.device) -> Tensor:
-    """The ids of a step, those not known yet taken from what the last launch drew."""
-    known, rows = torch.stack([ids, torch.from_numpy(feed)]).pin_memory().to(device, non_blocking=True)
+def _ids_with_sources(ids: Tensor, sources: np.ndarray, drawn: Tensor, device: torch.device) -> Tensor:
+    """The ids of a step on the GPU; those that only the GPU knows are taken from the tokens drawn there."""
+    known, rows = torch.stack([ids, torch.from_numpy(sources)]).pin_memory().to(device, non_blocking=True)
     return torch.where(rows >= 0, drawn[rows.clamp(min=0).long()], known)
 
 
@@ -538,7 +618,7 @@ def _places(rows: int, sequences: int, width: int) -> list[tuple[int, int]]:
     return [*places, (at, at + rows * ROW_BYTES // 4)]
 
 
-def _sizes(tokens: int, sequences: int) -> tuple[int, int]:
+def captured_sizes(tokens: int, sequences: int) -> tuple[int, int]:
     """Rows and sequences of the captured step that takes so many; no sequences: each has one token."""
     if tokens == sequences:
         return bucket(tokens), 0

@@ -7,7 +7,7 @@ import queue
 from collections.abc import AsyncIterator, Hashable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from exl2nb.core.errors import OptionError
 from exl2nb.core.options import shown
@@ -19,6 +19,15 @@ class Submit(Protocol):
     """Queues one request; errors of the request itself are raised by the call."""
 
     def __call__(self, prompt: Any, options: dict[str, Any], *, stream: bool, group: object) -> Handle: ...  # noqa: D102
+
+
+@runtime_checkable
+class JobRunner(Protocol):
+    """What a job asks of a loaded model."""
+
+    def submit_for_job(self, prompt: Any, options: dict[str, Any], *, stream: bool, group: object = None) -> Handle:
+        """Queue one request."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +95,8 @@ class Job:
         True
     """
 
-    def __init__(self, submit: Submit | Any) -> None:
-        self._submit: Submit = getattr(submit, "submit_for_job", submit)
+    def __init__(self, submit: Submit | JobRunner) -> None:
+        self._submit: Submit = submit.submit_for_job if isinstance(submit, JobRunner) else submit
         if not callable(self._submit):
             raise OptionError(f"Job: {str(submit)[:80]!r} runs no requests; expected a loaded model")
         self._open: dict[Hashable, Handle] = {}

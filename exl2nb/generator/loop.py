@@ -13,6 +13,7 @@ from exl2nb.generator.executor import Executor, PendingStep, Results
 from exl2nb.generator.request import Completion
 from exl2nb.generator.scheduler import MIN_CHUNK, Scheduler, Span
 from exl2nb.generator.sequence import Sequence
+from exl2nb.ops import memory
 from exl2nb.sampling.draw import Sampled
 
 if TYPE_CHECKING:
@@ -134,7 +135,7 @@ class StepLoop:
                     self.drain()
             return
         for span in spans:
-            if span.length > MIN_CHUNK and not span.sequence.in_flight and out_of_memory(error):
+            if span.length > MIN_CHUNK and not span.sequence.in_flight and memory.is_out_of_memory(error):
                 self.scheduler.chunk = MIN_CHUNK
             else:
                 self.fail(span.sequence, error)
@@ -226,8 +227,3 @@ class StepLoop:
         if not self.scheduler.running:
             self._builder.forget()  # it knows the sequences of the last step
         sequence.channel.end(outcome)
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """Whether a step failed for lack of memory."""
-    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "not enough memory" in str(error)

@@ -9,10 +9,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from exl2nb.core.errors import OptionError, StructureError
-from exl2nb.core.options import check_flag, check_keywords, check_range, shown
+from exl2nb.core.options import check_flag, check_integer, check_keywords, check_options, check_range, option, shown
 from exl2nb.generator.speculation import Acceptance, Speculation
 from exl2nb.sampling.defaults import NAMES, NO_DEFAULTS, SamplingDefaults
-from exl2nb.sampling.params import SamplingParams, check_integer
+from exl2nb.sampling.params import MAX_COUNT, SamplingParams
 from exl2nb.tokenizer.reply import Reply, ReplyFormat
 
 if TYPE_CHECKING:
@@ -109,7 +109,16 @@ class Request:
 
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams = NEUTRAL
-    max_tokens: int = 256
+    max_tokens: int = option(
+        256,
+        "most new tokens (default 256)",
+        range=(1, MAX_COUNT),
+        label="Max tokens",
+        hint="length limit",
+        slider=(1, 2048, 1),
+        common=True,
+        aliases=("max_completion_tokens", "max_new_tokens", "max_length", "n_predict", "num_predict"),
+    )
     stop: tuple[str | int, ...] = ()
     ignore_eos: bool = False
     banned_strings: tuple[str, ...] = ()
@@ -137,7 +146,7 @@ class Request:
             raise OptionError("the prompt has no tokens; expected at least one: give some text, or ids that begin with BOS")
         for name in ("ignore_eos", "token_healing", "return_logits", "stream"):
             check_flag(name, getattr(self, name))
-        check_integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        check_options(self)
         check_integer("top_logprobs", self.top_logprobs, 0, MAX_TOP)
         check_integer("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
         if self.timeout_s is not None:

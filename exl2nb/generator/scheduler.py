@@ -8,25 +8,25 @@ from typing import NamedTuple
 from exl2nb.core.errors import ContextOverflow
 from exl2nb.generator.pager import Pager
 from exl2nb.generator.sequence import Sequence
+from exl2nb.model.runner import HOST_CHUNKS, ChunkPolicy
 
 STEP_S = 0.15  # a step of prompt tokens alone is sized to take about this long on a CPU, so that cancelling is quick on a slow machine
 BESIDE_S = 0.05  # and one with decodes, so that their text keeps flowing
-MIN_CHUNK, MAX_CHUNK = 32, 512  # prompt tokens per step
-GPU_SHARE = 1024  # of one prompt, and of a step, on a GPU: what a step costs whatever is in it would else leave little for prompts
+MIN_CHUNK = 32  # prompt tokens per step, at least
 SHORT = "short"  # salt of the pages of sequences up to the switch
 
 
 class Span(NamedTuple):
     """`length` tokens of a sequence that run in this step, from `start` on.
 
-    rows: the last `rows` of them need logits; 0 in the middle of a prompt. feed: the token is in flight, known to the device only.
+    rows: the last `rows` of them need logits; 0 in the middle of a prompt. in_flight: only the device knows the token so far.
     """
 
     sequence: Sequence
     start: int
     length: int
     rows: int
-    feed: bool = False
+    in_flight: bool = False
 
 
 class Scheduler:
@@ -46,17 +46,16 @@ class Scheduler:
     Args:
         pager: the pages; nothing else may use it.
         max_sequences: that run at a time.
-        max_chunk: prompt tokens per step, at most.
+        chunks: how prompts are cut into steps.
         switch: longer sequences use other RoPE factors (`Model.rope_switch`); one that grows past it is computed again. None: no switch.
     """
 
-    def __init__(self, pager: Pager, *, max_sequences: int, max_chunk: int = MAX_CHUNK, switch: int | None = None) -> None:
+    def __init__(self, pager: Pager, *, max_sequences: int, chunks: ChunkPolicy = HOST_CHUNKS, switch: int | None = None) -> None:
         self.switch = switch
-        self.pager, self.max_sequences, self.max_chunk = pager, max_sequences, max(max_chunk, MIN_CHUNK)
+        self.pager, self.max_sequences, self.chunks = pager, max_sequences, chunks
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
-        self.chunk = 2 * MIN_CHUNK if max_chunk <= MAX_CHUNK else max_chunk  # a GPU takes a long prompt at once
-        self.share = MIN_CHUNK if max_chunk <= MAX_CHUNK else GPU_SHARE
+        self.chunk = chunks.first_tokens
         self.preemptions = 0
         self._speed = 0.0  # tokens per second of a step with prompt tokens
         self._arrivals = self._turn = 0
@@ -113,19 +112,20 @@ class Scheduler:
         return spans
 
     def measured(self, tokens: int, seconds: float) -> None:
-        """Size the next chunk of prompt tokens by the time of a step of `tokens`; on a GPU that counts only beside decodes.
+        """Size the next chunk of prompt tokens by the time of a step of `tokens`, as the `ChunkPolicy` says.
 
-        There a piece unpacks all weights, however short it is, and what is cut alike has the same bits.
+        Where chunks are not timed, only chunks beside decodes follow the speed: what is cut alike has the same bits.
         """
         if tokens >= MIN_CHUNK and seconds > 0:
             self._speed = tokens / seconds
-            if self.share == GPU_SHARE:  # whole pieces, also some time after one that did not fit the memory
-                self.chunk = min(self.max_chunk, 2 * self.chunk)
+            if not self.chunks.timed:  # whole chunks, also some time after one that did not fit the memory
+                self.chunk = min(self.chunks.max_tokens, 2 * self.chunk)
                 return
             fitting = max(self._fitting(STEP_S), self.chunk // 2)  # a first step also loads kernels: once is no reason to halve it twice
             if seconds < STEP_S:
                 fitting = max(fitting, self.chunk)  # a short prompt that was quick says nothing against long ones
-            self.chunk = max(self.share, min(self.max_chunk, fitting // MIN_CHUNK * MIN_CHUNK, 2 * self.chunk))
+            largest = min(self.chunks.max_tokens, fitting // MIN_CHUNK * MIN_CHUNK, 2 * self.chunk)
+            self.chunk = max(self.chunks.share_tokens, largest)
 
     def preempt(self, sequence: Sequence) -> None:
         """Send a running sequence back to the queue; what it has computed stays known until its pages are needed."""
@@ -214,7 +214,7 @@ class Scheduler:
             else:
                 prompts.append(sequence)
         if prompts:
-            spans += self._chunks(prompts, self._budget(bool(spans)))
+            spans += self._chunks(prompts, self.budget(decoding=bool(spans)))
         if preempted != self.preemptions:  # a sequence was preempted after its span was chosen
             running = set(map(id, self.running))
             spans = [span for span in spans if id(span.sequence) in running]
@@ -242,7 +242,7 @@ class Scheduler:
             if budget <= 0 or sequence not in self.running:
                 continue
             start, pending = sequence.computed, len(sequence.ids) - sequence.computed
-            count = min(pending, budget, max(self.share, budget // (len(prompts) - i)))
+            count = min(pending, budget, max(self.chunks.share_tokens, budget // (len(prompts) - i)))
             if count < pending < count + sequence.rows and pending > sequence.rows:
                 count = pending - sequence.rows  # rows that belong together come together
             if sequence.pictures is not None:  # and so does a picture whose tokens see each other
@@ -284,11 +284,15 @@ class Scheduler:
             self.pager.release(sequence)
         return bool(held)
 
-    def _budget(self, beside: bool) -> int:
-        return min(self.chunk, max(self.share, self._fitting(BESIDE_S))) if beside and self._speed else self.chunk
+    def budget(self, *, decoding: bool) -> int:
+        """Prompt tokens of the next step, at most. decoding: other sequences decode in the same step."""
+        if not decoding or not self._speed:
+            return self.chunk
+        return min(self.chunk, max(self.chunks.share_tokens, self._fitting(BESIDE_S)))
 
     def _fitting(self, seconds: float) -> int:
-        return int(self._speed * seconds) // self.share * self.share
+        share = self.chunks.share_tokens
+        return int(self._speed * seconds) // share * share
 
 
 _span = tuple.__new__  # half the time of `Span(...)`

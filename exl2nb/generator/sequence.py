@@ -22,7 +22,7 @@ from exl2nb.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from exl2nb.generator.beams import Group
-    from exl2nb.generator.speculation import LateTokens, Proposer
+    from exl2nb.generator.speculation import DeviceDrafts, Proposer
 
 DEVICE_TOP = 20  # alternatives that a device reports
 
@@ -75,7 +75,7 @@ class Sequence:
         self.group: Group | None = None
         self.proposer: Proposer | None = None
         self.drafted = 0  # ids at the end that are draft tokens
-        self.late: LateTokens | None = None  # where they are, while only the GPU knows them and the ids are 0
+        self.device_drafts: DeviceDrafts | None = None  # where they are, while only the GPU knows them and the ids are 0
         self.rewinds: list[Rewind] = []
         self._healed = None if healed is None else healed.allowed
         self._banned_at: dict[int, set[int]] = {}  # position -> tokens that led to a banned text there
@@ -149,7 +149,7 @@ class Sequence:
 
     # ---- a step
 
-    def propose(self, drafted: list[int] | LateTokens) -> None:
+    def propose(self, drafted: list[int] | DeviceDrafts) -> None:
         """Append draft tokens to the ids; the next `advance` verifies them."""
         assert not self.drafted, "draft tokens are verified before new ones are proposed"
         room = max(0, self.limit - self.new_tokens - 1)
@@ -158,19 +158,19 @@ class Sequence:
             self.ids += drafted
             self.drafted = len(drafted)
         elif room:
-            self.drafted, self.late = min(drafted.most, room), drafted
+            self.drafted, self.device_drafts = min(drafted.most, room), drafted
             self.ids += [0] * self.drafted
 
     def settle(self) -> None:
         """Put draft tokens that the GPU made into the ids; waits for them."""
-        if self.late is not None:
+        if self.device_drafts is not None:
             start = len(self.ids) - self.drafted
-            self.ids[start:] = self.late.tokens()[: self.drafted]
-            self.late = None
+            self.ids[start:] = self.device_drafts.tokens()[: self.drafted]
+            self.device_drafts = None
 
     def withdraw(self) -> None:
         """Take back draft tokens that were not verified: it is preempted, or ends."""
-        self.late = None
+        self.device_drafts = None
         if self.drafted:
             del self.ids[len(self.ids) - self.drafted :]
             self.drafted = 0

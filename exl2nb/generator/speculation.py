@@ -13,11 +13,12 @@ import weakref
 from bisect import bisect_left
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from exl2nb.core.errors import OptionError
-from exl2nb.core.options import check_flag, check_range
+from exl2nb.core.log import warn
+from exl2nb.core.options import check_flag, check_range, make
 from exl2nb.generator.suffixes import EarlierTexts, SuffixAutomaton
 
 if TYPE_CHECKING:
@@ -49,34 +50,41 @@ ROW_COST = 0.1  # of a step, what one more row costs, until it was measured
 class Speculation:
     """How draft tokens are made.
 
-    kind: "draft" (a smaller model with the same tokenizer), "ngram" (what followed the longest earlier occurrence of the last tokens, in
-    the text or in earlier requests; good where an answer repeats its prompt, as in edits of code), "auto" (the draft model if the model
-    was loaded with one), "off". Where a structure leaves no choice, the forced tokens are verified instead.
-    max_tokens: draft tokens verified together, 1 to 7. adaptive: fewer where they are rejected. min_match: tokens that must agree with an
-    earlier place before "ngram" proposes. max_match: has no effect, since the longest match counts. earlier: whether "ngram" also looks at
-    requests that ended before, and later ones at this one; no text changes, but its speed tells whether the same was written before.
+    Where a structure leaves no choice, the forced tokens are verified instead.
+
+    Attributes:
+        kind: "draft" (a smaller model with the same tokenizer), "ngram" (what followed the longest earlier occurrence of the last tokens,
+            in the text or in earlier requests; good where an answer repeats its prompt, as in edits of code), "auto" (the draft model if
+            the model was loaded with one), "off".
+        max_tokens: draft tokens verified together, 1 to 7.
+        adaptive: fewer where they are rejected.
+        min_match: tokens that must agree with an earlier place before "ngram" proposes, 1 to 16.
+        earlier: whether "ngram" also looks at requests that ended before, and later ones at this one. No text changes, but the speed of
+            an answer tells whether the same was written before.
 
     Raises:
         OptionError: a value out of range.
 
     Example:
-        >>> Speculation(kind="ngram", max_tokens=4).max_match
-        4
+        >>> Speculation(kind="ngram", max_tokens=4).min_match
+        2
     """
 
     kind: str = "auto"
     max_tokens: int = MAX_DRAFT_TOKENS
     adaptive: bool = True
     min_match: int = 2
-    max_match: int = 4
     earlier: bool = True
+    max_match: InitVar[int | None] = None  # ignored since 0.2; to be removed in 0.3
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, max_match: int | None) -> None:
+        if max_match is not None:
+            warn("Speculation: max_match is ignored, the longest match counts; leave it out", DeprecationWarning)
         if self.kind not in KINDS:
             raise OptionError(f"speculation is {self.kind!r}; expected one of {', '.join(KINDS)}, or a Speculation")
         check_flag("Speculation: adaptive", self.adaptive)
         check_flag("Speculation: earlier", self.earlier)
-        for name, low, high in (("max_tokens", 1, MAX_DRAFT_TOKENS), ("min_match", 1, 16), ("max_match", self.min_match, 16)):
+        for name, low, high in (("max_tokens", 1, MAX_DRAFT_TOKENS), ("min_match", 1, 16)):
             value = getattr(self, name)
             check_range(name, value, low, high, where="Speculation")
             if not isinstance(value, int):
@@ -90,9 +98,8 @@ class Speculation:
         if value is None or isinstance(value, bool):
             return cls(kind="auto" if value else "off")
         if isinstance(value, dict):
-            from exl2nb.core.options import make
-
-            return make(cls, value, where="speculation")
+            made = make(cls, {name: one for name, one in value.items() if name != "max_match"}, where="speculation")
+            return replace(made, max_match=value["max_match"]) if "max_match" in value else made
         return cls(kind=value)
 
 
@@ -404,8 +411,8 @@ class DraftRound(Protocol):
         ...
 
 
-class LateTokens(NamedTuple):
-    """A sequence's draft tokens in a round: the first `most` of a row."""
+class DeviceDrafts(NamedTuple):
+    """A sequence's draft tokens that only the device knows: the first `most` of a row of a round."""
 
     round: DraftRound
     row: int
@@ -430,12 +437,16 @@ class Drafter(Protocol):
         """What making so many draft tokens takes, as far as known; 0: nothing is known."""
         ...
 
-    def propose(self, wanted: Seq[tuple[Sequence, int]], /) -> Seq[list[int] | LateTokens]:
-        """At most the wanted number of draft tokens for each sequence; late ones all of one round."""
+    def propose(self, wanted: Seq[tuple[Sequence, int]], /) -> Seq[list[int] | DeviceDrafts]:
+        """At most the wanted number of draft tokens for each sequence; those on the device all of one round."""
         ...
 
     def follow(self, drawn: torch.Tensor, sequences: Seq[Sequence], /) -> bool:
-        """A step that verifies late draft tokens of these sequences was launched, and draws this on the device: the next ones may begin.
+        """Begin the next draft tokens behind a launched step that verifies draft tokens on the device.
+
+        Args:
+            drawn: what that step draws, on the device.
+            sequences: of that step.
 
         Returns:
             Whether the host took time for something that it does once.
@@ -550,14 +561,15 @@ class Speculator:
 
     It sleeps for some steps after one without draft tokens, for longer each time; these steps run as without speculation.
 
-    times: of the steps. earlier: texts that ended.
+    times: of the steps. earlier: texts that ended. drafting_steps: steps before which draft tokens were looked for.
     """
 
     def __init__(self) -> None:
         self.times, self.earlier = StepTimes(), EarlierTexts()
+        self.drafting_steps = 0
         self._began, self._rows = 0.0, 0  # the step that runs: when, and with how many rows; 0: not one to learn from
         self._prepared = 0
-        self._round: DraftRound | None = None  # of the step that runs, where its draft tokens were late
+        self._round: DraftRound | None = None  # of the step that runs, where its draft tokens were on the device
         self._asleep, self._slept = 0, 0  # steps to sleep, and slept so far
         self._running: tuple[weakref.ref[Sequence], ...] = ()  # sequences that ran when it began
         self._barren = 0  # steps without draft tokens since the last one that had some, those asleep not counted
@@ -608,9 +620,10 @@ class Speculator:
             if self._slept and one.proposer is not None:
                 one.proposer.pace.skip(min(self._slept, one.proposer.pace.rest))
         for one in running:
-            if one.late is not None:
+            if one.device_drafts is not None:
                 one.settle()  # its step was not launched
         self._asleep = self._slept = 0
+        self.drafting_steps += 1
         self._propose(proposing, len(running))
         self._rows = sum(one.rows for one in running) if running and len(decoding) == len(running) else 0
         reading = any(one.proposer is not None and one.proposer.reading for one in proposing)  # a long prompt, piece by piece
@@ -656,4 +669,4 @@ class Speculator:
         for key, drafter in drafters.items():
             for (sequence, _), found in zip(wanted[key], drafter.propose(wanted[key])):
                 sequence.propose(found)
-                self._round = sequence.late.round if sequence.late is not None else self._round
+                self._round = sequence.device_drafts.round if sequence.device_drafts is not None else self._round

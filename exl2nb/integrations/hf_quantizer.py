@@ -119,7 +119,7 @@ class Exl2HfQuantizer(HfQuantizer):
 
     def validate_environment(self, *_: Any, **__: Any) -> None:
         """Called before the files are looked for: those of an EXL2 model have names of their own (`_files_of_exl2`)."""
-        _expected.set(True)
+        exl2_expected.set(True)
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if type(model).__module__.startswith("transformers_modules"):
@@ -163,7 +163,7 @@ class Exl2HfQuantizer(HfQuantizer):
         return False
 
 
-_expected: ContextVar[bool] = ContextVar("exl2 files are looked for next", default=False)
+exl2_expected: ContextVar[bool] = ContextVar("exl2 files are looked for next", default=False)
 
 
 def _files_of_exl2(found_by_transformers: Callable[..., Any]) -> Callable[..., Any]:
@@ -172,9 +172,9 @@ def _files_of_exl2(found_by_transformers: Callable[..., Any]) -> Callable[..., A
     @functools.wraps(found_by_transformers)
     def find(*arguments: Any, **keywords: Any) -> Any:
         place = keywords.get("pretrained_model_name_or_path")
-        if not _expected.get() or arguments or place is None:
+        if not exl2_expected.get() or arguments or place is None:
             return found_by_transformers(*arguments, **keywords)
-        _expected.set(False)
+        exl2_expected.set(False)
         options = keywords.get("download_kwargs") or {}
         folder = hub.resolve(place, None if Path(place).is_dir() else options.get("revision")) / (options.get("subfolder") or "")
         with suppress(ModelNotFound), TensorStore(folder) as store:

@@ -254,7 +254,8 @@ class Exl2ForCausalLM(PreTrainedModel, GenerationMixin):
             kwargs["device"] = place
         torch_random = kwargs.pop("torch_random", False)
         check_flag("torch_random", torch_random)  # before the model is read
-        model = cls(exl2nb.load(pretrained_model_name_or_path, **{"progress": None, **kwargs}), torch_random=torch_random)
+        options: dict[str, Any] = {"progress": None, **kwargs}
+        model = cls(exl2nb.load(pretrained_model_name_or_path, **options), torch_random=torch_random)
         model._own = True
         return model
 
@@ -362,7 +363,7 @@ class Exl2ForCausalLM(PreTrainedModel, GenerationMixin):
             return super()._sample(input_ids, logits_processor, stopping_criteria, generation_config, *args, **kwargs)  # pyright: ignore
         options: dict[str, Any] = {"stop": stop, "ignore_eos": True}
         if settings is None:
-            options |= {"post_sampling": _Drawing(input_ids, logits_processor, sample=random), "speculation": "off", "temperature": 0}
+            options |= {"post_sampling": Drawing(input_ids, logits_processor, sample=random), "speculation": "off", "temperature": 0}
         else:
             options |= settings
         seeds = torch.randint(2**62, (len(input_ids),)).tolist() if settings is not None and random else [None] * len(input_ids)
@@ -595,7 +596,7 @@ def _counts_padding(processors: Any) -> bool:
     return any(isinstance(one, logits_process.RepetitionPenaltyLogitsProcessor) for one in processors)
 
 
-class _Drawing:
+class Drawing:
     """Draws as Transformers does, inside the engine's step: its processors, torch's random numbers."""
 
     def __init__(self, ids: Tensor, processors: Any, *, sample: bool) -> None:

@@ -134,7 +134,7 @@ def read_header(path: Path, descriptor: int) -> tuple[dict[str, TensorInfo], dic
     opened = raw.count(b"{") + raw.count(b"[")
     if opened > _MAX_OPENED or raw.count(b",") > _MAX_COMMAS:
         fail(path, None, f"{opened} objects and arrays and {raw.count(b',')} commas", f"at most {_MAX_OPENED} and {_MAX_COMMAS}")
-    entries = _parse(path, raw)
+    entries = parse_header(path, raw)
     if len(entries) > MAX_TENSORS + 1:
         fail(path, None, f"{len(entries)} tensors", f"at most {MAX_TENSORS}")
     metadata = _metadata(path, entries.pop("__metadata__", {}))
@@ -152,7 +152,9 @@ def _pread(descriptor: int, count: int, offset: int) -> bytes:
     return b"".join(parts)
 
 
-def _parse(path: Path, raw: bytes) -> dict[str, Any]:
+def parse_header(path: Path, raw: bytes) -> dict[str, Any]:
+    """Parse the JSON header. A key that occurs twice is a FormatError."""
+
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: dict[str, Any] = {}
         for key, value in pairs:

@@ -12,24 +12,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from exl2nb.core.errors import ContextOverflow, OptionError, TokenizerError
+from exl2nb.core.files import read_text
+from exl2nb.core.log import warn
 from exl2nb.core.options import check_flag, shown, spelled_out
-from exl2nb.core.warn import warn
 from exl2nb.generator.engine import Engine
 from exl2nb.llm.options import CHAT_DEFAULT_OPTIONS, ConversationOptions
-from exl2nb.llm.pictures import take_pictures, with_parts
-from exl2nb.llm.requests import STRUCTURES, check_length
+from exl2nb.llm.requests import STRUCTURES, check_length, take_pictures, with_parts
 from exl2nb.llm.sampling_defaults import with_defaults
 from exl2nb.model.model import Model
 from exl2nb.sampling.defaults import SamplingDefaults
 from exl2nb.sampling.params import check_integer
-from exl2nb.tokenizer.chat import MAX_TEMPLATE
 from exl2nb.tokenizer.detokenize import token_texts
-from exl2nb.tokenizer.files import read_text
-from exl2nb.tokenizer.instruct import INSTRUCT
 from exl2nb.tokenizer.literal import MARK, control_pattern, unescaped, without_marks
 from exl2nb.tokenizer.messages import shape_messages, typed_messages
 from exl2nb.tokenizer.reply import ReplyFormat, think_tags
-from exl2nb.tokenizer.template import ChatTemplate
+from exl2nb.tokenizer.template import INSTRUCT, MAX_TEMPLATE, ChatTemplate
 from exl2nb.tokenizer.tokenizer import Tokenizer
 from exl2nb.tokenizer.tools import Tool, tool_format, tools_of
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from exl2nb.cache.modes import parse_mode
+from exl2nb.cache.spec import parse_mode
 from exl2nb.converter.keywords import DEFAULTS, ConvertOptions
 from exl2nb.core.errors import Exl2Error, OptionError
-from exl2nb.core.options import check_keywords, check_range, spelled_out
+from exl2nb.core.options import check_range, spelled_out
 from exl2nb.core.progress import Sink, showing
 from exl2nb.io.hub import packaged
 from exl2nb.io.metadata import metadata_folder
@@ -74,11 +74,8 @@ def convert(
         bpw: bits per weight to reach; or leave it out and give `target`, such as {"bytes": "2GB"}.
         progress: takes the events of every stage; "auto" and None as in `load`.
     """
-    import inspect as python_inspect
-
     from exl2nb.converter.job import ConversionJob
 
-    check_keywords(options, list(python_inspect.signature(ConversionJob).parameters)[2:], where="convert")
     job = ConversionJob(src, dst, bpw=bpw, **options)
     with showing(progress, "convert" if bpw is None else f"convert to {bpw:g} bpw") as sink:
         return job.run(sink)
@@ -119,7 +116,7 @@ def compare(
     import torch
 
     from exl2nb.eval.comparison import compare_models
-    from exl2nb.eval.text import read_text, token_rows
+    from exl2nb.eval.rows import read_text, token_rows
     from exl2nb.llm.load import load
     from exl2nb.llm.model import LLM
     from exl2nb.llm.requests import ids_of

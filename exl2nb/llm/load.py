@@ -3,32 +3,34 @@
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from exl2nb.cache.modes import parse_mode
+from exl2nb.cache.spec import parse_mode
 from exl2nb.core import env
-from exl2nb.core.errors import DeviceError, OptionError, TokenizerError
-from exl2nb.core.options import check_flag, check_keywords, shown
+from exl2nb.core.errors import OptionError, TokenizerError
+from exl2nb.core.options import make, shown, spelled_out
 from exl2nb.core.progress import Sink, showing
 from exl2nb.generator.draft import DraftModel, check_same_tokenizer
 from exl2nb.io import hub
-from exl2nb.llm.keywords import PARALLEL
-from exl2nb.llm.model import GPU_CHUNK, LLM
+from exl2nb.llm.keywords import LOAD_DEFAULTS, LoadOptions, LoadParams
+from exl2nb.llm.model import LLM
 from exl2nb.llm.sampling_defaults import read_defaults
 from exl2nb.model.loader import load_model
 from exl2nb.model.model import Model, Span
 from exl2nb.model.rope import RopeOverride
+from exl2nb.model.runner import GPU_CHUNKS
 from exl2nb.model.streaming import Streaming
+from exl2nb.ops.placement import pick_device
 from exl2nb.sampling.defaults import CHAT_DEFAULTS
 from exl2nb.sampling.params import check_integer
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from exl2nb.llm.plan import DeviceChoice
     from exl2nb.model.vision.encoder import VisionEncoder
 
@@ -36,30 +38,8 @@ CONTEXT = 4096  # tokens, where the caller does not say and the model allows mor
 CACHE_TOKENS = 4096  # at least, so that several short requests run together on a model with a short context
 
 
-def load(
-    path: str | os.PathLike[str],
-    *,
-    revision: str | None = None,
-    device: str | None = None,
-    devices: DeviceChoice | None = None,
-    gpu_layers: int | None = None,
-    parallel: str = "layers",
-    stream_from: int | None = None,
-    cache: str = "fp16",
-    context: int | None = None,
-    cache_tokens: int | None = None,
-    max_sequences: int = 16,
-    draft: LLM | str | os.PathLike[str] | None = None,
-    rope_scale: float | None = None,
-    rope_theta: float | None = None,
-    rope_alpha: float | None = None,
-    rope_scaling: Mapping[str, Any] | None = None,
-    deterministic: bool | None = None,
-    vision: bool = True,
-    generation_config: bool = True,
-    progress: Sink | Literal["auto"] | None = "auto",
-    **unknown: Any,
-) -> LLM:
+@spelled_out(LoadOptions, LOAD_DEFAULTS)
+def load(path: str | os.PathLike[str], **options: Unpack[LoadOptions]) -> LLM:
     """Load a model, EXL2 or plain fp16, bf16 or fp32.
 
     Args:
@@ -111,25 +91,20 @@ def load(
         ...     llm.generate("It was", max_tokens=3, temperature=0).finish_reason
         'length'
     """
-    check_keywords(unknown, [*signature(load).parameters][1:-1], where="load")
-    rope = RopeOverride(scale=rope_scale, theta=rope_theta, alpha=rope_alpha, scaling=rope_scaling)
-    cache = parse_mode(cache, where="load")
-    for name, value in (("context", context), ("cache_tokens", cache_tokens), ("max_sequences", max_sequences)):
-        if value is not None or name == "max_sequences":
-            check_integer(f"load: {name}", value, 1, 1 << 24)
-    chosen = _chosen_devices(device, devices, gpu_layers, parallel)
-    place = pick_device(device) if chosen is None else "cpu"
-    exact = env.get("EXL2NB_DETERMINISTIC", "0") == "1" if deterministic is None else deterministic
-    check_flag("load: deterministic", exact)
+    asked = make(LoadParams, options, where="load")
+    context, cache_tokens, stream_from, progress = asked.context, asked.cache_tokens, asked.stream_from, asked.progress
+    rope = RopeOverride(scale=asked.rope_scale, theta=asked.rope_theta, alpha=asked.rope_alpha, scaling=asked.rope_scaling)
+    cache = parse_mode(asked.cache, where="load")
+    chosen = _chosen_devices(asked)
+    place = pick_device(asked.device) if chosen is None else "cpu"
+    exact = env.get("EXL2NB_DETERMINISTIC", "0") == "1" if asked.deterministic is None else asked.deterministic
     if stream_from is not None:
-        check_integer("load: stream_from", stream_from, 0, GPU_CHUNK)  # a step has no more tokens of prompts
-    check_flag("load: vision", vision)
-    check_flag("load: generation_config", generation_config)
+        check_integer("load: stream_from", stream_from, 0, GPU_CHUNKS.max_tokens)  # a step has no more tokens of prompts
     with showing(progress, f"load {hub.label(path)}") as sink:
-        folder = hub.resolve(path, revision=revision, progress=sink)
+        folder = hub.resolve(path, revision=asked.revision, progress=sink)
         with _fitting(folder, f"{_gib(sum(file.stat().st_size for file in folder.glob('*.safetensors') if file.is_file()))} of weights"):
             sizes = {"context": context, "cache": cache, "cache_tokens": cache_tokens}
-            if parallel == "tensor":
+            if asked.parallel == "tensor":
                 model = _load_ranks(folder, chosen, context=context, rope=rope, deterministic=exact, progress=sink)
             else:
                 spans, apart = ((), False) if chosen is None else _spans(folder, chosen, stream_from=stream_from, **sizes)
@@ -140,15 +115,15 @@ def load(
     try:
         tokenizer = Tokenizer.load(folder)
         tokenizer.templates.prepare()
-        defaults = read_defaults(folder) if generation_config else CHAT_DEFAULTS
+        defaults = read_defaults(folder) if asked.generation_config else CHAT_DEFAULTS
         _check_vocabulary(tokenizer, model, folder)
         tokens = min(model.context, CONTEXT) if context is None else context
         held = max(tokens, CACHE_TOKENS) if cache_tokens is None else max(tokens, cache_tokens)
         with _fitting(folder, f"{_gib(model.cache_spec(held, mode=cache).total_bytes)} for the cache of {held} tokens"):
-            sizes = {"context": tokens, "cache_tokens": held, "max_sequences": max_sequences}
-            encoder = _tower(folder, model) if vision and model.config.files.passed else None
+            sizes = {"context": tokens, "cache_tokens": held, "max_sequences": asked.max_sequences}
+            encoder = _tower(folder, model) if asked.vision and model.config.files.passed else None
             llm = LLM(
-                model, tokenizer, path=folder, cache=cache, name=hub.display_name(folder, revision), vision=encoder,
+                model, tokenizer, path=folder, cache=cache, name=hub.display_name(folder, asked.revision), vision=encoder,
                 sampling_defaults=defaults, **sizes,
             )  # fmt: skip
     except BaseException:
@@ -160,10 +135,10 @@ def load(
     except BaseException:
         llm.close()
         raise
-    if draft is not None:
+    if asked.draft is not None:
         try:
             with showing(progress, "load the draft model") as sink:
-                llm.engine.drafter = make_drafter(llm, draft, cache=cache, progress=sink)
+                llm.engine.drafter = make_drafter(llm, asked.draft, cache=cache, progress=sink)
                 llm.engine.drafter.prepare(sink)
         except BaseException:
             llm.close()
@@ -171,49 +146,15 @@ def load(
     return llm
 
 
-def pick_device(device: str | None) -> str:
-    """The device that was asked for, as a loader takes it: "cpu", "cuda" or "cuda:1"; None and "auto" as in `load`.
-
-    Raises:
-        OptionError: none of these. DeviceError: it is not there, or cannot be used; says why.
-    """
-    wanted = env.get("EXL2NB_DEVICE", "auto") if device is None else device
-    if not isinstance(wanted, str) or not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", wanted):
-        raise OptionError(f"load: device is {shown(device)}; expected one of auto, cpu, cuda, cuda:<number>")
-    if wanted == "cpu":
-        return "cpu"
-    from exl2nb import ops
-
-    libraries = ops.libraries()
-    if wanted == "auto":
-        return libraries.best_device()
-    if problem := libraries.cuda_problem:
-        raise DeviceError(
-            f"device {wanted!r} cannot be used: {problem}; use device='cpu', or leave it at 'auto'; `exl2nb doctor` says more"
-        )
-    if ":" not in wanted:
-        return "cuda"
-    import torch
-
-    number, count = int(wanted.partition(":")[2]), torch.cuda.device_count()
-    if number >= count:
-        raise DeviceError(
-            f"device {wanted!r} is not there: torch sees {count} GPUs, cuda:0 to cuda:{count - 1}; `exl2nb doctor` lists them"
-        )
-    return f"cuda:{number}"
-
-
-def _chosen_devices(device: str | None, devices: DeviceChoice | None, gpu_layers: int | None, parallel: str) -> DeviceChoice | None:
+def _chosen_devices(asked: LoadParams) -> DeviceChoice | None:
     """What to split the model over, or None."""
-    if parallel not in PARALLEL:
-        raise OptionError(f"load: parallel is {shown(parallel)}; expected one of {', '.join(PARALLEL)}")
-    if sum(value is not None for value in (device, devices, gpu_layers)) > 1:
+    if sum(value is not None for value in (asked.device, asked.devices, asked.gpu_layers)) > 1:
         raise OptionError("load: device, devices and gpu_layers say the same thing; expected one of them")
-    if gpu_layers is not None:
+    if asked.gpu_layers is not None:
         from exl2nb.llm.plan import gpu_layers as choice
 
-        return choice(gpu_layers)
-    return devices
+        return choice(asked.gpu_layers)
+    return asked.devices
 
 
 def _load_ranks(
@@ -266,10 +207,10 @@ def _tower(folder: Path, model: Model) -> VisionEncoder | None:
 
 def _fitting(folder: Path, needed: str) -> AbstractContextManager[None]:
     """Too little memory by name."""
-    from exl2nb.ops import out_of_memory
+    from exl2nb.ops.memory import naming_out_of_memory
 
     todo = "close other models, use fewer bits per weight, a smaller context= or cache='q4'"
-    return out_of_memory.naming(f"{hub.label(folder)} does not fit", todo, needed=needed)
+    return naming_out_of_memory(f"{hub.label(folder)} does not fit", todo, needed=needed)
 
 
 def _gib(nbytes: int) -> str:
@@ -305,7 +246,7 @@ def make_drafter(target: LLM, draft: LLM | str | os.PathLike[str], *, cache: str
         TokenizerError: its tokenizer is another one; names the first difference. Otherwise as `load`.
     """
     if not isinstance(draft, (str, os.PathLike)):
-        if not hasattr(draft, "engine"):
+        if not isinstance(draft, LLM):
             raise OptionError(f"load: draft is {str(draft)[:80]!r}; expected a directory, a hub id or a loaded model")
         return _drafter(
             target, draft.model, draft.tokenizer, cache, run=lambda function: draft.engine.call(function, timeout_s=BUSY_S)
@@ -313,13 +254,12 @@ def make_drafter(target: LLM, draft: LLM | str | os.PathLike[str], *, cache: str
     if draft == "self":
         from exl2nb.llm.self_draft import copy_of
 
-        folder = copy_of(target.path, device=target.model.draw_device, progress=progress)
+        folder = copy_of(target.path, device=target.model.capabilities.draw_device, progress=progress)
     else:
         folder = hub.resolve(Path(draft) if isinstance(draft, os.PathLike) else draft, progress=progress)
     tokenizer = Tokenizer.load(folder)
-    placement = target.model.placement
-    place = placement if isinstance(placement, str) else placement[-1]
-    model = load_model(folder, device=place, context=None, progress=progress, deterministic=target.model.deterministic)
+    device = target.model.capabilities.placement.layers[-1]
+    model = load_model(folder, device=device, context=None, progress=progress, deterministic=target.model.deterministic)
     try:
         return _drafter(target, model, tokenizer, cache, on_close=model.close)
     except BaseException:
@@ -332,20 +272,18 @@ def _drafter(target: LLM, model: Model, tokenizer: Tokenizer, cache: str, **opti
         raise OptionError("load: the draft model runs as ranks (parallel='tensor'), which share no cache with it; load it on one device")
     size = target.model.config.vocab_size
     check_same_tokenizer(target.tokenizer, tokenizer, target_size=size, draft_size=model.config.vocab_size)
-    from exl2nb.llm.model import executor_of
-
-    mine, theirs = model.placement, target.model.placement
-    if isinstance(mine, str) and executor_of(model) is not None:  # on one GPU
+    mine, theirs = model.capabilities, target.model.capabilities
+    on_device = mine.captures_drafts and theirs.captures_drafts and str(mine.placement) == str(theirs.placement) and "run" not in options
+    if mine.captures_drafts:
         from exl2nb.generator.gpu_draft import GpuRounds
 
-        options |= {"rounds": GpuRounds, "late": mine == theirs and "run" not in options and target.model.ranks is None}
+        options["rounds"] = GpuRounds
     return DraftModel(
         model,
         model.cache_spec(target.engine.spec.num_tokens, mode=cache),
         context=model.context,
         vocab_size=size,
         drawn=model.config.vocab_size == size,
-        device=model.device,
-        executor=executor_of(model),
+        on_device=on_device,
         **options,
     )

@@ -1,21 +1,21 @@
 """The memory of a model before it is loaded: weights, cache, activations, logits, compared with free memory; from headers alone.
 
-`Formula` holds a model's coefficients and the arithmetic; widgets/src/plan/formula.ts is the same arithmetic in the browser, and a test
-compares the two. `exl2nb.llm.plan` reads a model's headers and the free memory and makes a `MemoryPlan` of them.
+`Formula` holds a model's coefficients. `PLAN_TERMS` is the arithmetic, as data: `evaluate` computes it here, widgets/src/plan/formula.ts
+computes the same terms in the browser. `exl2nb.llm.plan` reads a model's headers and the free memory and makes a `MemoryPlan` of them.
 """
 
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from exl2nb.cache.modes import MODES, parse_mode
-from exl2nb.cache.spec import PAGE_SIZE, CacheSpec
+from exl2nb.cache.spec import MODES, PAGE_SIZE, CacheSpec, parse_mode
 from exl2nb.core.errors import DeviceError, OptionError
 from exl2nb.core.show import size_text
 from exl2nb.generator.gpu_draft import KEPT
@@ -35,6 +35,7 @@ RUNS = 7  # of keys that prefill attends to apart: as many as 131,072 tokens nee
 GRAPH_BYTES = 8 * 2**20  # of the first captured step, whatever its model
 MULTIPROCESSORS = 132  # of the GPU that is assumed where there is none: an H100 or H200
 MIB = 2**20
+SEGMENT_BYTES = 2 * MIB
 PARTS = ("weights", "cache", "work", "graphs", "logits", "rounding", "adapters")
 CONTEXT = 4096  # as `load`, where the caller does not say and the model allows more
 LIMITS = {"context": 1 << 24, "batch": 1 << 16, "free": 1 << 60}
@@ -42,6 +43,69 @@ COLOURS = {"weights": "#3b6ea8", "cache": "#52a37f", "work": "#d9a441", "graphs"
            "adapters": "#4aa3b8"}  # fmt: skip
 LABELS = {"weights": "weights", "cache": "cache", "work": "activations", "graphs": "graphs", "logits": "logits", "rounding": "rounding",
           "adapters": "adapters"}  # fmt: skip
+
+
+Term = int | str | list[Any]
+"""A number, the name of a value, or an operation with its operands: `["+", "weights", ["*", 2, "batch"]]`."""
+
+
+def _step(value: int, *steps: int) -> int:
+    """The value of the first limit that `value` does not exceed; `steps` are limit, value, limit, value, ..., otherwise."""
+    return next((result for limit, result in zip(steps[::2], steps[1::2]) if value <= limit), steps[-1])
+
+
+OPERATIONS: Mapping[str, Callable[..., int]] = {
+    "+": lambda *values: sum(values),
+    "*": lambda *values: math.prod(values),
+    "min": min,
+    "ceil": lambda a, b: -(-a // b),
+    "floor": lambda a, b: a // b,
+    "at": lambda table, key: table[key],
+    "sum": lambda table, start, end: sum(table[start:end]),
+    "most": lambda rows, *values: max((row[0] + sum(map(math.prod, zip(row[1:], values))) for row in rows), default=0),
+    "step": _step,
+}
+"""What a term can do. The browser has the same operations in widgets/src/plan/formula.ts, where division is that of whole numbers too."""
+
+
+def evaluate(terms: Sequence[tuple[str, Term]], known: Mapping[str, Any]) -> dict[str, Any]:
+    """The known values and those of the terms, each of which may name those before it.
+
+    Example:
+        >>> evaluate([("tokens", ["*", "batch", 256]), ("bytes", ["+", "tokens", 1])], {"batch": 2})
+        {'batch': 2, 'tokens': 512, 'bytes': 513}
+    """
+    found = dict(known)
+
+    def value(term: Term) -> Any:
+        if isinstance(term, list):
+            return OPERATIONS[term[0]](*map(value, term[1:]))
+        return found[term] if isinstance(term, str) else term
+
+    for name, term in terms:
+        found[name] = value(term)
+    return found
+
+
+def _rounding(size: str) -> list[Term]:
+    """What torch takes from a GPU for one tensor beyond its size: for up to 1 MiB a segment of 2 MiB,
+    for less than 10 MiB one of 20 MiB, for more a multiple of 2 MiB.
+    """
+    multiple: Term = ["*", SEGMENT_BYTES, ["ceil", size, SEGMENT_BYTES]]
+    return [["step", size, MIB, SEGMENT_BYTES, 10 * MIB - 1, 20 * MIB, multiple], ["*", -1, size]]
+
+
+PLAN_TERMS: Sequence[tuple[str, Term]] = (
+    ("tokens", ["min", "chunk", ["*", "batch", "context"]]),
+    ("cache", ["*", "batch", ["ceil", "context", "page_tokens"], ["at", "page_bytes", "mode"]]),  # every sequence has whole pages
+    ("work", ["most", "stages", "tokens", "context"]),
+    # A decode step is captured for a power of two up to 8 sequences, then for a multiple of 8, at most 64.
+    ("graph_rows", ["min", 64, ["step", "batch", 1, 1, 2, 2, 4, 4, 8, 8, ["*", 8, ["ceil", "batch", 8]]]]),
+    ("graphs", ["+", "graph_fixed", ["*", "graph_row", "graph_rows"]]),
+    ("logits", ["*", "logits_row", "batch"]),
+    ("rounding", ["*", ["min", 1, "segments"], ["+", *_rounding("weights"), *_rounding("cache")]]),
+)
+"""The parts of a plan from the fields of a `Formula`, `context`, `batch` and `mode`."""
 
 
 class Stage(NamedTuple):
@@ -58,8 +122,8 @@ class Formula:
 
     weights: in device layout. page_tokens: tokens of a cache page. page_bytes: cache mode -> bytes of a page, all layers. chunk: tokens
     that a step takes at most. stages: parts of a step, which run one after another: the largest counts. graph_fixed, graph_row: what decode
-    steps keep: fixed, and per sequence, rounded as in `rows`. logits_row: logits of one sequence. longest: tokens of context that the model
-    allows. segments: 1 where the device gives memory in segments (`segment_bytes`), else 0. adapters: of the LoRA adapters that are loaded.
+    steps keep: fixed, and per sequence, rounded up as in `PLAN_TERMS`. logits_row: logits of one sequence. longest: tokens of context that
+    the model allows. segments: 1 where the device gives memory in segments, else 0. adapters: of the LoRA adapters that are loaded.
 
     Example:
         >>> some = Formula(weights=100, page_tokens=256, page_bytes={"fp16": 10}, chunk=512, stages=(Stage(5, 2, 1),), logits_row=1)
@@ -80,14 +144,9 @@ class Formula:
     adapters: int = 0
 
     def parts(self, *, context: int, batch: int, mode: str) -> dict[str, int]:
-        """Name -> bytes; every sequence has whole pages."""
-        pages = batch * -(-context // self.page_tokens)
-        tokens = min(self.chunk, batch * context)
-        work = max((stage.fixed + stage.token * tokens + stage.context * context for stage in self.stages), default=0)
-        graphs = self.graph_fixed + self.graph_row * rows(batch)
-        cache = pages * self.page_bytes[mode]
-        rounding = sum(segment_bytes(size) - size for size in (self.weights, cache)) if self.segments else 0
-        return dict(zip(PARTS, (self.weights, cache, work, graphs, self.logits_row * batch, rounding, self.adapters)))
+        """Name -> bytes."""
+        found = evaluate(PLAN_TERMS, {**vars(self), "context": context, "batch": batch, "mode": mode})
+        return {name: found[name] for name in PARTS}
 
     def total(self, *, context: int, batch: int, mode: str) -> int:
         """All parts together."""
@@ -99,7 +158,7 @@ class Formula:
         made = replace(self, weights=self.weights + draft.weights, page_bytes=pages, stages=(*self.stages, *draft.stages))
         if not self.segments:
             return made
-        fixed = self.graph_fixed + draft.graph_fixed - CODE_BYTES + DRAFT_GRAPHS * segment_bytes(1)
+        fixed = self.graph_fixed + draft.graph_fixed - CODE_BYTES + DRAFT_GRAPHS * SEGMENT_BYTES
         return replace(made, graph_fixed=fixed, graph_row=self.graph_row + draft.graph_row + KEPT * draft.logits_row)
 
     def fitting_context(self, free: int, *, batch: int, mode: str) -> int:
@@ -147,23 +206,6 @@ def _are_tuples(value: Any, length: int) -> bool:
 
 def _is_size(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 53  # exact in the browser too
-
-
-def segment_bytes(size: int) -> int:
-    """What torch takes from a GPU for one tensor: segments of 2 MiB up to 1 MiB, of 20 MiB up to 10 MiB, above that multiples of 2 MiB.
-
-    Example:
-        >>> segment_bytes(11 * 2**20) // 2**20
-        12
-    """
-    if size <= MIB:
-        return 2 * MIB
-    return 20 * MIB if size < 10 * MIB else -(-size // (2 * MIB)) * 2 * MIB
-
-
-def rows(batch: int) -> int:
-    """Sequences that the graph of a decode step is captured for: a power of two up to 8, then a multiple of 8, at most 64."""
-    return min(64, 1 << (batch - 1).bit_length() if batch <= 8 else -(-batch // 8) * 8)
 
 
 def formula_of(

@@ -6,7 +6,7 @@ import os
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -18,7 +18,6 @@ from exl2nb.generator.handle import Handle, Handles
 from exl2nb.generator.job import Job
 from exl2nb.generator.prompt_cache import PromptCache
 from exl2nb.generator.request import Chunk, Completion, Request
-from exl2nb.generator.scheduler import MAX_CHUNK
 from exl2nb.io.hub import display_name
 from exl2nb.llm.chat import ChatMixin
 from exl2nb.llm.inside import InsideMixin
@@ -26,7 +25,6 @@ from exl2nb.llm.keywords import LOAD_DEFAULTS, LoadOptions
 from exl2nb.llm.loras import Loras
 from exl2nb.llm.options import CHAT_DEFAULT_OPTIONS, DEFAULTS, ChatOptions, GenerateOptions, RequestOptions
 from exl2nb.llm.requests import compile_structure, request_of, sample_options
-from exl2nb.llm.scoring import ScoringMixin
 from exl2nb.model.facts import unusual
 from exl2nb.model.loader import fingerprint
 from exl2nb.model.model import Model
@@ -43,11 +41,10 @@ if TYPE_CHECKING:
     from exl2nb.sampling.replay import Draw
     from exl2nb.server.serve import Server
 
-GPU_CHUNK = 2048  # prompt tokens per step on a GPU: fewer leave its multipliers idle
 Messages = Sequence[Mapping[str, Any]]
 
 
-class LLM(ScoringMixin, InsideMixin, ChatMixin):
+class LLM(InsideMixin, ChatMixin):
     """A loaded model. Made by `load`; closing it (also by leaving a `with` block) gives its memory back.
 
     Generation options, the same for every method: max_tokens (256), stop (texts and token ids), ignore_eos, banned_strings, token_healing,
@@ -104,12 +101,9 @@ class LLM(ScoringMixin, InsideMixin, ChatMixin):
             model,
             tokenizer,
             spec,
-            cache=model.new_cache(spec),
             context=context,
             vocab_size=model.config.vocab_size,
             max_sequences=max_sequences,
-            max_chunk=GPU_CHUNK if model.prompt_device != "cpu" else MAX_CHUNK,
-            executor=executor_of(model),
             block_tokens=0 if vision is None or not model.config.sees_whole else vision.largest,
         )
         self.cache = PromptCache(self.engine, partial(fingerprint, path, model))
@@ -142,14 +136,12 @@ class LLM(ScoringMixin, InsideMixin, ChatMixin):
         """Tokens of prompt and answer together, at most."""
         return self.engine.context
 
-    @property
+    @cached_property
     def bpw(self) -> float:
         """Stored bits per weight of the decoder's matrices."""
         from exl2nb.model.inspect import inspect as inspect_directory
 
-        if not hasattr(self, "_bpw"):
-            self._bpw = float(inspect_directory(self.path).decoder_bpw)
-        return self._bpw
+        return float(inspect_directory(self.path).decoder_bpw)
 
     @property
     def weight_bytes(self) -> int:
@@ -548,15 +540,6 @@ def _with_prompt(completion: Completion, prompt: Any) -> Completion:
     if not isinstance(prompt, str):
         return completion
     return replace(completion, prompt=prompt, beams=tuple(replace(one, prompt=prompt) for one in completion.beams))
-
-
-def executor_of(model: Model) -> Callable[[Any, Any], Any] | None:
-    """What makes the executor of a model whose tokens are drawn on a GPU; None: those of the CPU."""
-    if model.draw_device == "cpu":
-        return None
-    from exl2nb.generator.gpu_executor import GpuExecutor
-
-    return GpuExecutor
 
 
 def _call_back(handle: Handle, on_chunk: Callable[[Chunk], object]) -> Completion:

@@ -7,64 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal
 
 from exl2nb.generator.request import Chunk, Request
 from exl2nb.sampling.defaults import NAMES
-from exl2nb.sampling.params import SamplingParams
+from exl2nb.sampling.params import SamplingOptions, SamplingParams
 
 if TYPE_CHECKING:
     from exl2nb.constraint.structure import Structure
     from exl2nb.generator.speculation import Speculation
-    from exl2nb.sampling.replay import Draw
-
-
-class SamplingOptions(TypedDict, total=False):
-    """Fields of `SamplingParams`."""
-
-    temperature: float
-    temperature_last: bool
-    min_temp: float
-    max_temp: float
-    temp_exponent: float
-    smoothing_factor: float
-    smoothing_curve: float
-    top_k: int
-    top_p: float
-    top_a: float
-    min_p: float
-    tfs: float
-    typical_p: float
-    mirostat: bool
-    mirostat_tau: float
-    mirostat_eta: float
-    xtc_probability: float
-    xtc_threshold: float
-    xtc_ignore: Sequence[int] | None
-    skew: float
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
-    penalty_range: int
-    penalty_decay: int
-    penalty_prompt: bool
-    dry_multiplier: float
-    dry_base: float
-    dry_allowed_length: int
-    dry_range: int
-    dry_max_ngram: int
-    dry_breakers: str | Sequence[str | int]
-    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]]
-    banned_tokens: Sequence[int]
-    allowed_tokens: Sequence[int]
-    min_tokens: int
-    seed: int | None
-    order: Sequence[str] | None
-    post_sampling: Callable[[Draw], int | None] | Sequence[Callable[[Draw], int | None]]
 
 
 class RequestOptions(SamplingOptions, total=False):
-    """Those, the fields of `Request`, and what makes its structure and its negative prompt."""
+    """Fields of `SamplingParams`, those of `Request`, and what makes its structure and its negative prompt."""
 
     max_tokens: int
     stop: str | int | Sequence[str | int]

@@ -16,7 +16,7 @@ from typing import NamedTuple, overload
 
 import torch
 
-from exl2nb.cache.modes import parse_mode
+from exl2nb.cache.spec import parse_mode
 from exl2nb.converter.sizes import parse_bytes
 from exl2nb.core.errors import OptionError
 from exl2nb.core.options import shown
@@ -33,7 +33,7 @@ from exl2nb.model.layout import ATTENTION, layer_linears
 from exl2nb.model.loader import read_model_config
 from exl2nb.model.lora import adapter_bytes
 from exl2nb.model.split import STREAM_ROWS, Span
-from exl2nb.model.streaming import BUFFERS, experts_fit, lent_layers
+from exl2nb.model.streaming import BUFFERS, experts_fit
 from exl2nb.model.vision.encoder import plan_encoder
 from exl2nb.ops.host_prefill import CHUNK
 from exl2nb.ops.memory import read_memory
@@ -236,7 +236,7 @@ def place_layers(
     if rest < len(budgets):
         held[rest] = first, last
     elif first < last:
-        missing = sum(sizes[_kind(budgets[-1].device)].of(first, last))
+        missing = sizes[_kind(budgets[-1].device)].total(first, last)
         raise OptionError(
             f"{where}: layers {first} to {last - 1} find no room in devices: {size_text(missing)} are missing; raise a budget, give one "
             "device 'rest', or take a smaller context= or cache='q4'"
@@ -248,13 +248,13 @@ def _holds(budget: Budget, sizes: Mapping[str, Sizes], first: int, last: int, ho
     """host: so many layers of the CPU lend to it."""
     if budget.layers is not None:
         return last - first <= budget.layers
-    here = sizes[_kind(budget.device)]
-    return sum(here.of(first, last)) + len(lent_layers(host)) * (here.layer_cache + here.lent) <= (budget.bytes or 0)
+    return sizes[_kind(budget.device)].total(first, last, host=host) <= (budget.bytes or 0)
 
 
 def _by_shares(budgets: Sequence[Budget], sizes: Mapping[str, Sizes], layers: int) -> list[Span]:
     """Every device its share of weights and cache, a layer at least while there are as many."""
-    weight = [a + b for a, b in zip(sizes[_kind(budgets[0].device)].parts[1:-1], [sizes[_kind(budgets[0].device)].layer_cache] * layers)]
+    here = sizes[_kind(budgets[0].device)]
+    weight = [part + here.of(0, 1)["cache"] for part in here.known["parts"][1:-1]]
     spans, first, passed, wanted = [], 0, 0, 0.0
     for i, budget in enumerate(budgets):
         wanted += (budget.share or 0.0) * sum(weight)
@@ -309,7 +309,7 @@ def plan_split(
         raise OptionError(f"{where}: devices puts experts on the CPU, and {name} has none: it is dense; give cpu 'rest' or '12 layers'")
     tokens = min(config.max_position_embeddings, CONTEXT) if context is None else context
     choice = {"context": tokens, "batch": batch, "mode": mode}
-    free = {budget.device: _free(budget.device) for budget in budgets}
+    free = {budget.device: free_bytes_on(budget.device) for budget in budgets}
     holders = [Holder(one.device, free[one.device] if one.bytes is None else one.bytes, _read_speed(one.device)) for one in budgets]
     streaming = streaming and (apart or len({holder.kind for holder in holders}) > 1)
     kinds = {
@@ -337,7 +337,7 @@ def _experts_share(config: ModelConfig, found: Inspection, *, context: int, batc
     work = formula_of(config, found, "cpu", modes=(mode,)).parts(context=context, batch=batch, mode=mode)["work"]
     read = weights - round(sum(_idle(config, matrix) for matrix in matrices))
     sizes = {"weights": weights, "cache": 0, "work": work, "read": read}
-    return Share(device="cpu", first=0, last=config.num_layers, free=_free("cpu"), speed=_read_speed("cpu"), experts=True, **sizes)
+    return Share(device="cpu", first=0, last=config.num_layers, free=free_bytes_on("cpu"), speed=_read_speed("cpu"), experts=True, **sizes)
 
 
 def plan_ranks(
@@ -379,7 +379,7 @@ def plan_ranks(
             cache=share.cache // size,
             work=share.work + buffers,
             read=weights - kept[0],
-            free=_free(name),
+            free=free_bytes_on(name),
             speed=_read_speed(name) if kind != "cpu" else _shared_speed(size),
         )
         for name in names
@@ -393,11 +393,13 @@ def _shared_speed(size: int) -> float | None:
     return speed and speed / size
 
 
-def _free(device: str) -> int | None:
-    return free_bytes(device) if device == "cpu" or _is_here(device) else None
+def free_bytes_on(device: str) -> int | None:
+    """Return the free memory of a device, None for a GPU that this machine does not have."""
+    return free_bytes(device) if device == "cpu" or is_present(device) else None
 
 
-def _is_here(gpu: str) -> bool:
+def is_present(gpu: str) -> bool:
+    """Return whether this machine has the GPU."""
     return torch.cuda.is_available() and int(gpu.partition(":")[2] or 0) < torch.cuda.device_count()
 
 
@@ -407,7 +409,7 @@ _speeds: dict[str, float | None] = {}
 def _read_speed(device: str) -> float | None:
     """Bytes a second: of the processor as measured once, of a GPU from its clock and bus; None where that is not known."""
     if device not in _speeds:
-        _speeds[device] = _host_speed() if device == "cpu" else _gpu_speed(device)
+        _speeds[device] = _host_speed() if device == "cpu" else gpu_read_speed(device)
     return _speeds[device]
 
 
@@ -419,8 +421,9 @@ def _host_speed() -> float:
     return PROBE_BYTES / (time.perf_counter() - start)
 
 
-def _gpu_speed(device: str) -> float | None:
-    if not _is_here(device):
+def gpu_read_speed(device: str) -> float | None:
+    """Return the bytes per second that a GPU reads, from its clock and bus width; None where they are not known."""
+    if not is_present(device):
         return None
     properties = torch.cuda.get_device_properties(device)
     clock, width = getattr(properties, "memory_clock_rate", 0), getattr(properties, "memory_bus_width", 0)  # kHz, bits

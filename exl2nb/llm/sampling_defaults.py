@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from exl2nb.core.errors import OptionError
+from exl2nb.core.files import read_object
+from exl2nb.core.log import warn
 from exl2nb.core.options import check_flag, shown
-from exl2nb.core.warn import warn
 from exl2nb.sampling.defaults import CHAT_DEFAULTS, LIBRARY, NAMES, NEEDS_DRAW, SamplingDefaults
-from exl2nb.tokenizer.files import read_object
 
 FILE = "generation_config.json"
 

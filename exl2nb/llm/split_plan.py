@@ -1,7 +1,7 @@
 """What a model takes on several devices, and what it takes there when the borders between them move.
 
-`SplitFormula` holds the coefficients of each kind of device; widgets/src/plan/split_formula.ts is the same arithmetic in the browser, and a
-test compares the two. `exl2nb.llm.plan` makes a `SplitPlan` of a model's headers and of what was asked for.
+`SplitFormula` holds the coefficients of each kind of device. `SHARE_TERMS` is the arithmetic, as data, which the browser computes too.
+`exl2nb.llm.plan` makes a `SplitPlan` of a model's headers and of what was asked for.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from exl2nb.core.errors import OptionError
 from exl2nb.core.options import shown
 from exl2nb.core.show import size_text
-from exl2nb.llm.memory import LIMITS, Formula
+from exl2nb.llm.memory import LIMITS, PLAN_TERMS, Formula, Term, evaluate
 from exl2nb.model.streaming import lent_layers
 
 MOST_DEVICES, MOST_LAYERS = 64, 4096  # of data that came from elsewhere
@@ -51,26 +51,43 @@ class Share:
         return self.weights + self.cache + self.work
 
 
+# Layers [first, last) in `parts` and `read`, with the embedding before layer 0 and the head after the
+# last layer.
+_HELD: list[Term] = [
+    ["step", "first", 0, 0, ["+", "first", 1]],
+    ["step", "last", ["+", "layers", -1], ["+", "last", 1], ["+", "layers", 2]],
+]
+SHARE_TERMS: Sequence[tuple[str, Term]] = (
+    ("layer_cache", ["floor", "cache", "layers"]),
+    ("lent_count", ["at", "lent_counts", "host"]),
+    ("share_weights", ["sum", "parts", *_HELD]),
+    ("share_cache", ["*", "layer_cache", ["+", "last", ["*", -1, "first"], ["*", "sign", "lent_count"]]]),
+    ("share_work", ["+", "work", "graphs", "logits", "rounding", "stream", ["*", "lent", "lent_count"]]),
+    ("share_read", ["+", ["sum", "read", *_HELD], ["*", "sign", ["sum", "lent_read", 0, "lent_count"]]]),
+)
+"""What a device with layers [first, last) holds, from `PLAN_TERMS` and the values of `KindFormula.known`.
+
+host: of how many layers of the CPU it lends some (sign -1), or computes those that are lent (sign 1); 0 for none.
+"""
+
+
 class Sizes(NamedTuple):
-    """Bytes on one kind of device: of the embedding, each layer, and head; of a layer's cache; of what a step needs besides; of what a step
-    of a lent layer needs.
-    """
+    """A model on one kind of device at one choice of context, batch and cache mode. known: the values of `PLAN_TERMS`."""
 
-    parts: list[int]
-    layer_cache: int
-    work: int
-    lent: int = 0
+    known: Mapping[str, Any]
 
-    def of(self, first: int, last: int) -> tuple[int, int, int]:
-        """Weights, cache and work of layers [first, last) with what goes with them; nothing where there are none."""
+    def of(self, first: int, last: int, *, host: int = 0, sign: int = 1) -> dict[str, int]:
+        """Weights, cache, work and read of layers [first, last), as in `SHARE_TERMS`; nothing where there are none."""
+        names = ("weights", "cache", "work", "read")
         if last <= first:
-            return 0, 0, 0
-        return _with_ends(self.parts, first, last), self.layer_cache * (last - first), self.work
+            return dict.fromkeys(names, 0)
+        found = evaluate(SHARE_TERMS, {**self.known, "first": first, "last": last, "host": host, "sign": sign})
+        return {name: found[f"share_{name}"] for name in names}
 
-
-def _with_ends(parts: Sequence[int], first: int, last: int) -> int:
-    """Sum over layers [first, last), the embedding before them and the head behind them; first < last."""
-    return sum(parts[0 if first == 0 else first + 1 : len(parts) if last == len(parts) - 2 else last + 1])
+    def total(self, first: int, last: int, *, host: int = 0) -> int:
+        """Bytes that a device with these layers holds."""
+        found = self.of(first, last, host=host)
+        return found["weights"] + found["cache"] + found["work"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,9 +113,18 @@ class KindFormula:
         """
         if mode not in self.formula.page_bytes:
             raise OptionError(f"plan: cache mode {mode!r} is not for this model; expected one of {', '.join(self.formula.page_bytes)}")
-        parts = self.formula.parts(context=context, batch=batch, mode=mode)
-        work = sum(parts[name] for name in ("work", "graphs", "logits", "rounding")) + self.stream
-        return Sizes([*self.parts], parts["cache"] // (len(self.parts) - 2), work, self.lent)
+        choice = {"context": context, "batch": batch, "mode": mode}
+        return Sizes(evaluate(PLAN_TERMS, {**vars(self.formula), **self.known, **choice}))
+
+    @property
+    def known(self) -> dict[str, Any]:
+        """What `SHARE_TERMS` need of it: plain JSON values."""
+        layers = len(self.parts) - 2
+        lent = {
+            "lent_counts": [len(lent_layers(host)) for host in range(layers + 1)],
+            "lent_read": [self.read[layer + 1] for layer in lent_layers(layers)],
+        }
+        return {"layers": layers, "parts": [*self.parts], "read": [*self.read], "stream": self.stream, "lent": self.lent, **lent}
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -162,30 +188,23 @@ class SplitFormula:
             OptionError: borders that cannot be, or a cache mode that this model cannot have.
         """
         sizes = {kind: one.at(context=context, batch=batch, mode=mode) for kind, one in self.kinds.items()}
+        places = zip(self.devices, pairwise([0, *self.check(borders), self.layers]))
+        held = [(device, first, last) for device, (first, last) in places if last > first]
+        host = self._host([(device.name, last) for device, _, last in held])
         found = []
-        for device, (first, last) in zip(self.devices, pairwise([0, *self.check(borders), self.layers])):
-            if last == first:
-                continue
-            weights, cache, work = sizes[device.kind].of(first, last)
-            read = _with_ends(self.kinds[device.kind].read, first, last)
-            sizes_here = {"weights": weights, "cache": cache, "work": work, "read": read}
-            about = {"free": device.limit, "speed": device.speed, "experts": False}
-            found.append(Share(device=device.name, first=first, last=last, **sizes_here, **about))
-        if lent := [layer + 1 for layer in self.lent(found)]:
-            for number, (kind, sign) in enumerate((("cpu", -1), ("cuda", 1))):
-                share, here = found[number], sizes[kind]
-                found[number] = replace(
-                    share,
-                    cache=share.cache + sign * len(lent) * here.layer_cache,
-                    work=share.work + len(lent) * here.lent,
-                    read=share.read + sign * sum(self.kinds[kind].read[layer] for layer in lent),
-                )
+        for number, (device, first, last) in enumerate(held):
+            here = sizes[device.kind].of(first, last, host=host if number < 2 else 0, sign=1 if number else -1)
+            found.append(Share(device=device.name, first=first, last=last, free=device.limit, speed=device.speed, experts=False, **here))
         return tuple(found)
+
+    def _host(self, ends: Sequence[tuple[str, int]]) -> int:
+        """How many layers of the CPU can be lent. ends: names of the devices that have layers, and the layers where these end."""
+        lends = self.lends and len(ends) > 1 and ends[0][0] == "cpu" and ends[1][0] != "cpu"
+        return ends[0][1] if lends else 0
 
     def lent(self, shares: Sequence[Share]) -> Sequence[int]:
         """The layers of the first share that are lent to the second."""
-        lends = self.lends and len(shares) > 1 and shares[0].device == "cpu" and shares[1].device != "cpu"
-        return lent_layers(shares[0].last) if lends else ()
+        return lent_layers(self._host([(share.device, share.last) for share in shares]))
 
     def borders(self, shares: Sequence[Share]) -> tuple[int, ...]:
         """Where each device but the last ends."""
@@ -262,7 +281,7 @@ def check_speed(value: object) -> bool:
 
 
 COLOURS = ("#5b6470", "#a4541f", "#2f7a58", "#75589c", "#a5464e", "#2f7f93", "#76661f", "#666666")
-"""Of the devices in the widget and its twin; of the ninth the first again. The same are in widgets/src/plan/split.css."""
+"""Of the devices in the widget and its twin; of the ninth the first again. White text has a contrast of 4.5:1 on each."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from exl2nb.cache.modes import parse_mode
+from exl2nb.cache.spec import parse_mode
 from exl2nb.converter.keywords import DEFAULTS, ConvertOptions
 from exl2nb.core.errors import ConversionError, Exl2Error, OptionError
 from exl2nb.core.options import check_range, shown, spelled_out
@@ -203,13 +203,13 @@ def _write(record: Path, values: Mapping[str, Any]) -> None:
 
 def _in_processes(tasks: Mapping[float, Task], workers: int) -> Iterator[tuple[float, list[dict[str, Any]]]]:
     """So many processes at a time, each with one task; one that dies has its task done again."""
-    waiting, running, tries = [*tasks], dict[float, _Process](), dict.fromkeys(tasks, 0)
+    waiting, running, tries = [*tasks], dict[float, SweepProcess](), dict.fromkeys(tasks, 0)
     try:
         while waiting or running:
             while waiting and len(running) < workers:
                 rate = waiting.pop(0)
                 tries[rate] += 1
-                running[rate] = _Process(tasks[rate])
+                running[rate] = SweepProcess(tasks[rate])
             for rate, process in [*running.items()]:
                 if (code := process.popen.poll()) is None:
                     continue
@@ -228,7 +228,7 @@ def _in_processes(tasks: Mapping[float, Task], workers: int) -> Iterator[tuple[f
             process.result()
 
 
-class _Process:
+class SweepProcess:
     """A Python process with one task; its answer comes through a file."""
 
     def __init__(self, task: Task) -> None:

@@ -70,7 +70,7 @@ def facts_of(directory: Path, raw: Mapping[str, Any], config: ModelConfig | None
 
 def remote_code(directory: Path, raw: Mapping[str, Any]) -> tuple[str, ...]:
     """A note for every file that names code of the repository (`auto_map`): such code is never run."""
-    from exl2nb.tokenizer.files import read_object
+    from exl2nb.core.files import read_object
 
     try:
         tokenizer = read_object(directory / "tokenizer_config.json")
@@ -176,8 +176,8 @@ def _quantization(block: Mapping[str, Any], config: ModelConfig | None) -> str:
 
 def _templates(directory: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Names of the chat templates, and a note where they cannot be read."""
-    from exl2nb.tokenizer.chat import ChatTemplates
-    from exl2nb.tokenizer.files import read_object
+    from exl2nb.core.files import read_object
+    from exl2nb.tokenizer.template import ChatTemplates
 
     try:
         found = ChatTemplates.load(directory, read_object(directory / "tokenizer_config.json"))

@@ -1,9 +1,25 @@
-"""Typed reading of a config.json: a key of the wrong type, out of range or missing is a ConfigError that names it."""
+"""Strict reading of a config.json: a key of the wrong type, out of range, missing or not implemented is a ConfigError that names it.
+
+A config.json carries many keys that this library does not read. Most of them are harmless: token ids, dropout rates, notes of other tools.
+A few change what the model computes. Such a key must not be dropped silently, because the model would then load and give wrong logits.
+
+`check_keys` applies these rules to each key of an object, in this order:
+
+1. A key whose value is null counts as absent.
+2. A key in `Keys.used` is read, and its reader checks the value.
+3. A key in `Keys.neutral` is not implemented. The values listed there are harmless and every other value is refused.
+4. A key in `Keys.ignored`, in IRRELEVANT, or with a word of IRRELEVANT_WORDS in its name never changes logits.
+5. Any other key is unknown. It is refused if its name has a word that suggests arithmetic (SUSPICIOUS_WORDS) and its value switches
+   something on. Otherwise it is ignored.
+"""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from exl2nb.core.errors import ConfigError
@@ -92,3 +108,185 @@ def shortened(value: object) -> str:
         return f"an integer of {value.bit_length()} bits"  # repr of a huge int may itself raise
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def known_words(text: str) -> frozenset[str]:
+    """The keys that a text names, separated by spaces."""
+    return frozenset(text.split())
+
+
+# Keys that Transformers' base class or its generation settings write into config.json. None of them changes the logits.
+IRRELEVANT = known_words(
+    """
+    _name_or_path architectures auto_map model_type transformers_version torch_dtype dtype torchscript use_bfloat16 return_dict
+    output_attentions output_hidden_states use_cache cache_implementation chunk_size_feed_forward id2label label2id num_labels
+    finetuning_task problem_type tokenizer_class prefix pruned_heads tf_legacy_loss task_specific_params is_decoder is_composition
+    tie_encoder_decoder cross_attention_hidden_size initializer_range initializer_factor gradient_checkpointing pretraining_tp
+    max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p typical_p
+    repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences
+    output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id remove_invalid_values
+    exponential_decay_length_penalty suppress_tokens begin_suppress_tokens max_window_layers model_max_length max_sequence_length
+    attn_implementation _attn_implementation _attn_implementation_autoset _attn_implementation_internal attention_softmax_in_fp32
+    scale_attention_softmax_in_fp32 softmax_in_fp32 reorder_and_upcast_attn fused_bias_fc layer_norm_in_fp32 residual_in_fp32
+    output_router_logits router_aux_loss_coef router_jitter_noise aux_loss_alpha unsloth_fixed unsloth_version
+    num_logits_to_keep logits_to_keep
+    """
+)
+# A name with one of these words is about training, the tokenizer or the choice of a kernel.
+IRRELEVANT_WORDS = known_words("dropout pdrop loss token tokens tokenizer implementation flash fused kernel init initializer version")
+# A name with a word that begins like one of these suggests that the key changes the arithmetic.
+SUSPICIOUS_WORDS = re.compile(
+    r"scal|multipl|soft|clip|clamp|temperature|logit|theta(?![a-z])|norm|rms|bias(?![a-z])|act(?![a-z])|activ|swiglu|gated|gating|residual|"
+    r"rope|mrope|rotary|yarn|ntk|logn|alibi|position_embedding_type|window|sliding|swa(?![a-z])|sink|qk|attn|attention|bidirectional|causal|"
+    r"sparse|layer_types|mup(?![a-z])|route|scoring|topk|loop|zero_centered"
+)
+_MULTIPLIES = re.compile(r"scal|multipl|factor|ratio|pct|temperature|rope|rotary")
+# Groups of keys that name the same setting. If the one that the reader uses is present, the others are leftovers of other tools.
+_SAME_SETTING = (
+    ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"),
+    ("hidden_act", "hidden_activation", "activation_function"),
+    ("sliding_window", "sliding_window_size"),
+)
+ROPE_OBJECTS = ("rope_scaling", "rope_parameters")
+ROPE_LAYERS = ("full_attention", "sliding_attention")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keys:
+    """What is known about the keys of one JSON object.
+
+    Attributes:
+        used: Keys that are read.
+        neutral: Keys that are not implemented, each with the values at which it is harmless.
+        ignored: Keys that never change a result.
+        nested: Keys that hold an object, each with what is known about that object.
+    """
+
+    used: frozenset[str] = frozenset()
+    neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    ignored: frozenset[str] = frozenset()
+    nested: Mapping[str, Keys] = field(default_factory=dict)
+
+    def known(self, key: str) -> bool:
+        """Whether rule 2, 3 or 4 decides about a key, so that the guess of rule 5 is not needed."""
+        return key in self.used or key in self.neutral or key in self.nested or key in self.ignored or _irrelevant(key)
+
+
+ROPE_KEYS = Keys(
+    used=known_words(
+        "rope_type type rope_theta factor original_max_position_embeddings low_freq_factor high_freq_factor beta_fast beta_slow "
+        "attention_factor mscale mscale_all_dim truncate short_factor long_factor partial_rotary_factor mrope_section"
+    ),
+    neutral={"mrope_interleaved": (False,), "llama_4_scaling_beta": (0,)},
+    ignored=frozenset(("finetuned", "max_position_embeddings")),
+)
+
+
+def check_keys(fields: Fields, keys: Keys, owner: str) -> None:
+    """Refuse the first key that changes the result and is not implemented.
+
+    Args:
+        fields: The object as it is in config.json.
+        keys: What is known about its keys.
+        owner: The architecture or class, for the message.
+
+    Raises:
+        ConfigError: The message names the key, its value, the supported values, and what to do.
+    """
+    for key, value in fields.raw.items():
+        if value is None or not isinstance(key, str):
+            continue
+        if key in keys.nested:
+            if isinstance(value, Mapping):
+                check_keys(Fields(value, f"{fields.where}: {key}"), keys.nested[key], owner)
+        elif key in keys.used:
+            continue
+        elif key in keys.neutral:
+            if not any(_equal(value, harmless) for harmless in keys.neutral[key]):
+                raise _unsupported(fields, key, value, " or ".join([*(json.dumps(v) for v in keys.neutral[key]), "null"]), owner)
+        elif not keys.known(key) and _suspicious(fields.raw, keys, key, value):
+            raise _unknown(fields, key, value, owner)
+
+
+def check_rope_keys(fields: Fields, keys: Keys, owner: str) -> None:
+    """Refuse an unknown key inside `rope_scaling` or `rope_parameters`, where every key is about arithmetic.
+
+    Args:
+        fields: The object that holds them.
+        keys: What is known about the keys of a set of RoPE parameters.
+        owner: The architecture, for the message.
+
+    Raises:
+        ConfigError: As `check_keys`; also if `factor` is set and no RoPE type says what it means.
+    """
+    for name in ROPE_OBJECTS:
+        found = fields.raw.get(name)
+        if not isinstance(found, Mapping):
+            continue
+        where = f"{fields.where}: {name}"
+        layered = [key for key in ROPE_LAYERS if isinstance(found.get(key), Mapping)]
+        sets = [(f"{where}: {key}", found[key]) for key in layered] or [(where, found)]
+        for place, own in sets:
+            check_keys(Fields(own, place), keys, owner)
+            for key, value in own.items():
+                if not keys.known(key) and not _off(value):
+                    raise _unknown(Fields(own, place), key, value, owner)
+            if own.get("factor") not in (None, 1) and own.get("rope_type") is None and own.get("type") is None:
+                raise Fields(own, place).refuse(
+                    "rope_type", None, f"a RoPE type beside factor {shortened(own['factor'])}, such as linear or yarn"
+                )
+
+
+def rope_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The scaling that an object asks for, in one spelling, to compare two objects. The base period is a key of its own."""
+    found = next((raw[name] for name in ROPE_OBJECTS if isinstance(raw.get(name), Mapping)), {})
+    kind = found.get("rope_type") or found.get("type") or "default"
+    rest = {key: value for key, value in found.items() if key not in ("rope_type", "type", "rope_theta") and value is not None}
+    return {**rest, "rope_type": "default" if kind == "mrope" else kind}
+
+
+def _irrelevant(key: str) -> bool:
+    return key in IRRELEVANT or not IRRELEVANT_WORDS.isdisjoint(re.split(r"[_.]", key.lower()))
+
+
+def _suspicious(raw: Mapping[str, Any], keys: Keys, key: str, value: object) -> bool:
+    words = key.lower()
+    if not any(SUSPICIOUS_WORDS.match(words, start) for start in _starts(words)) or _off(value):
+        return False
+    if type(value) in (int, float) and value == (1 if _MULTIPLIES.search(words) else 0):
+        return False
+    if key == "sliding_window" and raw.get("use_sliding_window") is False:
+        return False
+    return not any(key in group and _any_present(raw, keys, group) for group in _SAME_SETTING)
+
+
+def _starts(words: str) -> Iterable[int]:
+    """Where the words of a key begin."""
+    return (match.start() for match in re.finditer(r"(?<![a-z0-9])[a-z0-9]", words))
+
+
+def _any_present(raw: Mapping[str, Any], keys: Keys, group: tuple[str, ...]) -> bool:
+    return any(other in keys.used and raw.get(other) is not None for other in group)
+
+
+def _off(value: object) -> bool:
+    return value is None or value is False or value in ("", [], {}, ())
+
+
+def _equal(value: object, harmless: object) -> bool:
+    return value == harmless and isinstance(value, bool) == isinstance(harmless, bool)
+
+
+def _unsupported(fields: Fields, key: str, value: object, expected: str, owner: str) -> ConfigError:
+    return ConfigError(
+        f"{fields.where}: {key} is {shortened(value)}; expected {expected}. This key changes the model's output and exl2nb does not "
+        f"implement it for {owner}. Run this model with Transformers, or use a checkpoint without the key"
+    )
+
+
+def _unknown(fields: Fields, key: str, value: object, owner: str) -> ConfigError:
+    return ConfigError(
+        f"{fields.where}: {key} is {shortened(value)}; expected no such key. exl2nb does not know it for {owner}, and its name suggests "
+        "that it changes the model's output. If the model does not need it, remove it from config.json; otherwise run this model with "
+        "Transformers"
+    )

@@ -12,6 +12,7 @@ from exl2nb import ops
 from exl2nb.cache.pool import CachePart, KVCache
 from exl2nb.model.batch import TENSORS, Batch
 from exl2nb.ops import gpu, gpu_prefill, kernel_code, kv_codes
+from exl2nb.ops.interpreter import Inputs
 
 if TYPE_CHECKING:
     from exl2nb.ops.lora import LoraTable
@@ -37,21 +38,23 @@ class GpuForward:
 
     `stream_k_from`, to be set before the first step: steps of at least this many tokens use the stream-K GEMM; 0: no step does, so that a
     token's bits are the same in steps of any size. `prompt_tokens`: of a step with prompts, at most, for the step kernels to take it.
+    `least_tokens`: step kernels have memory for at least so many.
     """
 
     def __init__(self, program: ops.Program, device: torch.device, *, deterministic: bool = False) -> None:
         self.program, self.device, self.deterministic = program, device, deterministic
         self.stream_k_from = 0 if deterministic else STREAM_K_FROM
         self.vocab = program.outputs  # the hidden size where the program is a part of a model
-        self.most = MOST_ROUTED if any(name == "routed_mlp" for name, _ in program.steps) else MOST
+        self.most = MOST_ROUTED if any(isinstance(op, ops.RoutedOp) for op in program.steps) else MOST
         routed, hopper = self.most == MOST_ROUTED, device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
         self.prompt_tokens = 0 if routed or program.peers else PROMPT * PROMPT_STEPS if hopper else PROMPT  # tokens
+        self.least_tokens = 1
         self._kernels: dict[int, gpu.StepKernels] = {}
         self._lora_buffers: gpu.LoraBuffers | None = None
 
     def step_kernels(self, tokens: int) -> gpu.StepKernels:
         """The step kernels with memory for at least `tokens` tokens."""
-        capacity = 1 << (tokens - 1).bit_length()
+        capacity = 1 << (max(tokens, self.least_tokens) - 1).bit_length()
         if capacity not in self._kernels:
             self._kernels[capacity] = self._new_kernels(capacity)
         return self._kernels[capacity]
@@ -74,7 +77,7 @@ class GpuForward:
         scratch = self._new_kernels(most)
         large = self._new_kernels(PROMPT) if self.prompt_tokens and not self.deterministic else None
         zeros = torch.zeros(max(most, PROMPT) + 1, dtype=torch.int32, device=self.device)
-        partial = self.program.steps[-1][0] == "residual_out"  # a part of a model, which hands on every row
+        partial = isinstance(self.program.steps[-1], ops.ResidualOutOp)  # a part of a model, which hands on every row
 
         def step(kernels: gpu.StepKernels, tokens: int, *, prompts: bool) -> None:
             row = zeros[:1]
@@ -177,7 +180,7 @@ class GpuForward:
                 out[rows.to(self.device)] = logits
         return out
 
-    def inputs(self, batch: Batch, ids: Tensor | None) -> gpu_prefill.Inputs:
+    def inputs(self, batch: Batch, ids: Tensor | None) -> Inputs:
         """The batch on the GPU, in one copy."""
         parts = TENSORS(batch)
         flat = torch.cat([part.reshape(-1) for part in parts])
@@ -186,7 +189,7 @@ class GpuForward:
         cut = [piece.view(part.shape) for piece, part in zip(flat.split([part.numel() for part in parts]), parts)]
         if ids is not None:
             cut[0] = ids
-        return gpu_prefill.Inputs(*cut)
+        return Inputs(*cut)
 
 
 def mixes_adapters(batch: Batch) -> bool:

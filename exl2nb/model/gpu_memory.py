@@ -30,16 +30,16 @@ class Arena:
     """
 
     def __init__(self, size: int, device: str, memory: Tensor | None = None) -> None:
-        self._memory = torch.empty(size, dtype=torch.uint8, device=device) if memory is None else memory
+        self.memory = torch.empty(size, dtype=torch.uint8, device=device) if memory is None else memory
         self._used = 0
 
     def keep(self, tensor: Tensor) -> Tensor:
         """The same numbers inside the arena; the tensor itself where there is no room for it."""
         start, size = self._used, tensor.nbytes
-        if start + size > self._memory.numel():
+        if start + size > self.memory.numel():
             return tensor
-        self._used = min(self._memory.numel(), start + aligned(size))
-        place = self._memory[start : start + size].view(tensor.dtype).view(tensor.shape)
+        self._used = min(self.memory.numel(), start + aligned(size))
+        place = self.memory[start : start + size].view(tensor.dtype).view(tensor.shape)
         place.copy_(tensor)
         return place
 

@@ -1,31 +1,24 @@
-"""The layers of a decoder: weights, the forward pass op by op, and the same ops recorded in a program."""
+"""The layers of a decoder: their weights, and the ops that they are."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, TypedDict
 
-import torch
 from torch import Tensor
 
 from exl2nb import ops
-from exl2nb.cache.pool import CachePart, KVCache
-from exl2nb.model.batch import Batch
-from exl2nb.ops.prefill_attention import attend_whole
+
+Ropes = Mapping[str, tuple[Tensor, Tensor]]
+"""Per kind of RoPE its tables (cos, sin), f32 `(positions, rotary_dim/2)`."""
 
 
-class Step(NamedTuple):
-    """The batch, the cache it reads and writes, and per kind of RoPE its tables (cos, sin), f32 `(positions, rotary_dim/2)`."""
+class NormFields(TypedDict):
+    """The fields of an op that begins with a norm."""
 
-    batch: Batch
-    cache: KVCache | CachePart
-    ropes: Mapping[str, tuple[Tensor, Tensor]]
-
-
-class NormOptions(TypedDict):
-    """Keywords of every op that begins with a norm."""
-
+    norm: Tensor | None
+    eps: float
     norm_bias: Tensor | None
     layer_norm: bool
 
@@ -40,9 +33,9 @@ class Norm:
     layer: bool = False
 
     @property
-    def options(self) -> NormOptions:
-        """What the ops take by keyword; weight and eps go by position."""
-        return {"norm_bias": self.bias, "layer_norm": self.layer}
+    def fields(self) -> NormFields:
+        """As an op has them."""
+        return {"norm": self.weight, "eps": self.eps, "norm_bias": self.bias, "layer_norm": self.layer}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,13 +55,14 @@ class Embedding:
     scale: float = 1.0
     position_table: Tensor | None = None
 
+    @property
+    def op(self) -> ops.EmbedOp:
+        """The op."""
+        return ops.EmbedOp(table=self.table, scale=self.scale, position_table=self.position_table)
+
     def __call__(self, ids: Tensor, positions: Tensor) -> Tensor:
         """Ids and positions int32 `(T,)` -> f32 `(T, H)`."""
-        return ops.embed(self.table, ids, scale=self.scale, position_table=self.position_table, positions=positions)
-
-    def record(self, program: ops.Program) -> None:
-        """Record the same op in a program."""
-        program.embed(self.table, scale=self.scale, position_table=self.position_table)
+        return self.op(ids, positions)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,20 +72,21 @@ class Head:
     norm: Norm
     matrix: Tensor
 
-    def __call__(self, x: Tensor, rows: Tensor) -> Tensor:
-        """Logits f32 `(R, V)` of the rows int32 `(R,)` of x f32 `(T, H)`."""
-        return ops.norm_head(torch.index_select(x, 0, rows), self.norm.weight, self.norm.eps, self.matrix, **self.norm.options)
+    @property
+    def op(self) -> ops.HeadOp:
+        """The op."""
+        return ops.HeadOp(**self.norm.fields, blob=self.matrix)
 
-    def record(self, program: ops.Program) -> None:
-        """Record the same op in a program."""
-        program.norm_head(self.norm.weight, self.norm.eps, self.matrix, **self.norm.options)
+    def __call__(self, x: Tensor) -> Tensor:
+        """Logits f32 `(R, V)` of rows of the residual stream f32 `(R, H)`."""
+        return self.op(x.contiguous())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
     """Weights and shape of one layer's attention.
 
-    qkv: blob of [q; k; v]; qkv_bias: f32 over all three, or None. q_norm, k_norm: as `ops.norm_qkv_rope` takes them. o: blob; o_bias: f32
+    qkv: blob of [q; k; v]; qkv_bias: f32 over all three, or None. q_norm, k_norm: as `ops.QkvOp` has them. o: blob; o_bias: f32
     `(H,)` or None. rope: kind of the tables this layer reads. clip: of q, k and v; 0 = none.
     """
 
@@ -114,39 +109,20 @@ class Attention:
     interleaved: bool
     clip: float
 
-    def projection(self, ropes: Mapping[str, tuple[Tensor, Tensor]]) -> ops.QKVProjection:
-        """The op's view of norm, q, k, v and rotation. ropes: tables (cos, sin) by kind."""
-        return ops.QKVProjection(
-            self.norm.weight, self.norm.eps, self.qkv, self.qkv_bias, *ropes[self.rope], self.num_heads, self.num_kv_heads, self.head_dim,
-            q_norm=self.q_norm, k_norm=self.k_norm, interleaved=self.interleaved, clip=self.clip, **self.norm.options,
+    def mix(self, ropes: Ropes) -> list[ops.Op]:
+        """The ops up to the heads' output."""
+        cos, sin = ropes[self.rope]
+        qkv = ops.QkvOp(
+            **self.norm.fields, blob=self.qkv, bias=self.qkv_bias, cos=cos, sin=sin, num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, q_norm=self.q_norm, k_norm=self.k_norm, layer=self.layer,
+            interleaved=self.interleaved, clip=self.clip,
         )  # fmt: skip
+        return [qkv, ops.AttentionOp(layer=self.layer, scale=self.scale, window=self.window, softcap=self.softcap)]
 
-    def attend(self, x: Tensor, step: Step) -> Tensor:
-        """Attention of x f32 `(T, H)` -> `(T, Hq * D)`; K and V of the step go into the cache."""
-        batch, k_pool, v_pool = step.batch, step.cache.k[self.layer], step.cache.v[self.layer]
-        q = ops.norm_qkv_rope(x, self.projection(step.ropes), batch.positions, batch.slot_mapping, k_pool, v_pool)
-        mixed = ops.paged_attention(
-            q, k_pool, v_pool, batch.block_table, batch.cu_seqlens, batch.context_lens,
-            scale=self.scale, window=self.window, softcap=self.softcap,
-        )  # fmt: skip
-        for first, last, sequence, end in batch.blocks():
-            mixed[first:last] = attend_whole(
-                q[first:last], k_pool, v_pool, batch.block_table[sequence], end, scale=self.scale, window=self.window, softcap=self.softcap
-            )
-        return mixed
-
-    def add(self, x: Tensor, mixed: Tensor) -> None:
-        """Project the heads' output and add it to x, in place."""
-        ops.linear_residual(x, mixed, self.o, self.o_bias, norm=self.added.norm, eps=self.added.eps, scale=self.added.scale)
-
-    def record_attend(self, program: ops.Program, ropes: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-        """Record `attend` in a program."""
-        program.norm_qkv_rope(self.projection(ropes), layer=self.layer)
-        program.paged_attention(layer=self.layer, scale=self.scale, window=self.window, softcap=self.softcap)
-
-    def record_add(self, program: ops.Program) -> None:
-        """Record `add` in a program."""
-        program.linear_residual(self.o, self.o_bias, norm=self.added.norm, eps=self.added.eps, scale=self.added.scale)
+    @property
+    def add(self) -> ops.ResidualOp:
+        """The op that projects the heads' output and adds it."""
+        return ops.ResidualOp(blob=self.o, bias=self.o_bias, norm=self.added.norm, eps=self.added.eps, scale=self.added.scale)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,35 +138,15 @@ class MLP:
     added: ResidualAdd
     activation: str
 
-    def __call__(self, x: Tensor) -> None:
-        """Add the MLP's result to x f32 `(T, H)` in place."""
-        self.add(x, self.activate(x))
+    def activate(self, *, side: bool = False) -> ops.GateUpOp:
+        """The op for the activations; side: in the second buffer, where the first one holds the output of attention."""
+        inner = {"activation": self.activation, "gated": self.gated}
+        return ops.GateUpOp(**self.norm.fields, blob=self.up, bias=self.up_bias, **inner, side=side)
 
-    def record(self, program: ops.Program) -> None:
-        """Record the same op in a program."""
-        self.record_activate(program, aside=False)
-        self.record_add(program, aside=False)
-
-    def activate(self, x: Tensor) -> Tensor:
-        """The activations for x f32 `(T, H)` -> `(T, I)`."""
-        return ops.norm_gate_up(
-            x, self.norm.weight, self.norm.eps, self.up, self.up_bias, activation=self.activation, gated=self.gated, **self.norm.options
-        )
-
-    def add(self, x: Tensor, inner: Tensor) -> None:
-        """Project `inner` and add it to x, in place."""
-        ops.linear_residual(x, inner, self.down, self.down_bias, norm=self.added.norm, eps=self.added.eps, scale=self.added.scale)
-
-    def record_activate(self, program: ops.Program, *, aside: bool) -> None:
-        """Record `activate` in a program; aside: into a second buffer; the first holds the output of attention."""
-        program.norm_gate_up(
-            self.norm.weight, self.norm.eps, self.up, self.up_bias,
-            activation=self.activation, gated=self.gated, aside=aside, **self.norm.options,
-        )  # fmt: skip
-
-    def record_add(self, program: ops.Program, *, aside: bool) -> None:
-        """Record `add` in a program."""
-        program.linear_residual(self.down, self.down_bias, norm=self.added.norm, eps=self.added.eps, scale=self.added.scale, aside=aside)
+    def add(self, *, side: bool = False) -> ops.ResidualOp:
+        """The op that projects the activations and adds them."""
+        added = self.added
+        return ops.ResidualOp(blob=self.down, bias=self.down_bias, norm=added.norm, eps=added.eps, scale=added.scale, side=side)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,11 +171,7 @@ class RoutedMLP:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Add the experts' results to x f32 `(T, H)` in place; the chosen experts int32 `(T, top_k)`."""
-        return ops.routed_mlp(x, self.experts)
-
-    def record(self, program: ops.Program) -> None:
-        """Record the same op in a program."""
-        program.routed_mlp(self.experts)
+        return self.op(x)
 
     @property
     def unused_expert_bytes(self) -> int:
@@ -228,12 +180,12 @@ class RoutedMLP:
         return total - total * self.top_k // len(self.up)
 
     @property
-    def experts(self) -> ops.Experts:
-        """As the op takes them."""
-        return ops.Experts(
-            norm=self.norm.weight, eps=self.norm.eps, **self.norm.options, router=self.router, up=self.up, down=self.down, top_k=self.top_k,
-            renormalize=self.renormalize, activation=self.activation, shared_up=self.shared_up, shared_down=self.shared_down,
-            shared_gate=self.shared_gate, post_norm=self.added.norm, post_eps=self.added.eps, scale=self.added.scale,
+    def op(self) -> ops.RoutedOp:
+        """The op."""
+        return ops.RoutedOp(
+            **self.norm.fields, blob=self.router, up=self.up, down=self.down, top_k=self.top_k, renormalize=self.renormalize,
+            activation=self.activation, shared_up=self.shared_up, shared_down=self.shared_down, shared_gate=self.shared_gate,
+            post_norm=self.added.norm, post_eps=self.added.eps, scale=self.added.scale,
         )  # fmt: skip
 
 
@@ -245,44 +197,16 @@ class Layer:
     mlp: MLP | RoutedMLP
     parallel: bool
 
-    def __call__(self, x: Tensor, step: Step, observe: Callable[[str, Tensor], None] | None = None) -> None:
-        """Add this layer to x f32 `(T, H)` in place. observe: sees "attention" `(T, Hq * D)`, and x as "middle" and "output"."""
-        if self.parallel and isinstance(self.mlp, MLP):
-            mixed, inner = self.attention.attend(x, step), self.mlp.activate(x)
-            self._add(x, mixed, observe)
-            self.mlp.add(x, inner)
-        else:
-            self.attend(x, step, observe)
-            self.mlp(x)
-        if observe is not None:
-            observe("output", x)
-
-    def record(self, program: ops.Program, ropes: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-        """Record the same op in a program."""
-        if self.parallel and isinstance(self.mlp, MLP):
-            self.attention.record_attend(program, ropes)
-            self.mlp.record_activate(program, aside=True)
-            self.attention.record_add(program)
-            self.mlp.record_add(program, aside=True)
-        else:
-            self.record_attention(program, ropes)
-            self.mlp.record(program)
-
-    def attend(self, x: Tensor, step: Step, observe: Callable[[str, Tensor], None] | None = None) -> None:
-        """The half before the MLP."""
-        self._add(x, self.attention.attend(x, step), observe)
-
-    def _add(self, x: Tensor, mixed: Tensor, observe: Callable[[str, Tensor], None] | None) -> None:
-        if observe is not None:
-            observe("attention", mixed)
-        self.attention.add(x, mixed)
-        if observe is not None:
-            observe("middle", x)
-
-    def record_attention(self, program: ops.Program, ropes: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-        """Record `attend` in a program."""
-        self.attention.record_attend(program, ropes)
-        self.attention.record_add(program)
+    def ops(self, ropes: Ropes, *, mlp: bool = True) -> list[ops.Op]:
+        """The ops of the layer, in order. mlp: False for attention alone."""
+        attention, inner = self.attention, self.mlp
+        if not mlp:
+            return [*attention.mix(ropes), attention.add]
+        if isinstance(inner, RoutedMLP):
+            return [*attention.mix(ropes), attention.add, inner.op]
+        if self.parallel:
+            return [*attention.mix(ropes), inner.activate(side=True), attention.add, inner.add(side=True)]
+        return [*attention.mix(ropes), attention.add, inner.activate(), inner.add()]
 
 
 def tensors_of(part: Any) -> Iterator[Tensor]:

@@ -386,9 +386,7 @@ def fingerprint(directory: str | os.PathLike[str], model: Model) -> str:
 
     Cost: reads at most 256 KiB per file besides the header.
     """
-    devices = [model.device] if isinstance(model.placement, str) else model.placement
-    kinds = "+".join(dict.fromkeys(device.partition(":")[0] for device in devices))
-    digest = blake2b(kinds.encode(), digest_size=16)
+    digest = blake2b("+".join(model.capabilities.placement.kinds).encode(), digest_size=16)
     config = model.config
     for kind in sorted({config.rope_kind(layer) for layer in range(config.num_layers)}):
         for table in rope_tables(config, ROPE_ROWS, context=model.context, kind=kind):

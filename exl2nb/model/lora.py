@@ -31,7 +31,8 @@ from exl2nb.model.lora_settings import Adapted, Contents, check_agreement, check
 from exl2nb.model.model import Model, Network
 from exl2nb.model.store import fused_linears, row_order
 from exl2nb.ops.gpu import unpack_half
-from exl2nb.ops.lora import Adapter, LoraChange, LoraPart
+from exl2nb.ops.lora import Adapter, LoraChange, LoraPart, norm_bias_of
+from exl2nb.ops.records import MatrixOp
 
 SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MAX_RANK = 4096
@@ -423,7 +424,7 @@ class Place:
 
 def places(config: ModelConfig, network: Network, program: ops.Program) -> dict[tuple[int, str], Place]:
     """Every matrix that can be adapted, by layer and role; the embedding is (-1, "embed"), the head (-1, "head")."""
-    op_of = {step[1]["blob"].data_ptr(): op for op, step in enumerate(program.steps) if "blob" in step[1]}
+    op_of = {op.blob.data_ptr(): number for number, op in enumerate(program.steps) if isinstance(op, MatrixOp)}
     found = {(-1, "embed"): Place(0, 0, config.hidden_size)}
     for index, layer in enumerate(network.layers):
         attention, mlp = layer.attention, layer.mlp
@@ -453,10 +454,10 @@ def changes(file: LoraFile, config: ModelConfig, network: Network, program: ops.
         if missing:
             raise FormatError(f"{file.path}: adapts {missing[0]!r} of layer {layer}; experts of a sparse layer cannot be adapted")
         place = where[layer, roles[0]]
-        made.setdefault(place.op, _Change(program.steps[place.op][1])).add(target, place.first)
+        made.setdefault(place.op, _Change(program.steps[place.op])).add(target, place.first)
     for name, vector in file.vectors.items():
         for op, which in _vector_places(name, config, where):
-            made.setdefault(op, _Change(program.steps[op][1])).replace(which, name, vector, config)
+            made.setdefault(op, _Change(program.steps[op])).replace(which, name, vector, config)
     return {op: change.finish() for op, change in made.items()}
 
 
@@ -480,31 +481,37 @@ def _vector_places(name: str, config: ModelConfig, where: Mapping[tuple[int, str
 
 
 class _Change:
-    """A LoraChange in the making. arguments: of the op."""
+    """A LoraChange of an op in the making."""
 
-    def __init__(self, arguments: dict[str, Any]) -> None:
-        self.arguments, self.parts = arguments, []
+    def __init__(self, op: ops.Op) -> None:
+        self.op, self.parts = op, list[LoraPart]()
         self.vectors: dict[str, Tensor] = {}
+
+    @property
+    def matrix(self) -> MatrixOp:
+        """The op, which has a matrix."""
+        assert isinstance(self.op, MatrixOp), self.op.name
+        return self.op
 
     def _vector(self, name: str) -> Tensor:
         if name not in self.vectors:
-            self.vectors[name] = torch.zeros(ops.shape(self.arguments["blob"])[1])
+            self.vectors[name] = torch.zeros(ops.shape(self.matrix.blob)[1])
         return self.vectors[name]
 
     def _own_bias(self, columns: slice) -> Tensor | float:
-        own = self.arguments.get("bias")
+        own = self.matrix.bias
         return 0.0 if own is None else own[columns].cpu()
 
     def add(self, target: LoraTarget, first: int) -> None:
         """The product, and what DoRA and a bias of B add to it."""
         columns, b = slice(first, first + len(target.b)), target.b.T
         if target.magnitude is not None:
-            blob = self.arguments["blob"]
+            blob = self.matrix.blob
             plain = ops.unpack(blob) if blob.device.type == "cpu" else unpack_half(blob).float().cpu()
             weight = plain[:, columns] + target.scale * (target.a.T @ b)
             gain = target.magnitude / weight.norm(dim=0).clamp(min=1e-20)
             self._vector("gain")[columns] = gain - 1
-            if self.arguments.get("bias") is not None:  # it is not stretched
+            if self.matrix.bias is not None:  # it is not stretched
                 self._vector("bias")[columns] -= (gain - 1) * self._own_bias(columns)
         if target.bias is not None:
             self._vector("bias")[columns] += target.bias
@@ -524,7 +531,7 @@ class _Change:
     def finish(self) -> LoraChange:
         """The change; a norm and its bias are replaced together."""
         if "norm" in self.vectors or "norm_bias" in self.vectors:
-            own = {"norm": self.arguments["norm"], "norm_bias": self.arguments.get("rest", (None,))[0]}
+            own = {"norm": self.matrix.norm, "norm_bias": norm_bias_of(self.matrix)}
             for kind, vector in own.items():
                 if vector is not None:
                     self.vectors.setdefault(kind, vector)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,12 +18,15 @@ from exl2nb.core.errors import ContextOverflow, EngineClosed, OptionError
 from exl2nb.model.batch import TENSORS, Batch
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.gpu import GpuForward, formats_of
-from exl2nb.model.layers import MLP, Embedding, Head, Layer, RoutedMLP, Step, tensors_of
+from exl2nb.model.layers import MLP, Embedding, Head, Layer, RoutedMLP, tensors_of
 from exl2nb.model.rope import both_tables, rope_switch, rope_tables
+from exl2nb.model.runner import GPU_CHUNKS, HOST_CHUNKS, Capabilities
 from exl2nb.ops import gpu_prefill
-from exl2nb.ops.ahead import draw_ahead, join_ahead, step_draw
+from exl2nb.ops.draw import draw_ahead, join_ahead, step_draw
 from exl2nb.ops.gpu import LoraBuffers, unpack_half
+from exl2nb.ops.interpreter import CpuBackend, Inputs, interpret, observing
 from exl2nb.ops.kernel_code import KernelId
+from exl2nb.ops.placement import Placement
 from exl2nb.ops.step_plan import PlannedProgram
 
 if TYPE_CHECKING:
@@ -33,7 +36,6 @@ if TYPE_CHECKING:
     from exl2nb.ops.lora import Adapter, LoraTable
 
 SCRATCH = 4096  # rows behind the RoPE tables of a model with three positions per token: written anew for the pictures of each step
-Recorded = TypeVar("Recorded", bound=ops.Program)
 SMALL_MODEL_BYTES = 64 << 20  # of weights: what may still stay in a processor's cache
 
 
@@ -70,13 +72,9 @@ class Network:
     layers: tuple[Layer, ...]
     head: Head
 
-    def record(self, program: Recorded, ropes: Mapping[str, tuple[Tensor, Tensor]]) -> Recorded:
-        """Record the step in an empty program, with these RoPE tables; returns the program."""
-        self.embedding.record(program)
-        for layer in self.layers:
-            layer.record(program, ropes)
-        self.head.record(program)
-        return program
+    def steps(self, ropes: Mapping[str, tuple[Tensor, Tensor]]) -> list[ops.Op]:
+        """The ops of a step, with these RoPE tables."""
+        return [self.embedding.op, *(op for layer in self.layers for op in layer.ops(ropes)), self.head.op]
 
     def tensors(self) -> Iterator[Tensor]:
         """Every weight once."""
@@ -107,7 +105,9 @@ class Model:
     """A network ready to run. Made by `loader.load_model`.
 
     config: what it is. context: longest sequence it runs, in tokens. device: where it runs. weight_bytes: memory of all weights.
+    spans: the layers of each device, in running order.
     rope_switch: sequences longer than this rotate with other factors (longrope), see `Span.long`; None: all rotate alike.
+    capabilities: what it can do, as a `StepRunner` declares it. rope_rows: positions in the RoPE tables, which grow with use.
     adapters: what the rows of `Batch.adapters` mean, see `set_adapters`.
     Not thread-safe: one thread runs it (the engine's).
     """
@@ -122,8 +122,33 @@ class Model:
         self._code = torch.empty(0, dtype=torch.int64)  # the program's
         self.rope_switch = rope_switch(config, context)
         self._ropes: dict[str, tuple[Tensor, Tensor]] = {}
-        self._rows = 0  # positions in the RoPE tables
+        self.rope_rows = 0
         self.adapters: LoraTable | None = None
+        self.spans: tuple[Span, ...] = (Span(device, 0, config.num_layers),)
+        on_cpu = device == "cpu"
+        routed = any(isinstance(layer.mlp, RoutedMLP) for layer in network.layers)
+        fused = on_cpu and not config.logit_softcap  # tokens are drawn from raw logits
+        self.capabilities = Capabilities(
+            placement=Placement.on(device, config.num_layers),
+            draw_device=device,
+            fused_draw=fused,
+            # in a small model the host's share of a step counts
+            draws_ahead=fused and not routed and self.rope_switch is None and self.weight_bytes <= SMALL_MODEL_BYTES,
+            captures_drafts=not on_cpu,
+            rope_switch=self.rope_switch,
+            chunks=HOST_CHUNKS if on_cpu else GPU_CHUNKS,
+        )
+
+    @property
+    def network(self) -> Network:
+        """The layers.
+
+        Raises:
+            EngineClosed: the model was closed.
+        """
+        if self._network is None:
+            raise EngineClosed("the model was closed; load it again")
+        return self._network
 
     @property
     def bytes_per_token(self) -> int:
@@ -132,9 +157,7 @@ class Model:
         Raises:
             EngineClosed: the model was closed.
         """
-        if self._network is None:
-            raise EngineClosed("the model was closed; load it again")
-        network = self._network
+        network = self.network
         tables = [table for table in (network.embedding.table, network.embedding.position_table) if table is not None]
         rows = sum(table.nbytes - table.nbytes // table.shape[0] for table in tables)
         return self.weight_bytes - rows - sum(layer.mlp.unused_expert_bytes for layer in network.layers if isinstance(layer.mlp, RoutedMLP))
@@ -143,21 +166,6 @@ class Model:
     def ranks(self) -> ParallelModel | None:
         """Of a model whose ranks are on GPUs: what captured steps tell them. None: it runs in this process alone."""
         return None
-
-    @property
-    def draw_device(self) -> str:
-        """Where the logits of captured steps arrive, and tokens are drawn; "cpu": steps are not captured."""
-        return self.device
-
-    @property
-    def prompt_device(self) -> str:
-        """Where long prompts are computed; "cpu": they are cut into small pieces."""
-        return self.draw_device
-
-    @property
-    def placement(self) -> str | tuple[str, ...]:
-        """Where its cache lies: the device, or the device of every layer."""
-        return self.device
 
     @property
     def where(self) -> str:
@@ -170,50 +178,51 @@ class Model:
 
     def new_cache(self, spec: CacheSpec) -> KVCache:
         """A cache where the model's layers are."""
-        return KVCache(spec, self.placement)
+        return KVCache(spec, self.capabilities.placement)
 
-    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+    def forward(self, batch: Batch, cache: KVCache, *, ids: Tensor | None = None, fetch: bool = True) -> Tensor:
         """Run one step as a single call into the compiled engine.
 
         Args:
-            batch: T tokens of B sequences. Tokens before them must be in the cache already.
+            batch: T tokens of B sequences, on the host. Tokens before them must be in the cache already.
             cache: of this model's layers, heads and head_dim; the step's K and V are written to `batch.slot_mapping`.
+            ids: int32 `(T,)` on the GPU, in place of the batch's; for models whose layers are all on GPUs.
+            fetch: a model on several devices returns logits on the host. False: they stay where the last layer is.
 
         Returns:
-            Logits f32 `(R, V)`, one row for each of `batch.logit_rows`. The same sequence gives the same bits however it is cut into steps
-            and whatever else is in the batch.
+            Logits f32 `(R, V)`, one row for each of `batch.logit_rows`. On a GPU they may not be there yet. On the CPU the same sequence
+            gives the same bits however it is cut into steps and whatever else is in the batch.
 
         Raises:
             ContextOverflow: a sequence is longer than `context`.
             OptionError: the cache belongs to another shape of model.
             EngineClosed: the model was closed.
         """
-        if self.device != "cpu":
-            return self.forward_gpu(batch, cache)
         self._prepare(batch, cache)
         if batch.pictures is not None:
-            return self._forward_seeing(batch, cache, None)
+            return self._forward_with_pictures(batch, cache, ids)
         batch = self._with_rope_rows(batch)
+        table, lora = self._lora(batch)
+        if self.device != "cpu":
+            return self.capped(self.gpu.run(batch, cache, ids=ids, lora=table))
         assert self._program is not None
-        _kept, lora = self._lora(batch)
-        logits = self._program.run(*TENSORS(batch), cache.k, cache.v, *lora)
-        return self.capped(logits)
+        return self.capped(self._program.run(*TENSORS(batch), cache.k, cache.v, *lora))
 
     @property
     def network_and_program(self) -> tuple[Network, ops.Program]:
         """The layers, and the program that they are recorded in; its ops stay the same ones.
 
         Raises:
-            EngineClosed: the model was closed.
+            EngineClosed: the model was closed. OptionError: it has several programs.
         """
-        if self._network is None:
-            raise EngineClosed("the model was closed; load it again")
+        self.capabilities.require("adapters")
+        network = self.network
         if self.device != "cpu":
-            return self._network, self.gpu.program
+            return network, self.gpu.program
         if self._program is None:
-            self._extend_ropes(self._network, PAGE_SIZE)
+            self._extend_ropes(network, PAGE_SIZE)
         assert self._program is not None
-        return self._network, self._program
+        return network, self._program
 
     def set_adapters(self, adapters: Sequence[Adapter | None]) -> None:
         """What row 0, 1, ... of `Batch.adapters` mean from the next step on; steps that run keep what they began with."""
@@ -229,11 +238,6 @@ class Model:
             raise OptionError("the batch names adapters, and the model has none: set_adapters comes first")
         return table, (table.words, batch.adapters)
 
-    @property
-    def draws(self) -> bool:
-        """Whether `step_draw` can run it: on the CPU, tokens drawn from raw logits."""
-        return self.device == "cpu" and not self.config.logit_softcap
-
     def step_draw(self, batch: Batch, cache: KVCache, settings: Tensor, top: int, columns: int | None = None) -> tuple[Tensor, Tensor]:
         """`forward`, and the draw of each logit row, in one call: what `ops.draw_rows` returns for these arguments, and the logits."""
         self._prepare(batch, cache)
@@ -242,76 +246,49 @@ class Model:
         _kept, lora = self._lora(batch)
         return step_draw(self._code, *TENSORS(batch), cache.k, cache.v, settings, top, *lora, columns)
 
-    @property
-    def runs_ahead(self) -> bool:
-        """Whether `draw_ahead` can run it: on the CPU, so small that the host's share of a step counts, tokens drawn from raw logits."""
-        if not self.draws or self._network is None or self.weight_bytes > SMALL_MODEL_BYTES:
-            return False
-        routed = any(isinstance(layer.mlp, RoutedMLP) for layer in self._network.layers)
-        return not routed and self.rope_switch is None
-
     def draw_ahead(
-        self, batch: Batch, cache: KVCache, draw: tuple[Tensor, int, int | None], fed: tuple[Tensor, Tensor] | None = None
+        self, batch: Batch, cache: KVCache, draw: tuple[Tensor, int, int | None], sources: tuple[Tensor, Tensor] | None = None
     ) -> Ahead:
         """Begin a step that draws its tokens, and return before it has run; errors as in `forward`.
 
         Args:
-            batch: at most `ops.ahead.MOST_ROWS` tokens; it may be overwritten afterwards. cache: as in `forward`.
+            batch: at most `ops.draw.MOST_ROWS` tokens; it may be overwritten afterwards.
+            cache: as in `forward`.
             draw: settings, number of alternatives and columns, as `ops.draw_rows` takes them.
-            fed: feed and previous, as `ops.draw_ahead` takes them; None = all tokens are in the batch.
+            sources: feed and previous, as `ops.draw_ahead` takes them; None = all tokens are in the batch.
         """
         self._prepare(batch, cache)
         program = self._program
         assert program is not None
-        (settings, top, columns), (feed, previous) = draw, fed or (None, None)
+        (settings, top, columns), (feed, previous) = draw, sources or (None, None)
         kept, lora = self._lora(batch)
         drawn, logits = draw_ahead(self._code, *TENSORS(batch), cache.k, cache.v, settings, top, feed, previous, *lora, columns)
         return Ahead(drawn, logits, (program, kept))
-
-    def forward_gpu(self, batch: Batch, cache: KVCache, *, ids: Tensor | None = None) -> Tensor:
-        """`forward` of a model on the GPU: the batch is on the host, the logits are on the GPU and may not be there yet.
-
-        ids: int32 `(T,)` on the GPU, in place of the batch's.
-        """
-        self._prepare(batch, cache)
-        if batch.pictures is not None:
-            return self._forward_seeing(batch, cache, ids)
-        table, _ = self._lora(batch)
-        return self.capped(self.gpu.run(self._with_rope_rows(batch), cache, ids=ids, lora=table))
 
     def adapter_buffers(self) -> LoraBuffers:
         """Where captured steps of a model on the GPU find its adapters, as they are now."""
         assert self.adapters is not None, "a batch names adapters"
         return self.gpu.lora_buffers(self.adapters)
 
-    def _forward_seeing(self, batch: Batch, cache: KVCache, ids: Tensor | None) -> Tensor:
-        """A step in which some sequences have pictures: those run op by op, the others as always."""
-        assert batch.pictures is not None, "there are pictures"
-        bounds = batch.cu_seqlens[1:].long()
-        seeing = torch.searchsorted(bounds, batch.pictures.rows, right=True).unique().tolist()
-        blind = [row for row in range(len(bounds)) if row not in seeing]
-        if not blind:
-            return self._see(batch, cache, ids)
-        out = torch.empty(len(batch.logit_rows), self.config.vocab_size, device=self.device)
-        for chosen in (seeing, blind):
-            piece, tokens, rows = batch.select(chosen)
-            mine = None if ids is None else ids[tokens.to(ids.device)]
-            if piece.pictures is not None:
-                logits = self._see(piece, cache, mine)
-            else:
-                logits = self.forward(piece, cache) if self.device == "cpu" else self.forward_gpu(piece, cache, ids=mine)
-            if len(rows):
-                out[rows.to(out.device)] = logits
-        return out
-
-    def _see(self, batch: Batch, cache: KVCache, ids: Tensor | None) -> Tensor:
-        """A step whose sequences all have pictures, op by op."""
+    def _forward_with_pictures(self, batch: Batch, cache: KVCache, ids: Tensor | None) -> Tensor:
+        """Run a step in which some sequences have pictures. These run op by op, the others as a step of their own."""
         pictures = batch.pictures
         assert pictures is not None, "there are pictures"
+        bounds = batch.cu_seqlens[1:].long()
+        with_pictures = torch.searchsorted(bounds, pictures.rows, right=True).unique().tolist()
+        without = [row for row in range(len(bounds)) if row not in with_pictures]
+        if without:
+            out = torch.empty(len(batch.logit_rows), self.config.vocab_size, device=self.device)
+            for chosen in (with_pictures, without):
+                piece, tokens, rows = batch.select(chosen)
+                logits = self.forward(piece, cache, ids=None if ids is None else ids[tokens.to(ids.device)])
+                if len(rows):
+                    out[rows.to(out.device)] = logits
+            return out
         if batch.adapters is not None and bool((batch.adapters >= 0).any()):
             raise OptionError("a request with pictures runs without adapters: leave lora or the pictures out")
-        network, batch = self._prepare(batch, cache), self._with_rope_rows(batch)
-        rows = pictures.rows.to(self.device)
+        self._prepare(batch, cache)
+        batch, rows = self._with_rope_rows(batch), pictures.rows.to(self.device)
 
         def show(name: str, x: Tensor) -> None:
             part, _, rest = name.partition(".")
@@ -321,19 +298,18 @@ class Model:
                 x[rows] += pictures.deep[int(rest.partition(".")[0])].to(x.device)
 
         if self.device == "cpu":
-            return self._by_ops(network, batch, cache, show)
+            return self._by_ops(batch, cache, show)
         inputs = self.gpu.inputs(batch, ids)
         sequences = gpu_prefill.Sequences(batch.cu_seqlens.tolist(), batch.context_lens.tolist())
-        watch = _LayerObserver(show)
-        return self.capped(gpu_prefill.prefill(self.gpu.program, inputs, sequences, cache.k, cache.v, watch=watch, blocks=batch.blocks()))
+        at = observing(show)
+        return self.capped(gpu_prefill.prefill(self.gpu.program, inputs, sequences, cache.k, cache.v, at=at, blocks=batch.blocks()))
 
     @property
     def gpu(self) -> GpuForward:
         """What runs a model on the GPU; its tables cover the whole context, so it never changes."""
-        if self._network is None:
-            raise EngineClosed("the model was closed; load it again")
+        network = self.network
         if self._gpu is None:
-            self._extend_ropes(self._network, self.context)
+            self._extend_ropes(network, self.context)
             assert self._program is not None
             self._gpu = GpuForward(self._program, torch.device(self.device), deterministic=self.deterministic)
         return self._gpu
@@ -347,13 +323,16 @@ class Model:
         """The kernels of the first steps of one sequence on the GPU."""
         return self.gpu.kernels(cache)
 
-    def decode_step(
+    def make_decode_launcher(
         self, cache: KVCache, inputs: DecodeInputs, logits: Tensor, adapters: tuple[LoraBuffers, Tensor] | None
     ) -> Callable[[], None]:
-        """What launches a decode step on the GPU, as often as it is called; may be captured.
+        """Make the function that launches a decode step on the GPU, as often as it is called. A graph may capture it.
 
         Args:
-            inputs: read by each call. logits: f32 `(R, V)` to fill. adapters: as `ops.gpu.StepKernels.run` takes them.
+            cache: as in `forward`.
+            inputs: read by each call.
+            logits: f32 `(R, V)` to fill.
+            adapters: as `ops.gpu.StepKernels.run` takes them.
         """
         rows, bounds = len(inputs.ids), inputs.bounds
         kernels = self.gpu.step_kernels(rows)
@@ -381,24 +360,25 @@ class Model:
         observe: called with "embedding", then for each layer "layers.i.attention", "layers.i.middle" and "layers.i.output". The
         tensors are the model's buffers and change afterwards: copy them to keep them.
         """
-        network, batch = self._prepare(batch, cache), self._with_rope_rows(batch)
-        table, _ = self._lora(batch)
+        self.capabilities.require("hidden states")
+        self._prepare(batch, cache)
+        batch = self._with_rope_rows(batch)
+        table, (lora, adapters) = self._lora(batch)
         if self.device != "cpu":
             return self.capped(forward_gpu_observed(self.gpu.program, batch, cache, observe, table))
-        if table is not None:
-            from exl2nb.model.trace import forward_adapted
+        return self._by_ops(batch, cache, observe, lora, adapters)
 
-            return self.capped(forward_adapted(table, batch, cache, observe))
-        return self._by_ops(network, batch, cache, observe)
-
-    def _by_ops(self, network: Network, batch: Batch, cache: KVCache, observe: Callable[[str, Tensor], None] | None) -> Tensor:
-        step = Step(batch, cache, self._ropes)
-        x = network.embedding(batch.input_ids, batch.positions)
-        if observe is not None:
-            observe("embedding", x)
-        for i, layer in enumerate(network.layers):
-            layer(x, step, None if observe is None else partial(_prefixed, observe, f"layers.{i}."))
-        return self.capped(network.head(x, batch.logit_rows))
+    def _by_ops(
+        self,
+        batch: Batch,
+        cache: KVCache,
+        observe: Callable[[str, Tensor], None] | None,
+        lora: Tensor | None = None,
+        adapters: Tensor | None = None,
+    ) -> Tensor:
+        assert self._program is not None
+        backend = CpuBackend(Inputs(*TENSORS(batch)), cache.k, cache.v, blocks=batch.blocks(), lora=lora, adapters=adapters)
+        return self.capped(interpret(self._program.steps, backend, at=observing(observe)))
 
     @cached_property
     def points(self) -> dict[str, Point]:
@@ -427,64 +407,67 @@ class Model:
         Returns:
             Logits f32 `(R, V)`.
         """
+        self.capabilities.require("trace and patch")
         network, batch = self._prepare(batch, cache), self._with_rope_rows(batch)
         program = self._program if self.device == "cpu" else self.gpu.program
         assert program is not None
         parallel = any(layer.parallel for layer in network.layers)
         from exl2nb.model.points import Edits
-        from exl2nb.model.trace import Walk
+        from exl2nb.model.trace import Traced
 
-        walk = Walk(
+        traced = Traced(
             program, batch, cache, known=self.points, wanted=wanted, seen=seen, edits=edits or Edits(self.points, {}, 0), borrowed=borrowed,
             parallel=parallel, logit_scale=self.config.logit_scale,
         )  # fmt: skip
-        return self.capped(walk.run())
+        return self.capped(traced.run())
 
     def layer(self, index: int, tokens: int) -> Borrowed:
         """A layer's steps for sequences of up to `tokens` tokens, for `trace` of another model of this shape."""
-        if self._network is None:
-            raise EngineClosed("the model was closed; load it again")
+        self.capabilities.require("trace and patch")
+        network = self.network
         if self.device != "cpu":
             program = self.gpu.program
         else:
-            if tokens > self._rows:
-                self._extend_ropes(self._network, tokens)
+            if tokens > self.rope_rows:
+                self._extend_ropes(network, tokens)
             program = self._program
         assert program is not None
-        from exl2nb.model.trace import Borrowed, layers_of
+        from exl2nb.model.trace import Borrowed
 
-        return Borrowed(layers_of(program)[index], program)
+        return Borrowed(program.layers[index], program)
 
     def matrix(self, layer: int, part: str) -> Tensor | None:
         """A layer's matrix f32 `(K, N)` on the CPU, as the engine multiplies by it; None = experts.
 
         part: "qkv", "o", "up" ([gate; up]) or "down"; of layer -1 "head", or "embed", the table `(V, H)` times its factor.
         """
-        if self._network is None:
-            raise EngineClosed("the model was closed; load it again")
+        self.capabilities.require("matrices")
+        network = self.network
         if layer < 0 and part == "embed":
-            return self._network.embedding.table.float().cpu() * self._network.embedding.scale
-        of = self._network.layers[layer]
-        if part not in ("qkv", "o", "head") and not isinstance(of.mlp, MLP):
+            return network.embedding.table.float().cpu() * network.embedding.scale
+        attention, mlp = network.layers[layer].attention, network.layers[layer].mlp
+        if part == "head":
+            blob = network.head.matrix
+        elif part in ("qkv", "o"):
+            blob = attention.qkv if part == "qkv" else attention.o
+        elif isinstance(mlp, MLP):
+            blob = mlp.up if part == "up" else mlp.down
+        else:
             return None
-        blob = self._network.head.matrix if part == "head" else getattr(of.attention if part in ("qkv", "o") else of.mlp, part)
         with ops.on_device(str(blob.device)):
             return ops.unpack(blob) if blob.device.type == "cpu" else unpack_half(blob).float().cpu()
 
     def unembed(self, x: Tensor) -> Tensor:
         """Logits f32 `(R, V)` of rows of the residual stream f32 `(R, H)`, after the last norm: the logit lens."""
-        if self._network is None:
-            raise EngineClosed("the model was closed; load it again")
-        x = x.to(self.device)
+        self.capabilities.require("the logit lens")
+        network, x = self.network, x.to(self.device)
         if self.device == "cpu":
-            return self.capped(self._network.head(x, torch.arange(len(x), dtype=torch.int32)))
+            return self.capped(network.head(x))
         return self.capped(gpu_prefill.unembed(self.gpu.program, x))
 
     def final_norm(self, x: Tensor) -> Tensor:
         """What the head multiplies: the last layer's output f32 `(T, H)` after the model's last norm, without its factor on the logits."""
-        if self._network is None:
-            raise EngineClosed("the model was closed; load it again")
-        norm = self._network.head.norm
+        norm = self.network.head.norm
         if norm.layer:
             x = torch.nn.functional.layer_norm(x, x.shape[-1:], eps=norm.eps)
         else:
@@ -502,8 +485,7 @@ class Model:
         return f"{type(self).__name__}({self.config.architecture}, {self.config.num_layers} layers, context {self.context}, {state})"
 
     def _prepare(self, batch: Batch, cache: KVCache) -> Network:
-        if self._network is None:
-            raise EngineClosed("the model was closed; load it again")
+        network = self._network or self.network  # a step makes few calls; the property raises where there is none
         spec, mine = cache.spec, self.cache_shape
         if (spec.num_layers, spec.num_kv_heads, spec.head_dim) != mine:
             theirs = (spec.num_layers, spec.num_kv_heads, spec.head_dim)
@@ -521,9 +503,9 @@ class Model:
                 raise ContextOverflow(
                     f"a video reaches position {longest - 1}; the model was loaded for {self.context}: load with context="
                 )
-        if longest > self._rows and self.device == "cpu":
-            self._extend_ropes(self._network, longest)
-        return self._network
+        if longest > self.rope_rows and self.device == "cpu":
+            self._extend_ropes(network, longest)
+        return network
 
     def _extend_ropes(self, network: Network, longest: int) -> None:
         """Extend the RoPE tables to a power of two of pages, so a model loaded for a huge context pays only for what it uses."""
@@ -532,16 +514,17 @@ class Model:
         self._ropes = {kind: self._tables(rows, kind) for kind in sorted(kinds)}
         if self.device != "cpu":
             self._ropes = {kind: (cos.to(self.device), sin.to(self.device)) for kind, (cos, sin) in self._ropes.items()}
-        self._rows = rows
+        self.rope_rows = rows
         self._record(network)
 
     def _record(self, network: Network) -> None:
         """Write the program with the RoPE tables as they are."""
-        self._program = network.record(ops.Program(self.device), self._ropes)
-        self._code = self._program.code
+        program = ops.Program(self.device)
+        program.add(*network.steps(self._ropes))
+        self._program, self._code = program, program.code
 
     def planned_program(self, program: PlannedProgram | None = None) -> PlannedProgram:
-        """The program of a model on the CPU as a GPU would run it, for `ops.step_plan.step_plan`. Weights stay as they are.
+        """The program of a model on the CPU as a GPU would run it, for `ops.step_plan.step_plan`. No weight is changed.
 
         Args:
             program: an empty one, to be filled.
@@ -552,7 +535,9 @@ class Model:
             raise OptionError(f"planned_program: the model is on {self.device}; load it with device='cpu'")
         kinds = {self.config.rope_kind(layer) for layer in range(self.config.num_layers)}
         ropes = {kind: self._tables(PAGE_SIZE, kind) for kind in sorted(kinds)}
-        return self._network.record(PlannedProgram() if program is None else program, ropes)
+        program = PlannedProgram() if program is None else program
+        program.add(*self._network.steps(ropes))
+        return program
 
     def _tables(self, rows: int, kind: str) -> tuple[Tensor, Tensor]:
         if self.rope_switch is not None:
@@ -587,17 +572,13 @@ class Model:
                 turned = table[axes[:, which].to(table.device), torch.arange(len(which), device=table.device)]
                 table[behind : behind + len(rows)] = turned
         moved = positions.clone()
-        moved[rows.to(moved.device)] = torch.arange(self._rows, self._rows + len(rows), dtype=torch.int32, device=moved.device)
+        moved[rows.to(moved.device)] = torch.arange(self.rope_rows, self.rope_rows + len(rows), dtype=torch.int32, device=moved.device)
         return moved
 
     def capped(self, logits: Tensor) -> Tensor:
         """The logits after the model's softcap, where it has one."""
         cap = self.config.logit_softcap
         return cap * torch.tanh(logits / cap) if cap else logits
-
-
-def _prefixed(observe: Callable[[str, Tensor], None], prefix: str, name: str, value: Tensor) -> None:
-    observe(prefix + name, value)
 
 
 def forward_gpu_observed(
@@ -611,25 +592,6 @@ def forward_gpu_observed(
     lora = None
     if table is not None and batch.adapters is not None:
         lora = gpu_prefill.Adapters.of(torch.device(program.device), table.adapters, batch.adapters.cpu(), batch.logit_rows.cpu())
-    inputs = gpu_prefill.Inputs(*TENSORS(batch))
+    inputs = Inputs(*TENSORS(batch))
     sequences = gpu_prefill.Sequences(batch.cu_seqlens.tolist(), batch.context_lens.tolist())
-    watch = None if observe is None else _LayerObserver(observe)
-    return gpu_prefill.prefill(program, inputs, sequences, cache.k, cache.v, watch=watch, lora=lora)
-
-
-class _LayerObserver:
-    """Names the points of a program: a layer adds to the residual stream twice, after attention and after its MLP."""
-
-    def __init__(self, observe: Callable[[str, Tensor], None]) -> None:
-        self._observe = observe
-        self._layer = self._added = 0
-
-    def __call__(self, name: str, arguments: dict[str, Any], x: Tensor, mixed: Tensor | None) -> None:
-        if name == "embed":
-            self._observe("embedding", x)
-        elif name == "paged_attention" and mixed is not None:
-            self._layer, self._added = arguments["layer"], 0
-            self._observe(f"layers.{self._layer}.attention", mixed)
-        elif name in ("linear_residual", "routed_mlp"):
-            self._added += 1
-            self._observe(f"layers.{self._layer}.{'middle' if self._added == 1 else 'output'}", x)
+    return gpu_prefill.prefill(program, inputs, sequences, cache.k, cache.v, at=observing(observe), lora=lora)

@@ -29,7 +29,7 @@ from functools import partial
 from itertools import pairwise
 from math import prod
 from struct import Struct
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -44,7 +44,7 @@ from exl2nb.core.progress import Meter, Sink
 from exl2nb.model.batch import TENSORS, Batch
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.gpu import GpuForward, formats_of
-from exl2nb.model.layers import MLP, Attention, Layer, ResidualAdd, RoutedMLP, Step
+from exl2nb.model.layers import MLP, Attention, RoutedMLP
 from exl2nb.model.loader import Builder, read_model_config
 from exl2nb.model.model import Model, Network
 from exl2nb.model.rope import RopeOverride
@@ -52,6 +52,7 @@ from exl2nb.model.sources import Source, find_sources
 from exl2nb.model.split import Span
 from exl2nb.model.store import ModelStore, open_store
 from exl2nb.ops.gpu import launch_lock
+from exl2nb.ops.interpreter import CpuBackend, Inputs, interpret
 from exl2nb.ops.peers import MOST_RANKS, Peers, nbytes
 from exl2nb.quant.bits import padded, stored_bits
 from exl2nb.quant.exl2 import Exl2Tensors, parse_groups
@@ -275,6 +276,44 @@ class ShardBuilder(Builder):
 # ---- a rank's part of a step
 
 
+class RankBackend(CpuBackend):
+    """The ops of a rank on the CPU: attention's output is gathered, what the MLPs give is summed, and the logits are gathered.
+
+    vocab: outputs of each rank's head.
+    """
+
+    def __init__(self, batch: Batch, cache: KVCache, group: Group | Peers, vocab: Sequence[int]) -> None:
+        super().__init__(Inputs(*TENSORS(batch)), cache.k, cache.v, blocks=batch.blocks())
+        self._group, self._vocab, self._gathered = group, vocab, False
+
+    def attend(self, made: tuple[Tensor, ...], op: ops.AttentionOp) -> Tensor:
+        """The output of the heads of all ranks."""
+        mixed, self._gathered = super().attend(made, op), True
+        return self._group.gather(mixed, [mixed.shape[1]] * self._group.size)
+
+    def add(self, x: Tensor, y: Tensor, op: ops.ResidualOp) -> Tensor:
+        """Add attention's output, whose matrix is whole on every rank, or the sum of the ranks' MLPs."""
+        whole, self._gathered = self._gathered and not op.side, self._gathered and op.side
+        if whole:
+            return super().add(x, y, op)
+        part = super().add(torch.zeros_like(x), y, replace(op, norm=None, scale=1.0))
+        return self._sum(x, part, op.norm, op.eps, op.scale)
+
+    def routed(self, x: Tensor, op: ops.RoutedOp) -> Tensor:
+        """Add the sum of the ranks' experts."""
+        part = super().routed(x.clone(), replace(op, post_norm=None, scale=1.0))
+        part -= x
+        return self._sum(x, part, op.post_norm, op.post_eps, op.scale)
+
+    def head(self, x: Tensor, op: ops.HeadOp) -> Tensor:
+        """The logits of all ranks."""
+        return self._group.gather(super().head(x, op), self._vocab)
+
+    def _sum(self, x: Tensor, part: Tensor, norm: Tensor | None, eps: float, scale: float) -> Tensor:
+        added = self._group.add(part)
+        return x.add_(added if norm is None else F.rms_norm(added, (added.shape[1],), norm, eps), alpha=scale)
+
+
 class RankModel(Model):
     """A rank: its part of the network, and the step that all ranks run together. group: `Peers` on a GPU."""
 
@@ -294,35 +333,13 @@ class RankModel(Model):
         self.cache_shape = config.num_layers, config.num_kv_heads // group.size, config.head_dim
 
     def run(self, batch: Batch, cache: KVCache, ids: Tensor | None = None) -> Tensor:
-        """The rank's share of a step; logits f32 `(R, V)` on every rank. ids: as in `Model.forward_gpu`."""
-        network, batch = self._prepare(batch, cache), self._with_rope_rows(batch)
+        """The rank's share of a step; logits f32 `(R, V)` on every rank. ids: as in `Model.forward`."""
+        self._prepare(batch, cache)
+        batch = self._with_rope_rows(batch)
         if self.device != "cpu":
             return self.capped(self.gpu.run(batch, cache, ids=ids))
-        step = Step(batch, cache, self._ropes)
-        x = network.embedding(batch.input_ids, batch.positions)
-        for layer in network.layers:
-            self._layer(layer, x, step)
-        logits = network.head(x, batch.logit_rows)
-        return self.capped(self.group.gather(logits, self._vocab))
-
-    def _layer(self, layer: Layer, x: Tensor, step: Step) -> None:
-        """Attention's output gathered, the MLPs' results summed; x changes in place, alike on every rank."""
-        mixed = layer.attention.attend(x, step)
-        mlp, inner = layer.mlp, None
-        if layer.parallel and isinstance(mlp, MLP):
-            inner = mlp.activate(x)
-        layer.attention.add(x, self.group.gather(mixed, [mixed.shape[1]] * self.group.size))
-        if isinstance(mlp, MLP):
-            part = torch.zeros_like(x)
-            replace(mlp, added=ResidualAdd()).add(part, mlp.activate(x) if inner is None else inner)
-        else:
-            part = x.clone()
-            replace(mlp, added=ResidualAdd())(part)
-            part -= x
-        added = self.group.add(part)
-        if mlp.added.norm is not None:
-            added = F.rms_norm(added, (added.shape[1],), mlp.added.norm, mlp.added.eps)
-        x.add_(added, alpha=mlp.added.scale)
+        assert self._program is not None
+        return self.capped(interpret(self._program.steps, RankBackend(batch, cache, self.group, self._vocab)))
 
     @property
     def gpu(self) -> GpuForward:
@@ -332,13 +349,9 @@ class RankModel(Model):
         return gpu
 
     def _record(self, network: Network) -> None:
-        """On the CPU nothing: the layers run one by one."""
-        if self.device == "cpu":
-            return
         super()._record(network)
         assert self._program is not None
-        assert isinstance(self.group, Peers)
-        self._program.peers = self.group
+        self._program.peers = self.group if isinstance(self.group, Peers) else None
 
     def close(self) -> None:
         """Drop every tensor, and the connections."""
@@ -367,18 +380,16 @@ class ParallelModel(RankModel):
         super().__init__(config, network, group, context=context, device=device, deterministic=deterministic)
         self.processes, self._store, self._broken = list(processes), store, ""
         self._caches, self._dropped, self._closing = 0, list[int](), threading.Event()
+        self.capabilities = replace(
+            self.capabilities,
+            fused_draw=False,  # the host draws from the gathered logits
+            draws_ahead=False,
+            captures_drafts=False,
+            missing=frozenset(("adapters", "hidden states", "matrices", "pictures", "the logit lens", "trace and patch")),
+            missing_why=f"the model runs as {group.size} ranks",
+        )
         if isinstance(group, Peers):
             threading.Thread(target=self._watch, name="exl2nb ranks", daemon=True).start()
-
-    @property
-    def draws(self) -> bool:
-        """False: the host draws from the gathered logits."""
-        return False
-
-    @property
-    def runs_ahead(self) -> bool:
-        """False: one step after the other."""
-        return False
 
     @property
     def ranks(self) -> ParallelModel | None:
@@ -390,22 +401,12 @@ class ParallelModel(RankModel):
         """The ranks in words."""
         return f"each of {self.group.size} ranks on {self.device.partition(':')[0]}"
 
-    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
-        """As `Model.forward`.
+    def forward(self, batch: Batch, cache: KVCache, *, ids: Tensor | None = None, fetch: bool = True) -> Tensor:
+        """As `Model.forward`. On GPUs `check` says afterwards whether all ranks took part.
 
         Raises:
             GenerationError: a rank is gone or does not answer; the model can only be closed then.
         """
-        if self.device != "cpu":
-            return self.forward_gpu(batch, cache)
-        self._tell_step(batch, cache, known=True)
-        try:
-            return self.run(batch, cache)
-        except RuntimeError as error:
-            raise self.lost(error) from error
-
-    def forward_gpu(self, batch: Batch, cache: KVCache, *, ids: Tensor | None = None) -> Tensor:
-        """As `Model.forward_gpu`; `check` says afterwards whether all ranks took part."""
         self._tell_step(batch, cache, known=ids is None)
         try:
             if ids is not None:
@@ -417,9 +418,9 @@ class ParallelModel(RankModel):
     def _tell_step(self, batch: Batch, cache: KVCache, *, known: bool) -> None:
         self.check()
         if batch.adapters is not None:
-            raise self._whole("adapters")
+            self.capabilities.require("adapters")
         if batch.pictures is not None:
-            raise self._whole("pictures")
+            self.capabilities.require("pictures")
         self._prepare(batch, cache)
         parts = [*TENSORS(batch), *([] if batch.long is None else [batch.long])]
         sizes = [len(batch.input_ids), *batch.block_table.shape, len(batch.logit_rows), len(parts) - len(TENSORS(batch)), not known]
@@ -479,30 +480,6 @@ class ParallelModel(RankModel):
             except (OSError, ValueError) as error:  # ValueError: closed, because another rank has ended
                 raise self.lost(error) from error
 
-    def forward_by_ops(self, *_: Any, **__: Any) -> NoReturn:
-        """Raises OptionError: hidden states need the model in one process."""
-        raise self._whole("hidden states")
-
-    def trace(self, *_: Any, **__: Any) -> NoReturn:
-        """Raises OptionError: traces need the model in one process."""
-        raise self._whole("trace and patch")
-
-    def layer(self, index: int, tokens: int) -> NoReturn:
-        """Raises OptionError: traces need the model in one process."""
-        raise self._whole("trace and patch")
-
-    def matrix(self, layer: int, part: str) -> NoReturn:
-        """Raises OptionError: a rank has a part of a matrix."""
-        raise self._whole("matrices")
-
-    def unembed(self, x: Tensor) -> NoReturn:
-        """Raises OptionError: a rank has a part of the head."""
-        raise self._whole("the logit lens")
-
-    def set_adapters(self, adapters: Sequence[Any]) -> NoReturn:
-        """Raises OptionError: adapters need the model in one process."""
-        raise self._whole("adapters")
-
     def close(self) -> None:
         """End the other ranks, drop every tensor. Harmless when repeated."""
         if self._network is None:
@@ -544,9 +521,6 @@ class ParallelModel(RankModel):
             self.group.stop()
         end(self.processes, wait_s=0)
         return GenerationError(f"{self._broken}; close the model and load it again")
-
-    def _whole(self, what: str) -> OptionError:
-        return OptionError(f"{what}: the model runs as {self.group.size} ranks, which this does not know yet; load it on one device")
 
 
 class SharedCache(KVCache):

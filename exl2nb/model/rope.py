@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from exl2nb.core.errors import ConfigError, OptionError
-from exl2nb.core.options import check_range, shown
-from exl2nb.core.registry import Registry
+from exl2nb.core.options import Registry, check_range, shown
 from exl2nb.model.fields import REQUIRED, Fields
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,22 +25,20 @@ from exl2nb import ops
 from exl2nb.cache.pool import CachePart, KVCache
 from exl2nb.cache.spec import PAGE_SIZE
 from exl2nb.core import env
-from exl2nb.core.errors import EngineClosed, OptionError
 from exl2nb.core.log import logger
 from exl2nb.model.batch import TENSORS, Batch
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.gpu import GpuForward, formats_of
-from exl2nb.model.layers import Embedding, RoutedMLP, Step, tensors_of
+from exl2nb.model.layers import Embedding, RoutedMLP, tensors_of
 from exl2nb.model.model import DecodeInputs, Model, Network, Span, forward_gpu_observed
+from exl2nb.model.runner import GPU_CHUNKS, HOST_CHUNKS
 from exl2nb.model.streaming import ExpertStream, LayerStream, Streaming, experts_fit, prompts_of, select
 from exl2nb.ops import gpu_prefill
 from exl2nb.ops.cuda_sample import ROW_BYTES, pack_cuts, sample_rows
 from exl2nb.ops.gpu import LoraBuffers, capturing, launch_lock
+from exl2nb.ops.interpreter import CpuBackend, Inputs, interpret, observing
 from exl2nb.ops.kernel_code import KernelId
-
-if TYPE_CHECKING:
-    from exl2nb.model.trace import Borrowed
-    from exl2nb.ops.lora import Adapter
+from exl2nb.ops.placement import Placement
 
 STREAM_ROWS = {"cpu": 64, "cuda": 2560}  # of a part's table at first: on a GPU a chunk of a prompt and the requests that decode beside it
 MOST = 64  # sequences of a captured step
@@ -114,7 +112,14 @@ class SplitModel(Model):
         streaming: where prompts through layers on the CPU are computed, whose tensors are `together`; None: on the CPU.
 
     Attributes:
-        device: "cpu", where batches are made and logits arrive. placement: of every layer, for `KVCache`.
+        device: "cpu", where batches are made and logits arrive.
+        pieces: what each part runs, in running order.
+        parts: the pieces as programs; recorded when the first step runs.
+        hosts: runs of layers on the host that stream long prompts, by the first of their parts.
+        streamed: layers of the host that a GPU computes: what holds their weights, and their number there.
+        expert_streams: experts on the host that stream long prompts, by the device of the rest of their layers.
+        stream_tables: where the parts of a device take over the residual stream.
+        graphed: steps of parts on GPUs are captured.
     """
 
     def __init__(
@@ -131,34 +136,35 @@ class SplitModel(Model):
         super().__init__(config, network, context=context, deterministic=deterministic)
         self.streaming = streaming
         self.spans, self.experts_apart = tuple(spans), experts
-        self._pieces = (
+        self.pieces = (
             [piece for span in spans for piece in self._cut(span)] if experts else [Piece(span, span.first, span.last) for span in spans]
         )
-        self._host, self._expert_streams = ({}, {}) if streaming is None else _streams_of(self._pieces, network, streaming)
-        self._lent: dict[Piece, tuple[LayerStream, int]] = {}  # who has a lent layer's weights, and its number there
-        for host in self._host.values():
-            pieces = self._pieces[host.first : host.last]
-            self._lent |= {piece: (host.stream, piece.first - pieces[0].first) for piece in pieces if piece.span.lent}
-        self._parts: list[Part] = []
-        self._taken_over: dict[str, Tensor] = {}  # of a device, for all of its parts: they run one after the other
+        self.hosts, self.expert_streams = ({}, {}) if streaming is None else _streams_of(self.pieces, network, streaming)
+        self.streamed: dict[Piece, tuple[LayerStream, int]] = {}
+        for host in self.hosts.values():
+            pieces = self.pieces[host.first : host.last]
+            self.streamed |= {piece: (host.stream, piece.first - pieces[0].first) for piece in pieces if piece.span.lent}
+        self.parts: list[Part] = []
+        self.stream_tables: dict[str, Tensor] = {}  # one for all parts of a device: they run one after the other
         self._shown: tuple[Batch, list[Batch]] | None = None  # the last batch, and what each part sees of it
-        self._graphed = env.get("EXL2NB_CUDA_GRAPHS", "1") == "1"
-
-    @property
-    def placement(self) -> tuple[str, ...]:
-        """The device of every layer."""
-        return tuple(span.device for span in self.spans for _ in range(span.first, span.last))
-
-    @property
-    def draw_device(self) -> str:
-        """The last GPU where all layers are on GPUs: captured steps then run through all of them."""
-        on_host = self.experts_apart or any(span.device == "cpu" for span in self.spans)
-        return "cpu" if on_host else numbered(self.spans[-1].device)
-
-    @property
-    def prompt_device(self) -> str:
-        """A GPU also where that computes the prompts of layers on the CPU."""
-        return self.draw_device if self.streaming is None or not (self._host or self._expert_streams) else self.streaming.device
+        self.graphed = env.get("EXL2NB_CUDA_GRAPHS", "1") == "1"
+        on_host = experts or any(span.device == "cpu" for span in self.spans)
+        # where all layers are on GPUs, captured steps run through all of them and the last one draws
+        draw_device = "cpu" if on_host else numbered(self.spans[-1].device)
+        prompt_device = draw_device
+        if streaming is not None and (self.hosts or self.expert_streams):
+            prompt_device = streaming.device  # a GPU computes the prompts of layers on the CPU
+        self.capabilities = replace(
+            self.capabilities,
+            placement=Placement(tuple(span.device for span in self.spans for _ in range(span.first, span.last))),
+            draw_device=draw_device,
+            fused_draw=on_host,
+            draws_ahead=False,
+            captures_drafts=False,
+            chunks=HOST_CHUNKS if prompt_device == "cpu" else GPU_CHUNKS,
+            missing=frozenset(("adapters", "pictures", "trace and patch")),
+            missing_why=f"the model is split ({self.where})",
+        )
 
     def _cut(self, span: Span) -> Iterator[Piece]:
         """The pieces of a span whose experts are elsewhere."""
@@ -174,22 +180,17 @@ class SplitModel(Model):
     def outputs(self) -> int:
         """As `Model.outputs`."""
         self._open()
-        return self._parts[-1].program.outputs
+        return self.parts[-1].program.outputs
 
     def kernels(self, cache: KVCache) -> list[KernelId]:
         """As `Model.kernels`."""
         self._open()
         found: list[KernelId] = []
-        for part in self._parts:
+        for part in self.parts:
             assert part.gpu is not None
             with torch.cuda.device(numbered(part.span.device)):
                 found += part.gpu.kernels(cache.part(part.span.first, part.span.last))
         return found
-
-    @property
-    def draws(self) -> bool:
-        """Whether the host draws, from the logits of the last part."""
-        return self.draw_device == "cpu"
 
     def step_draw(self, batch: Batch, cache: KVCache, settings: Tensor, top: int, columns: int | None = None) -> tuple[Tensor, Tensor]:
         """As `Model.step_draw`; the last part draws where it is captured on a GPU. The next step overwrites the logits.
@@ -202,19 +203,13 @@ class SplitModel(Model):
         logits = _fetched(logits)
         return ops.draw_rows(logits, settings, None, min(top, logits.shape[1]), columns), logits
 
-    @property
-    def runs_ahead(self) -> bool:
-        """False: one step after the other."""
-        return False
-
-    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
-        """As `Model.forward`; logits f32 `(R, V)` on the host."""
-        logits = _fetched(self._in_turn(batch, cache)[0])
+    def forward(self, batch: Batch, cache: KVCache, *, ids: Tensor | None = None, fetch: bool = True) -> Tensor:
+        """As `Model.forward`."""
+        logits = self._in_turn(batch, cache, ids=ids)[0]
+        if not fetch:
+            return logits
+        logits = _fetched(logits)
         return logits.clone() if len(logits) <= MOST else logits  # a captured step overwrites those of the last one
-
-    def forward_gpu(self, batch: Batch, cache: KVCache, *, ids: Tensor | None = None) -> Tensor:
-        """As `Model.forward_gpu`, where all layers are on GPUs."""
-        return self._in_turn(batch, cache, ids=ids)[0]
 
     def forward_by_ops(self, batch: Batch, cache: KVCache, observe: Observe | None = None) -> Tensor:
         """As `Model.forward_by_ops`, with the batch on the host; observe sees tensors of every device."""
@@ -223,33 +218,13 @@ class SplitModel(Model):
     def unembed(self, x: Tensor) -> Tensor:
         """As `Model.unembed`."""
         network = self._open()
-        last = self._parts[-1]
+        last = self.parts[-1]
         x = x.to(last.span.device)
         if last.gpu is None:
             assert network.head is not None
-            return self.capped(network.head(x, torch.arange(len(x), dtype=torch.int32)))
+            return self.capped(network.head(x))
         with ops.on_device(last.span.device):
             return self.capped(gpu_prefill.unembed(last.program, x)).cpu()
-
-    @property
-    def network_and_program(self) -> tuple[Network, ops.Program]:
-        """Raises OptionError: it has several programs."""
-        raise self._split("adapters")
-
-    def set_adapters(self, adapters: Sequence[Adapter | None]) -> None:
-        """Raises OptionError: adapters need the model on one device."""
-        raise self._split("adapters")
-
-    def trace(self, *_: Any, **__: Any) -> Tensor:
-        """Raises OptionError: traces need the model on one device."""
-        raise self._split("trace and patch")
-
-    def layer(self, index: int, tokens: int) -> Borrowed:
-        """Raises OptionError: traces need the model on one device."""
-        raise self._split("trace and patch")
-
-    def _split(self, what: str) -> OptionError:
-        return OptionError(f"{what}: the model is split ({self.where}), which this does not know yet; load it on one device")
 
     @property
     def where(self) -> str:
@@ -270,15 +245,14 @@ class SplitModel(Model):
     def close(self) -> None:
         """Drop every tensor; the memory returns at once. Harmless when repeated."""
         super().close()
-        self._parts, self._host, self._lent, self._expert_streams, self._taken_over, self._shown = [], {}, {}, {}, {}, None
+        self.parts, self.hosts, self.streamed, self.expert_streams, self.stream_tables, self._shown = [], {}, {}, {}, {}, None
 
     def _open(self) -> Network:
         """The network, its parts recorded."""
-        if self._network is None:
-            raise EngineClosed("the model was closed; load it again")
-        if not self._parts:
-            self._extend_ropes(self._network, PAGE_SIZE)
-        return self._network
+        network = self.network
+        if not self.parts:
+            self._extend_ropes(network, PAGE_SIZE)
+        return network
 
     def _in_turn(
         self,
@@ -297,13 +271,13 @@ class SplitModel(Model):
         with self.in_order():
             self._prepare(batch, cache)
             if batch.adapters is not None:
-                raise self._split("adapters")
+                self.capabilities.require("adapters")
             if batch.pictures is not None:
-                raise self._split("pictures")
+                self.capabilities.require("pictures")
             batch = self._with_rope_rows(batch)
             tokens = 0 if by_ops or len(batch.input_ids) == len(batch.context_lens) else prompts_of(batch)[1]  # none where all decode
-            prompts = {first: host for first, host in self._host.items() if tokens >= host.stream.rows}
-            cuts = sorted({0, len(self._parts), *prompts, *(host.last for host in prompts.values())})
+            prompts = {first: host for first, host in self.hosts.items() if tokens >= host.stream.rows}
+            cuts = sorted({0, len(self.parts), *prompts, *(host.last for host in prompts.values())})
             x, drawn = _NOTHING, None
             for first, last in pairwise(cuts):
                 if first in prompts:
@@ -341,7 +315,7 @@ class SplitModel(Model):
                         x, drawn = graph.draw(tokens, before, *draw)
                         return (self.capped(x), None) if drawn is None else (x, drawn)
                     if part.span.lent:
-                        stream, number = self._lent[part.piece]
+                        stream, number = self.streamed[part.piece]
                         stream.bring(number)
                         x = graph.run(tokens, before, partial(stream.release, number))
                     else:
@@ -355,13 +329,13 @@ class SplitModel(Model):
                     x = by_ops(part, mine, pools[index])
                 else:
                     x = self._run(part, mine, pools[index], ids.to(part.span.device) if ids is not None and not first + index else None)
-        return (self.capped(x) if last == len(self._parts) else x), None
+        return (self.capped(x) if last == len(self.parts) else x), None
 
     def _prompts(self, host: HostLayers, x: Tensor, batch: Batch, cache: KVCache) -> Tensor:
         """A step with long prompts through layers of the host: these through the GPU, layer by layer, the rest as if alone."""
         rows, _ = prompts_of(batch)
         out = torch.empty(len(batch.input_ids), self.config.hidden_size, device=host.stream.device)
-        pools = cache.part(self._pieces[host.first].span.first, self._pieces[host.last - 1].span.last)
+        pools = cache.part(self.pieces[host.first].span.first, self.pieces[host.last - 1].span.last)
         for prompts, some, places in sorted(select(batch, rows), key=lambda one: one[0]):
             before = x[places.to(x.device)] if host.first else _NOTHING
             if not prompts:
@@ -377,10 +351,10 @@ class SplitModel(Model):
     @contextmanager
     def _present(self, piece: Piece) -> Iterator[None]:
         """The weights of a piece are where its program reads them."""
-        if piece not in self._lent:
+        if piece not in self.streamed:
             yield
             return
-        stream, number = self._lent[piece]
+        stream, number = self.streamed[piece]
         with ops.on_device(piece.span.device):
             stream.bring(number)
             try:
@@ -395,7 +369,7 @@ class SplitModel(Model):
         """
         if self._shown is None or self._shown[0] is not batch:
             rows = torch.arange(len(batch.input_ids), dtype=torch.int32)
-            first, last = self._pieces[0], self._pieces[-1]
+            first, last = self.pieces[0], self.pieces[-1]
             self._shown = (
                 batch,
                 [
@@ -404,7 +378,7 @@ class SplitModel(Model):
                         input_ids=batch.input_ids if piece is first else rows,
                         logit_rows=batch.logit_rows if piece is last else rows,
                     )
-                    for piece in self._pieces
+                    for piece in self.pieces
                 ],
             )
         return self._shown[1]
@@ -414,10 +388,10 @@ class SplitModel(Model):
 
         None: without. Where all parts are on GPUs the executor has the graph of the whole step.
         """
-        if part.gpu is None or part.headed or self.draw_device != "cpu":
+        if part.gpu is None or part.headed or self.capabilities.captures:
             return None
         with ops.on_device(part.span.device):
-            captured = self._captured(part, batch, pools)
+            captured = self.captured_step(part, batch, pools)
             if captured is not None:
                 captured.send(batch)
             return captured
@@ -430,28 +404,28 @@ class SplitModel(Model):
 
     def _with_experts(self, part: Part, x: Tensor, batch: Batch) -> Tensor:
         """The stream behind the part's experts; those of long prompts go through the device of the part."""
-        stream = None if part.experts is None else self._expert_streams.get(part.span.device)
+        stream = None if part.experts is None else self.expert_streams.get(part.span.device)
         if stream is None or prompts_of(batch)[1] < stream.rows:
             return _then_experts(part, x)
         return stream.run(part.piece.last - 1, part.program, x)
 
-    def decode_step(
+    def make_decode_launcher(
         self, cache: KVCache, inputs: DecodeInputs, logits: Tensor, adapters: tuple[LoraBuffers, Tensor] | None
     ) -> Callable[[], None]:
-        """As `Model.decode_step`: on all GPUs, in streams that begin and end in the current one of the last GPU."""
+        """As `Model.make_decode_launcher`: on all GPUs, in streams that begin and end in the current one of the last GPU."""
         if adapters is not None:
-            raise self._split("adapters")
+            self.capabilities.require("adapters")
         self._open()
-        home, rows = torch.device(self.draw_device), len(inputs.ids)
+        home, rows = torch.device(self.capabilities.draw_device), len(inputs.ids)
         streams: dict[torch.device, torch.cuda.Stream] = {}
         steps: list[Callable[[], None]] = []
         x = logits
-        for index, part in enumerate(self._parts):
+        for index, part in enumerate(self.parts):
             assert part.gpu is not None
             place = torch.device(numbered(part.span.device))
             if place != home and place not in streams:
                 streams[place] = torch.cuda.Stream(place)
-            last = part is self._parts[-1]
+            last = part is self.parts[-1]
             before, x = x, logits if last else torch.zeros(rows, part.program.outputs, device=place)
             with torch.cuda.device(place):
                 steps.append(_part_step(part, cache.part(part.span.first, part.span.last), inputs, before if index else None, x))
@@ -472,10 +446,10 @@ class SplitModel(Model):
     @contextmanager
     def in_order(self) -> Iterator[None]:
         """As `Model.in_order`: captured steps are in the order of the last GPU's stream, other work in that of each GPU."""
-        if self.draw_device == "cpu":
+        if not self.capabilities.captures:
             yield
             return
-        home = torch.cuda.current_stream(torch.device(self.draw_device))
+        home = torch.cuda.current_stream(torch.device(self.capabilities.draw_device))
         others = [torch.cuda.current_stream(torch.device(place)) for place in {numbered(span.device) for span in self.spans}]
         for stream in others:
             stream.wait_stream(home)
@@ -483,11 +457,11 @@ class SplitModel(Model):
         for stream in others:
             home.wait_stream(stream)
 
-    def _captured(self, part: Part, batch: Batch, pools: CachePart) -> Captured | None:
+    def captured_step(self, part: Part, batch: Batch, pools: CachePart) -> Captured | None:
         """The graph for a step of one token a sequence; None: launch its kernels one by one."""
         count, width = len(batch.input_ids), batch.block_table.shape[1]
         decoding = count == len(batch.context_lens) == len(batch.logit_rows) and count <= MOST
-        if not decoding or not self._graphed:
+        if not decoding or not self.graphed:
             return None
         key = 1 << (count - 1).bit_length() if count <= 8 else -(-count // 8) * 8, 1 << (width - 1).bit_length()
         if part.captured_pool is None or part.captured_pool() is not pools.k[0]:
@@ -499,57 +473,40 @@ class SplitModel(Model):
 
     def _borders(self, part: Part) -> Borders:
         """Of a part on a GPU."""
-        index = self._pieces.index(part.piece)
-        before, after = self._parts[max(index - 1, 0)], self._parts[index + 1 : index + 2]
+        index = self.pieces.index(part.piece)
+        before, after = self.parts[max(index - 1, 0)], self.parts[index + 1 : index + 2]
         from_host = index > 0 and (before.gpu is None or before.experts is not None)
         if part.experts is None and not after:
             return Borders(from_host, True, self.capped)
         return Borders(from_host, part.experts is not None or after[0].gpu is None)
 
     def _run_by_ops(self, part: Part, batch: Batch, pools: CachePart, observe: Observe | None) -> Tensor:
-        (_, first, last, cut), device, network = part.piece, part.span.device, self._open()
-        named = None if observe is None else _Shifted(observe, first)
+        device, named = part.span.device, None if observe is None else _Shifted(observe, part.piece.first)
         if part.gpu is not None:
             with ops.on_device(device):
                 moved = {f.name: value.to(device) for f in fields(batch) if (value := getattr(batch, f.name)) is not None}
                 return _then_experts(part, forward_gpu_observed(part.program, Batch(**moved), pools, named), observe)
-        step = Step(batch, pools, self._ropes)
-        embedding = network.embedding if part.stream is None else Embedding(table=part.stream)
-        x = embedding(batch.input_ids, batch.positions)
-        if named is not None:
-            named("embedding", x)
-        for index, layer in enumerate(network.layers[first:last]):
-            see = None if named is None else lambda name, value, index=index: named(f"layers.{index}.{name}", value)
-            if cut and first + index == last - 1:
-                layer.attend(x, step, see)
-            else:
-                layer(x, step, see)
-        if cut:
-            return _then_experts(part, x, observe)
-        if last < self.config.num_layers:
-            return x
-        assert network.head is not None
-        return network.head(x, batch.logit_rows)
+        backend = CpuBackend(Inputs(*TENSORS(batch)), pools.k, pools.v, blocks=batch.blocks())
+        return _then_experts(part, interpret(part.program.steps, backend, at=observing(named)), observe)
 
     def _record(self, network: Network) -> None:
         """Record the parts anew, those on GPUs only once: their tables cover the whole context."""
-        known = {part.piece: part for part in self._parts if part.gpu is not None}
-        self._parts = [known.get(piece) or self._part(network, piece, 0) for piece in self._pieces]
+        known = {part.piece: part for part in self.parts if part.gpu is not None}
+        self.parts = [known.get(piece) or self._part(network, piece, 0) for piece in self.pieces]
 
     def _with_room(self, index: int, tokens: int) -> Part:
         """A part whose table holds so many rows of the stream."""
-        part = self._parts[index]
+        part = self.parts[index]
         if part.stream is not None and tokens > len(part.stream):
-            assert self._network is not None
-            part = self._parts[index] = self._part(self._network, part.piece, 1 << (tokens - 1).bit_length())
+            part = self.parts[index] = self._part(self.network, part.piece, 1 << (tokens - 1).bit_length())
         return part
 
     def _table(self, device: str, rows: int) -> Tensor:
         """Where parts on a device take the stream over, f32 `(rows, H)` or longer; a part keeps the one that it was recorded with."""
-        if device not in self._taken_over or len(self._taken_over[device]) < rows:
+        if device not in self.stream_tables or len(self.stream_tables[device]) < rows:
             with torch.inference_mode(False):  # it is written to in steps of requests and of callers alike
-                self._taken_over[device] = torch.zeros(rows, self.config.hidden_size, device=device)
-        return self._taken_over[device]
+                self.stream_tables[device] = torch.zeros(rows, self.config.hidden_size, device=device)
+        return self.stream_tables[device]
 
     def _part(self, network: Network, piece: Piece, rows: int) -> Part:
         device, first, last, cut = piece.span.device, piece.first, piece.last, piece.cut
@@ -559,26 +516,26 @@ class SplitModel(Model):
             tables = {name: self._tables(self.context, name) for name in ropes}
             ropes = {name: (cos.to(device), sin.to(device)) for name, (cos, sin) in tables.items()}
         if first == 0:
-            network.embedding.record(program)
+            program.add(network.embedding.op)
         else:
             stream = self._table(device, max(rows, STREAM_ROWS[kind]))
-            Embedding(table=stream).record(program)
+            program.add(Embedding(table=stream).op)
         whole, experts = network.layers[first : last - cut], None
         if piece.span.lent:
-            owner, number = self._lent[piece]
+            owner, number = self.streamed[piece]
             with ops.on_device(device):
                 whole = [owner.lent(number)]
         for layer in whole:
-            layer.record(program, ropes)
+            program.add(*layer.ops(ropes))
         if cut:
             layer = network.layers[last - 1]
             assert isinstance(layer.mlp, RoutedMLP)
-            layer.record_attention(program, ropes)
+            program.add(*layer.ops(ropes, mlp=False))
             experts = layer.mlp
         if last == self.config.num_layers and not cut:
-            network.head.record(program)
+            program.add(network.head.op)
         else:
-            program.residual_out()
+            program.add(ops.ResidualOutOp())
         gpu = None if kind == "cpu" else GpuForward(program, torch.device(device), deterministic=self.deterministic)
         return Part(piece, program, stream, gpu, experts)
 

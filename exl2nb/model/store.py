@@ -87,6 +87,10 @@ class ModelStore:
         """All names, in the order of the files."""
         return list(self._parts)
 
+    def source(self, name: str) -> str:
+        """The name in the files of the tensor that holds `name`."""
+        return self._parts[name].source
+
     def __contains__(self, name: object) -> bool:
         return name in self._parts
 

@@ -29,9 +29,11 @@ from exl2nb.model.batch import Batch
 from exl2nb.model.layers import Layer, RoutedMLP, tensors_of
 from exl2nb.model.model import Span
 from exl2nb.ops import gpu_prefill, kv_codes
-from exl2nb.ops.host_prefill import LayerRun, layers_of, moved
+from exl2nb.ops.host_prefill import LayerBackend, moved
+from exl2nb.ops.interpreter import Inputs, interpret
 from exl2nb.ops.memory import large_pages
 from exl2nb.ops.program import Program
+from exl2nb.ops.records import Op, QkvOp
 
 ALIGN = 256  # bytes; where a tensor of a layer begins
 SHORT = 8  # tokens of a sequence that does not count as a prompt: it decodes, perhaps with draft tokens
@@ -41,13 +43,6 @@ BUFFERS = 2
 MOST_EXPERTS = 2 << 30  # bytes of a GPU for copies of two layers' experts; those of larger layers stay on the CPU
 LEND_EVERY = 3  # layers of the host: odd, so that lent layers take the buffers in turns
 LEND_OF = 8  # of so many layers of the host two are lent: a link brings a third of what a processor reads in the same time
-
-
-class Streaming(NamedTuple):
-    """Where prompts through layers of the host are computed: on `device`, from so many tokens of a step on; None: by `worth`."""
-
-    device: str
-    rows: int | None = None
 
 
 def worth(nbytes: int, weights: int) -> int:
@@ -73,7 +68,7 @@ def with_lent(spans: Sequence[Span], streaming: Streaming) -> list[Span]:
     if host.device != "cpu" or len(spans) == 1:
         return [*spans]
     found, first = list[Span](), host.first
-    for layer in lent_layers(host.last - host.first):
+    for layer in lent_layers(host.last - host.first) if streaming.lent is None else streaming.lent:
         at = host.first + layer
         found += [Span("cpu", first, at), Span(streaming.device, at, at + 1, lent=True)]
         first = at + 1
@@ -197,15 +192,33 @@ class Lanes:
             mark.synchronize()
 
 
+class Streaming(NamedTuple):
+    """How layers of the host are computed on a GPU.
+
+    Attributes:
+        device: where prompts through these layers are computed.
+        rows: from so many tokens of a step on. None: by `worth`.
+        lent: layers of the host that are computed on the device while tokens are decoded, counted from the first. None: by `lent_layers`.
+        lanes: makes the order of copies and computations of a device.
+    """
+
+    device: str
+    rows: int | None = None
+    lent: Sequence[int] | None = None
+    lanes: Callable[[torch.device], Lanes] = Lanes
+
+
 class Buffers:
     """Copies of images on a device, one ahead of what is used; image n in buffer n % 2.
 
     Args:
-        images: of consecutive layers. device: where. lanes: of the device; others in tests.
+        images: of consecutive layers.
+        device: where the copies are.
+        lanes: the order of copies and computations there.
     """
 
-    def __init__(self, images: Sequence[Image], device: torch.device, lanes: Lanes | None = None) -> None:
-        self.images, self.lanes = [*images], Lanes(device) if lanes is None else lanes
+    def __init__(self, images: Sequence[Image], device: torch.device, lanes: Lanes) -> None:
+        self.images, self.lanes = [*images], lanes
         size = max(image.size for image in images)
         with torch.inference_mode(False):  # written to in steps of requests and of callers alike
             self.memory = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
@@ -344,44 +357,47 @@ class LayerStream:
     """Runs consecutive layers of the host for prompts, and has the weights of lent ones at hand while tokens are decoded.
 
     Args:
-        layers: each by `together`. lent: which of them are lent, by their numbers here. streaming: where they are computed. lanes: see
-            `Buffers`.
+        layers: each by `together`.
+        lent: which of them are lent, by their numbers here.
+        streaming: where and how they are computed.
 
     Attributes:
         rows: tokens of a step from which on this is worth it for prompts.
+        images: the layers' memory on the host.
+        buffers: where their copies are.
     """
 
-    def __init__(self, layers: Sequence[Layer], lent: Sequence[int], streaming: Streaming, lanes: Lanes | None = None) -> None:
+    def __init__(self, layers: Sequence[Layer], lent: Sequence[int], streaming: Streaming) -> None:
         self.device = torch.device(streaming.device)
-        self._layers, self._images = [*layers], [Image(layer, self.device) for layer in layers]
-        self._buffers = Buffers(self._images, self.device, lanes)
+        self._layers, self.images = [*layers], [Image(layer, self.device) for layer in layers]
+        self.buffers = Buffers(self.images, self.device, streaming.lanes(self.device))
         self._lent = {number: lent[(place + BUFFERS) % len(lent)] for place, number in enumerate(lent)}  # and what its buffer holds next
         self._programs: list[Program] = []
-        self._steps: list[tuple[Program, list[tuple[str, dict[str, Any]]]]] = []
+        self._steps: list[tuple[Program, list[Op]]] = []
         self._tables: dict[int, tuple[Tensor, Tensor]] = {}
         with torch.inference_mode(False):
             self._room = _room(layers, self.device)
-        largest = max(range(len(layers)), key=lambda number: self._images[number].size)
+        largest = max(range(len(layers)), key=lambda number: self.images[number].size)
         weights = sum(_weights(tensor) for tensor in tensors_of(layers[largest]))
-        self.rows = worth(self._images[largest].size, weights) if streaming.rows is None else streaming.rows
+        self.rows = worth(self.images[largest].size, weights) if streaming.rows is None else streaming.rows
 
     # ---- lent layers
 
     def lent(self, number: int) -> Layer:
         """A lent layer with its tensors in the buffer where they are while it is computed; they are there now."""
-        image, buffer = self._images[number], self._buffers.memory[number % BUFFERS]
+        image, buffer = self.images[number], self.buffers.memory[number % BUFFERS]
         self.bring(number)
         return _replaced(self._layers[number], partial(_there, image, buffer))
 
     def bring(self, number: int) -> None:
         """Have computations wait until the weights of a lent layer are in its buffer; `release` follows."""
-        self._buffers.load(number)
-        self._buffers.use(number)
+        self.buffers.load(number)
+        self.buffers.use(number)
 
     def release(self, number: int) -> None:
         """Everything that reads a lent layer has been launched: copy the next one that goes into its buffer."""
-        self._buffers.done(number)
-        self._buffers.load(self._lent[number])
+        self.buffers.done(number)
+        self.buffers.load(self._lent[number])
 
     # ---- prompts
 
@@ -394,24 +410,24 @@ class LayerStream:
         """
         if len(self._programs) != len(programs) or any(a is not b for a, b in zip(programs, self._programs)):
             self._programs, self._tables = [*programs], {}
-            each = [(program, steps) for program in programs for steps in layers_of(program)]
+            each = [(program, steps) for program in programs for steps in program.layers]
             self._steps = [(program, self._moved(number, steps)) for number, (program, steps) in enumerate(each)]
-        lanes, buffers = self._buffers.lanes, self._buffers
+        lanes, buffers = self.buffers.lanes, self.buffers
         with ops.on_device(str(self.device)):
             pages = Pages(batch, pools, self.device, lanes)
             x = x.to(self.device, copy=True)
             sequences = gpu_prefill.Sequences(batch.cu_seqlens.tolist(), batch.context_lens.tolist())
             nothing = torch.empty(0, dtype=torch.int32)
             parts = (nothing, batch.positions, pages.slots, pages.block_table, batch.cu_seqlens, batch.context_lens, nothing)
-            inputs = gpu_prefill.Inputs(*(part.to(self.device) for part in parts))
+            inputs = Inputs(*(part.to(self.device) for part in parts))
             buffers.begin()
             buffers.load(0, pages.send)
             for number, (program, steps) in enumerate(self._steps):
                 if number + 1 < len(self._steps):
                     buffers.load(number + 1, pages.send)
-                here, layer = buffers.use(number), steps[0][1]["layer"]
-                walk = LayerRun(program, inputs, sequences, {layer: pages.k[here]}, {layer: pages.v[here]}, self._room)
-                walk.walk(x, steps)
+                here, layer = buffers.use(number), next(op.layer for op in steps if isinstance(op, QkvOp))
+                backend = LayerBackend(program, self._room, inputs, sequences, {layer: pages.k[here]}, {layer: pages.v[here]})
+                x = interpret(steps, backend, x)
                 pages.fetch(number)
                 buffers.done(number)
                 if number:
@@ -421,8 +437,8 @@ class LayerStream:
                 buffers.load(number)
         return x
 
-    def _moved(self, number: int, steps: list[tuple[str, dict[str, Any]]]) -> list[tuple[str, dict[str, Any]]]:
-        image, buffer = self._images[number], self._buffers.memory[number % BUFFERS]
+    def _moved(self, number: int, steps: list[Op]) -> list[Op]:
+        image, buffer = self.images[number], self.buffers.memory[number % BUFFERS]
         if number in self._lent:  # recorded for the buffer
             if self.device.type != "cpu":
                 return steps
@@ -439,7 +455,7 @@ class LayerStream:
                 self._tables[key] = tensor, tensor.to(self.device)
             return self._tables[key][1]
 
-        return moved(steps, move)
+        return [moved(op, move) for op in steps]
 
 
 def _inside(tensor: Tensor, buffer: Tensor) -> bool:
@@ -461,14 +477,14 @@ class ExpertStream:
         rows: tokens of a step from which on this is worth it.
     """
 
-    def __init__(self, experts: Mapping[int, RoutedMLP], streaming: Streaming, lanes: Lanes | None = None) -> None:
+    def __init__(self, experts: Mapping[int, RoutedMLP], streaming: Streaming) -> None:
         self.device = torch.device(streaming.device)
         images = [Image(mlp, self.device) for mlp in experts.values()]
-        self._buffers = Buffers(images, self.device, lanes)
-        self._steps: dict[int, list[tuple[str, dict[str, Any]]]] = {}
+        self.buffers = Buffers(images, self.device, streaming.lanes(self.device))
+        self._steps: dict[int, list[Op]] = {}
         for number, (layer, mlp) in enumerate(experts.items()):
-            image, buffer = images[number], self._buffers.memory[number % BUFFERS]
-            self._steps[layer] = moved([("routed_mlp", {"experts": mlp.experts})], partial(_there, image, buffer))
+            image, buffer = images[number], self.buffers.memory[number % BUFFERS]
+            self._steps[layer] = [moved(mlp.op, partial(_there, image, buffer))]
         first = next(iter(experts.values()))
         with torch.inference_mode(False):
             self._room = _room(experts.values(), self.device)
@@ -477,16 +493,14 @@ class ExpertStream:
 
     def run(self, layer: int, program: Program, x: Tensor) -> Tensor:
         """Add a layer's experts to x f32 `(T, H)` on the device, in place; all layers of a step in turn. program: of the part before."""
-        number, buffers = [*self._steps].index(layer), self._buffers
+        number, buffers = [*self._steps].index(layer), self.buffers
         with ops.on_device(str(self.device)):
             if number == 0:
                 buffers.load(0)
             if number + 1 < len(self._steps):
                 buffers.load(number + 1)
             buffers.use(number)
-            nothing = torch.empty(0, dtype=torch.int32, device=self.device)
-            walk = LayerRun(program, gpu_prefill.Inputs(*[nothing] * 7), gpu_prefill.Sequences([], []), {}, {}, self._room)
-            walk.walk(x, self._steps[layer])
+            x = interpret(self._steps[layer], LayerBackend(program, self._room, Inputs.nothing(self.device)), x)
             buffers.done(number)
         return x
 

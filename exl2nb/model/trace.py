@@ -7,216 +7,35 @@ the attention pattern, the gate) are computed again in fp32: beside the op to ca
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from exl2nb import ops
 from exl2nb.cache.pool import KVCache
 from exl2nb.model.batch import TENSORS, Batch
 from exl2nb.model.points import Edits, Point
 from exl2nb.ops import gpu_prefill, kv_codes, reference
-from exl2nb.ops.lora import LoraTable, merged
-from exl2nb.ops.moe import Experts
+from exl2nb.ops.interpreter import Backend, CpuBackend, Inputs, interpret
 from exl2nb.ops.program import Program
+from exl2nb.ops.records import AttentionOp, EmbedOp, GateUpOp, HeadOp, NormedOp, Op, QkvOp, ResidualOp, RoutedOp
 
 QUERIES = 128  # whose attention pattern is in memory at once
-ACTIVATIONS = reference.ACTIVATIONS
 Seen = Callable[[Point, Tensor, int], None]
 """Takes the value of a point and the position of its first token: all tokens of the step, but of attention a block of queries
 `(Hq, n, keys)`."""
-
-
-class Backend(Protocol):
-    """The ops of one device on one step. x is f32 `(T, H)`; what is added to it is added in place."""
-
-    def embed(self, a: dict[str, Any]) -> Tensor:
-        """The embedding, positions included."""
-        ...
-
-    def qkv(self, x: Tensor, a: dict[str, Any]) -> Any:
-        """What `attend` takes; K and V are written."""
-        ...
-
-    def rotated(self, made: Any) -> Tensor:
-        """The rotated queries f32 `(T, Hq, D)` in what `qkv` made."""
-        ...
-
-    def attend(self, made: Any, a: dict[str, Any]) -> Tensor:
-        """The heads' output f32 `(T, Hq * D)`."""
-        ...
-
-    def add(self, x: Tensor, y: Tensor, a: dict[str, Any]) -> None:
-        """The projection of y, added to x."""
-        ...
-
-    def gate_up(self, x: Tensor, a: dict[str, Any]) -> Tensor:
-        """The MLP's activations f32 `(T, I)`."""
-        ...
-
-    def routed(self, x: Tensor, a: dict[str, Any]) -> None:
-        """The experts' results, added to x."""
-        ...
-
-    def head(self, x: Tensor, rows: Tensor, a: dict[str, Any]) -> Tensor:
-        """Logits f32 `(R, V)` of some rows."""
-        ...
-
-    def linear(self, x: Tensor, blob: Tensor, bias: Tensor | None) -> Tensor:
-        """One product f32."""
-        ...
-
-
-class _HostOps:
-    """The ops of the CPU engine."""
-
-    def __init__(self, batch: Batch, cache: KVCache) -> None:
-        self._batch, self._cache = batch, cache
-
-    def embed(self, a: dict[str, Any]) -> Tensor:
-        return ops.embed(
-            a["table"], self._batch.input_ids, scale=a["scale"], position_table=a["position_table"], positions=self._batch.positions
-        )
-
-    def qkv(self, x: Tensor, a: dict[str, Any]) -> Tensor:
-        norm_bias, layer_norm, interleaved, clip = a["rest"]
-        projection = ops.QKVProjection(
-            a["norm"], a["eps"], a["blob"], a["bias"], a["cos"], a["sin"], *a["heads"], q_norm=a["q_norm"], k_norm=a["k_norm"],
-            norm_bias=norm_bias, layer_norm=layer_norm, interleaved=interleaved, clip=clip,
-        )  # fmt: skip
-        k, v = self._cache.k[a["layer"]], self._cache.v[a["layer"]]
-        return ops.norm_qkv_rope(x, projection, self._batch.positions, self._batch.slot_mapping, k, v)
-
-    def rotated(self, made: Tensor) -> Tensor:
-        return made
-
-    def attend(self, made: Tensor, a: dict[str, Any]) -> Tensor:
-        b, k, v = self._batch, self._cache.k[a["layer"]], self._cache.v[a["layer"]]
-        options = {"scale": a["scale"], "window": a["window"], "softcap": a["softcap"]}
-        return ops.paged_attention(made, k, v, b.block_table, b.cu_seqlens, b.context_lens, **options)
-
-    def add(self, x: Tensor, y: Tensor, a: dict[str, Any]) -> None:
-        ops.linear_residual(x, y, a["blob"], a["bias"], norm=a["norm"], eps=a["eps"], scale=a["scale"])
-
-    def gate_up(self, x: Tensor, a: dict[str, Any]) -> Tensor:
-        norm_bias, layer_norm, gated = a["rest"]
-        return ops.norm_gate_up(
-            x, a["norm"], a["eps"], a["blob"], a["bias"], activation=ACTIVATIONS[a["activation"]], norm_bias=norm_bias,
-            layer_norm=layer_norm, gated=gated,
-        )  # fmt: skip
-
-    def routed(self, x: Tensor, a: dict[str, Any]) -> None:
-        ops.routed_mlp(x, a["experts"])
-
-    def head(self, x: Tensor, rows: Tensor, a: dict[str, Any]) -> Tensor:
-        norm_bias, layer_norm = a["rest"]
-        chosen = torch.index_select(x, 0, rows)
-        return ops.norm_head(chosen, a["norm"], a["eps"], a["blob"], a["bias"], norm_bias=norm_bias, layer_norm=layer_norm)
-
-    def linear(self, x: Tensor, blob: Tensor, bias: Tensor | None) -> Tensor:
-        return ops.linear(x.contiguous(), blob, bias)
-
-
-def forward_adapted(table: LoraTable, batch: Batch, cache: KVCache, observe: Callable[[str, Tensor], None] | None) -> Tensor:
-    """A step of one adapter op by op on the CPU, each matrix with the adapter merged into it, in fp32, for the moment that it is used.
-
-    observe: see `Model.forward_by_ops`. Logits f32 `(R, V)` before the softcap.
-    """
-    assert batch.adapters is not None
-    assert len(set(batch.adapters.tolist())) == 1, "one adapter"
-    seen: Callable[[str, Tensor], None] = observe or (lambda name, value: None)
-    own, adapter, layer, parts = _HostOps(batch, cache), int(batch.adapters[0]), 0, ["middle", "output"]
-    x = made = torch.empty(0)
-    done: dict[bool, Tensor] = {}
-    for op, (name, plain) in enumerate(table.program.steps):
-        a = plain if name in ("paged_attention", "routed_mlp") else merged(table.words, adapter, op)
-        if name == "embed":
-            x = own.embed(a)
-            seen("embedding", x)
-        elif name == "norm_qkv_rope":
-            layer, parts = a["layer"], ["middle", "output"]
-            made = own.qkv(x, a)
-        elif name == "paged_attention":
-            done[False] = own.attend(made, a)
-            seen(f"layers.{layer}.attention", done[False])
-        elif name == "norm_gate_up":
-            done[a["aside"]] = own.gate_up(x, a)
-        elif name == "norm_head":
-            return own.head(x, batch.logit_rows, a)
-        else:
-            own.routed(x, a) if name == "routed_mlp" else own.add(x, done.pop(a["aside"]), a)
-            seen(f"layers.{layer}.{parts.pop(0)}", x)
-    raise AssertionError("a program ends with its head")
-
-
-class _GpuOps:
-    """The ops of prefill on the GPU."""
-
-    def __init__(self, program: Program, batch: Batch, cache: KVCache) -> None:
-        sequences = gpu_prefill.Sequences(batch.cu_seqlens.tolist(), batch.context_lens.tolist())
-        self._run = gpu_prefill.Run(program, gpu_prefill.Inputs(*TENSORS(batch)), sequences, cache.k, cache.v)
-
-    def embed(self, a: dict[str, Any]) -> Tensor:
-        self._run.embed(a)
-        return self._run.x
-
-    def qkv(self, x: Tensor, a: dict[str, Any]) -> Any:
-        self._run.x = x
-        self._run.norm_qkv_rope(a)
-        return self._run.parts
-
-    def rotated(self, made: Any) -> Tensor:
-        return made[0].float()
-
-    def attend(self, made: Any, a: dict[str, Any]) -> Tensor:
-        self._run.parts = made
-        self._run.paged_attention(a)
-        return self._run.done[False].float()
-
-    def add(self, x: Tensor, y: Tensor, a: dict[str, Any]) -> None:
-        self._run.x, self._run.done[a["aside"]] = x, y
-        self._run.linear_residual(a)
-
-    def gate_up(self, x: Tensor, a: dict[str, Any]) -> Tensor:
-        self._run.x = x
-        self._run.norm_gate_up(a)
-        return self._run.done[a["aside"]].float()
-
-    def routed(self, x: Tensor, a: dict[str, Any]) -> None:
-        self._run.x = x
-        self._run.routed_mlp(a)
-
-    def head(self, x: Tensor, rows: Tensor, a: dict[str, Any]) -> Tensor:
-        self._run.x, self._run.inputs = x, replace(self._run.inputs, logit_rows=rows)
-        self._run.norm_head(a)
-        return self._run.logits
-
-    def linear(self, x: Tensor, blob: Tensor, bias: Tensor | None) -> Tensor:
-        return self._run.product(x.half(), blob, bias).float()
 
 
 @dataclass(frozen=True)
 class Borrowed:
     """A layer of another model of the same shape: its steps, and the program that they belong to."""
 
-    steps: tuple[tuple[str, dict[str, Any]], ...]
+    steps: Sequence[Op]
     program: Program
 
 
-def layers_of(program: Program) -> list[tuple[tuple[str, dict[str, Any]], ...]]:
-    """The steps of a program by layer, between its embedding and its head."""
-    found: list[list[tuple[str, dict[str, Any]]]] = []
-    for step in program.steps[1:-1]:
-        if step[0] == "norm_qkv_rope":
-            found.append([])
-        found[-1].append(step)
-    return [tuple(steps) for steps in found]
-
-
-class Walk:
-    """One step of one sequence, seen and edited.
+class Traced(Backend):
+    """The ops of a model for one step of one sequence, seen and edited.
 
     Args:
         program: the model's. batch: tokens of one sequence, on the model's device. cache: that it reads and writes.
@@ -240,29 +59,54 @@ class Walk:
     ) -> None:
         self._program, self._batch, self._cache, self._known, self._wanted = program, batch, cache, known, wanted
         self._seen, self._edits, self._borrowed, self._parallel, self._logit_scale = seen, edits, borrowed or {}, parallel, logit_scale
-        self._own = self._backend(program)
-        self._ops: Backend = self._own
+        self._own = self._ops = self._backend(program)
         self._end = int(batch.context_lens[0])
         self._start = self._end - len(batch.input_ids)
-        self._where = ""
+        self._layer, self._where = -1, ""
+        self._projection: QkvOp | None = None  # of the layer
+        self._added = 0  # what the layer has added to the stream
         self._normed: Tensor | None = None  # of attention, edited; the MLP of a parallel layer reads it too
 
     def run(self) -> Tensor:
         """Logits f32 `(R, V)`, before the softcap."""
-        _, first = self._program.steps[0]
-        x = self._embed(first)
-        for layer, steps in enumerate(layers_of(self._program)):
-            borrowed = self._borrowed.get(layer)
-            self._ops = self._own if borrowed is None else self._backend(borrowed.program)
-            self._where, self._normed = f"blocks.{layer}.", None
-            x = self._layer(x, steps if borrowed is None else borrowed.steps)
-            if self._batch.pictures is not None and layer < len(self._batch.pictures.deep):
-                x[self._batch.pictures.rows.to(x.device)] += self._batch.pictures.deep[layer].to(x.device)
-        self._ops, self._where = self._own, ""
-        return self._head(x, self._program.steps[-1][1])
+        layers = [self._borrowed[i].steps if i in self._borrowed else steps for i, steps in enumerate(self._program.layers)]
+        steps = [self._program.steps[0], *(op for layer in layers for op in layer), self._program.steps[-1]]
+        return interpret(steps, self, at=self._between)
 
     def _backend(self, program: Program) -> Backend:
-        return _HostOps(self._batch, self._cache) if program.device.type == "cpu" else _GpuOps(program, self._batch, self._cache)
+        inputs, k, v = Inputs(*TENSORS(self._batch)), self._cache.k, self._cache.v
+        if program.device.type == "cpu":
+            return CpuBackend(inputs, k, v)
+        sequences = gpu_prefill.Sequences(self._batch.cu_seqlens.tolist(), self._batch.context_lens.tolist())
+        return gpu_prefill.GpuBackend(program, inputs, sequences, k, v)
+
+    def begin(self, number: int, op: Op) -> Op:
+        """As `Backend.begin`: a layer begins with its QkvOp."""
+        if isinstance(op, QkvOp):
+            self._layer, self._added, self._normed, self._projection = self._layer + 1, 0, None, op
+            self._where = f"blocks.{self._layer}."
+            borrowed = self._borrowed.get(self._layer)
+            self._ops = self._own if borrowed is None else self._backend(borrowed.program)
+        elif isinstance(op, HeadOp):
+            self._ops, self._where = self._own, ""
+        return self._ops.begin(number, op)
+
+    def _between(self, point: str, x: Tensor) -> Tensor:
+        """The residual stream around the halves of a layer."""
+        kind = point.rpartition(".")[2]
+        if kind == "input":
+            return self._at("hook_resid_pre", x)
+        if kind == "middle" and not self._parallel:
+            return self._at("hook_resid_mid", x)
+        if kind == "output":
+            x, pictures = self._at("hook_resid_post", x), self._batch.pictures
+            if pictures is not None and self._layer < len(pictures.deep):
+                x[pictures.rows.to(x.device)] += pictures.deep[self._layer].to(x.device)
+        return x
+
+    def linear(self, x: Tensor, blob: Tensor, bias: Tensor | None) -> Tensor:
+        """As `Backend.linear`."""
+        return self._ops.linear(x, blob, bias)
 
     # ---- points
 
@@ -281,16 +125,17 @@ class Walk:
             self._seen(self._known[name], value, self._start)
         return value
 
-    # ---- the model
+    # ---- the ops
 
-    def _embed(self, a: dict[str, Any]) -> Tensor:
-        x = self._own.embed(a)
+    def embed(self, op: EmbedOp) -> Tensor:
+        """As `Backend.embed`, pictures included."""
+        x = self._ops.embed(op)
         pictures = self._batch.pictures
         if pictures is not None:
             x[pictures.rows.to(x.device)] = pictures.values.to(x.device)
         if not (self._wants("hook_embed") or self._edited("hook_embed")):
             return x
-        words, table = reference.embed(a["table"], self._batch.input_ids, a["scale"]), a["position_table"]
+        words, table = reference.embed(op.table, self._batch.input_ids, op.scale), op.position_table
         if pictures is not None:
             words[pictures.rows.to(x.device)] = pictures.values.to(x.device)
         edited = self._at("hook_embed", words)
@@ -298,63 +143,38 @@ class Walk:
             return x
         return edited if table is None else edited + table[self._batch.positions.long()].float()
 
-    def _layer(self, x: Tensor, steps: Sequence[tuple[str, dict[str, Any]]]) -> Tensor:
-        x = self._at("hook_resid_pre", x)
-        done: dict[bool, Tensor] = {}
-        made: Any = None
-        projection: dict[str, Any] = {}
-        added = 0
-        for name, a in steps:
-            if name == "norm_qkv_rope":
-                projection, made = a, self._project(x, a)
-            elif name == "paged_attention":
-                done[False] = self._attend(made, a, projection)
-            elif name == "norm_gate_up":
-                done[a["aside"]] = self._gate_up(x, a)
-            elif name == "linear_residual":
-                added += 1
-                x = self._add("hook_attn_out" if added == 1 else "hook_mlp_out", x, done[a["aside"]], a)
-                if added == 1 and not self._parallel:
-                    x = self._at("hook_resid_mid", x)
-            else:
-                x = self._routed(x, a)
-        return self._at("hook_resid_post", x)
+    def _norm(self, x: Tensor, op: NormedOp) -> Tensor:
+        return reference.norm(x, op.norm, op.eps, op.norm_bias, op.layer_norm)
 
-    def _norm(self, x: Tensor, a: dict[str, Any]) -> Tensor:
-        norm_bias, layer_norm = a["rest"][:2]
-        return reference.norm(x, a["norm"], a["eps"], norm_bias, layer_norm)
-
-    def _project(self, x: Tensor, a: dict[str, Any]) -> Any:
-        """Queries, keys and values: the engine's, or made here where one of their points is edited."""
+    def qkv(self, x: Tensor, op: QkvOp) -> tuple[Tensor, ...]:
+        """As `Backend.qkv`: the engine's, or made here where one of their points is edited."""
         before, after = ("ln1.hook_normalized", "attn.hook_q", "attn.hook_k"), ("attn.hook_v", "attn.hook_rot_q", "attn.hook_rot_k")
         edited = self._edited(*before, *after)
-        made = None if edited else self._ops.qkv(x, a)
+        made = None if edited else self._ops.qkv(x, op)
         if edited or self._wants(*before):
-            h = self._at("ln1.hook_normalized", self._norm(x, a))
-            self._normed = h
+            self._normed = self._at("ln1.hook_normalized", self._norm(x, op))
         if edited or self._wants("attn.hook_q", "attn.hook_k"):
-            num_heads, num_kv_heads, D = a["heads"]
-            _, layer_norm, interleaved, clip = a["rest"]
-            y = self._ops.linear(self._normed, a["blob"], a["bias"]).view(len(x), -1, D)  # pyright: ignore[reportArgumentType]
-            q, k, v = (y.clamp(-clip, clip) if clip else y).split([num_heads, num_kv_heads, num_kv_heads], 1)
+            y = self.linear(self._normed, op.blob, op.bias).view(len(x), -1, op.head_dim)  # pyright: ignore[reportArgumentType]
+            q, k, v = (y.clamp(-op.clip, op.clip) if op.clip else y).split([op.num_heads, op.num_kv_heads, op.num_kv_heads], 1)
             q, k = self._at("attn.hook_q", q), self._at("attn.hook_k", k)
             if edited:
                 rows = self._batch.positions.long()
-                cos, sin = a["cos"][rows], a["sin"][rows]
+                cos, sin = op.cos[rows], op.sin[rows]
                 q, k = (
-                    reference.rope(reference.head_norm(z, a[f"{side}_norm"], a["eps"], layer_norm), cos, sin, interleaved)
-                    for side, z in (("q", q), ("k", k))
+                    reference.rope(reference.head_norm(z, norm, op.eps, op.layer_norm), cos, sin, op.interleaved)
+                    for norm, z in ((op.q_norm, q), (op.k_norm, k))
                 )
                 parts = {"attn.hook_rot_q": q, "attn.hook_rot_k": k, "attn.hook_v": v}
                 made = tuple(self._replaced(part, value) for part, value in parts.items())
-                for pool, value in zip((self._cache.k[a["layer"]], self._cache.v[a["layer"]]), made[1:]):
+                for pool, value in zip((self._cache.k[op.layer], self._cache.v[op.layer]), made[1:]):
                     kv_codes.write(pool, self._batch.slot_mapping, value)
-                made = tuple(z.half() for z in made) if isinstance(self._ops, _GpuOps) else made[0].contiguous()
+                made = tuple(z.half() for z in made) if isinstance(self._ops, gpu_prefill.GpuBackend) else (made[0].contiguous(),)
+        assert made is not None
         if self._wants("attn.hook_rot_q"):
-            self._show("attn.hook_rot_q", self._ops.rotated(made))
-        for part, pool in (("attn.hook_rot_k", self._cache.k[a["layer"]]), ("attn.hook_v", self._cache.v[a["layer"]])):
+            self._show("attn.hook_rot_q", made[0].float())
+        for part, pool in (("attn.hook_rot_k", self._cache.k[op.layer]), ("attn.hook_v", self._cache.v[op.layer])):
             if self._wants(part):  # what attention will read, as the cache holds it
-                self._show(part, self._stored(pool, a["heads"][2])[self._start :])
+                self._show(part, self._stored(pool, op.head_dim)[self._start :])
         return made
 
     def _replaced(self, part: str, value: Tensor) -> Tensor:
@@ -369,24 +189,25 @@ class Walk:
         pages = self._batch.block_table[0, : -(-self._end // kv_codes.page_size(pool))]
         return kv_codes.read(pool, pages, head_dim).transpose(1, 2).flatten(0, 1)[: self._end]
 
-    def _attend(self, made: Any, a: dict[str, Any], projection: dict[str, Any]) -> Tensor:
+    def attend(self, made: tuple[Tensor, ...], op: AttentionOp) -> Tensor:
+        """As `Backend.attend`: the engine's, or made here where the pattern is edited."""
         parts = ("attn.hook_attn_scores", "attn.hook_pattern")
         edited = self._edited(*parts)
-        z = None if edited else self._ops.attend(made, a)
-        num_heads, num_kv_heads, D = projection["heads"]
+        z, qkv = None if edited else self._ops.attend(made, op).float(), self._projection
+        assert qkv is not None, "a layer begins with its QkvOp"
         if edited or self._wants(*parts):
-            mixed = self._patterns(self._ops.rotated(made), a, (num_heads, num_kv_heads, D))
+            mixed = self._patterns(made[0].float(), op, (qkv.num_heads, qkv.num_kv_heads, qkv.head_dim))
             z = mixed if z is None else z
         assert z is not None
         if not (self._wants("attn.hook_z") or self._edited("attn.hook_z")):
             return z
-        return self._at("attn.hook_z", z.view(len(z), num_heads, D)).reshape(len(z), -1).contiguous()
+        return self._at("attn.hook_z", z.view(len(z), qkv.num_heads, qkv.head_dim)).reshape(len(z), -1).contiguous()
 
-    def _patterns(self, q: Tensor, a: dict[str, Any], heads: tuple[int, int, int]) -> Tensor:
+    def _patterns(self, q: Tensor, op: AttentionOp, heads: tuple[int, int, int]) -> Tensor:
         """Scores and pattern, a block of queries at a time; the heads' output `(T, Hq * D)` that follows from them."""
         num_heads, num_kv_heads, D = heads
         keys, values = (
-            self._stored(pool[a["layer"]], D).transpose(0, 1).repeat_interleave(num_heads // num_kv_heads, 0)
+            self._stored(pool[op.layer], D).transpose(0, 1).repeat_interleave(num_heads // num_kv_heads, 0)
             for pool in (self._cache.k, self._cache.v)
         )
         queries, out, start = q.transpose(0, 1), [], self._start
@@ -395,84 +216,82 @@ class Walk:
                 block = queries[:, first : first + QUERIES]
                 self._start = start + first
                 end = self._start + block.shape[1]
-                scores = block @ keys[:, :end].transpose(1, 2) * a["scale"]
-                if a["softcap"]:
-                    scores = a["softcap"] * torch.tanh(scores / a["softcap"])
+                scores = block @ keys[:, :end].transpose(1, 2) * op.scale
+                if op.softcap:
+                    scores = op.softcap * torch.tanh(scores / op.softcap)
                 distance = torch.arange(self._start, end)[:, None] - torch.arange(end)
-                hidden = (distance < 0) | (distance >= a["window"]) if a["window"] else distance < 0
+                hidden = (distance < 0) | (distance >= op.window) if op.window else distance < 0
                 scores = self._at("attn.hook_attn_scores", scores.masked_fill(hidden.to(q.device), float("-inf")))
                 out.append(self._at("attn.hook_pattern", scores.softmax(-1)) @ values[:, :end])
         finally:
             self._start = start
         return torch.cat(out, 1).transpose(0, 1).reshape(q.shape[0], -1)
 
-    def _gate_up(self, x: Tensor, a: dict[str, Any]) -> Tensor:
-        gated, part = a["rest"][2], "ln1.hook_normalized" if self._parallel else "ln2.hook_normalized"
+    def gate_up(self, x: Tensor, op: GateUpOp) -> Tensor:
+        """As `Backend.gate_up`: the engine's, or made here where one of its points is edited."""
+        part = "ln1.hook_normalized" if self._parallel else "ln2.hook_normalized"
         halves = ("mlp.hook_pre", "mlp.hook_pre_linear")
         edited = self._edited(part, *halves)
-        inner = None if edited else self._ops.gate_up(x, a)
+        inner = None if edited else self._ops.gate_up(x, op).float()
         if edited or self._wants(*halves, *(() if self._parallel else (part,))):
             if self._parallel:
-                h = self._normed if self._normed is not None and self._edited(part) else self._norm(x, a)
+                h = self._normed if self._normed is not None and self._edited(part) else self._norm(x, op)
             else:
-                h = self._at(part, self._norm(x, a))
+                h = self._at(part, self._norm(x, op))
             if edited or self._wants(*halves):
-                y = self._ops.linear(h, a["blob"], a["bias"])
-                gate, up = y.chunk(2, -1) if gated else (y, None)
+                y = self.linear(h, op.blob, op.bias)
+                gate, up = y.chunk(2, -1) if op.gated else (y, None)
                 gate = self._at(halves[0], gate)
                 up = None if up is None else self._at(halves[1], up)
-                made = reference.activate(gate, ACTIVATIONS[a["activation"]])
+                made = reference.activate(gate, op.activation)
                 inner = (made if up is None else made * up) if inner is None else inner
         assert inner is not None
         return self._at("mlp.hook_post", inner).contiguous()
 
-    def _add(self, part: str, x: Tensor, y: Tensor, a: dict[str, Any]) -> Tensor:
-        """The stream after a projection of y; seen or edited, it is computed apart."""
+    def add(self, x: Tensor, y: Tensor, op: ResidualOp) -> Tensor:
+        """As `Backend.add`; a result that is seen or edited is computed before it is added."""
+        part = "hook_mlp_out" if self._added else "hook_attn_out"
+        self._added += 1
         if self._wants(part) or self._edited(part):
-            result = torch.zeros_like(x)
-            self._ops.add(result, y.clone(), a)
-            result = self._at(part, result)
+            result = self._at(part, self._ops.add(torch.zeros_like(x), y.clone(), op))
             if self._edited(part):
                 return x + result
-        self._ops.add(x, y, a)
-        return x
+        return self._ops.add(x, y, op)
 
-    def _routed(self, x: Tensor, a: dict[str, Any]) -> Tensor:
+    def routed(self, x: Tensor, op: RoutedOp) -> Tensor:
+        """As `Backend.routed`; experts whose points are edited are computed here."""
         parts = ("ln2.hook_normalized", "mlp.hook_expert_weights", "mlp.hook_expert_indices", "hook_mlp_out")
         if not (self._wants(*parts) or self._edited(*parts)):
-            self._ops.routed(x, a)
-            return x
-        e: Experts = a["experts"]
-        h = self._at("ln2.hook_normalized", reference.norm(x, e.norm, e.eps, e.norm_bias, e.layer_norm))
-        chosen, weight = reference.route(self._ops.linear(h, e.router, None), e.top_k, e.renormalize)
+            return self._ops.routed(x, op)
+        h = self._at("ln2.hook_normalized", reference.norm(x, op.norm, op.eps, op.norm_bias, op.layer_norm))
+        chosen, weight = reference.route(self.linear(h, op.blob, None), op.top_k, op.renormalize)
         chosen, weight = self._at("mlp.hook_expert_indices", chosen), self._at("mlp.hook_expert_weights", weight)
         if not self._edited(*parts):
             before = x.clone()
-            self._ops.routed(x, a)
+            x = self._ops.routed(x, op)
             if self._wants("hook_mlp_out"):
                 self._show("hook_mlp_out", x - before)
             return x
 
         def expert(rows: Tensor, up: Tensor, down: Tensor) -> Tensor:
-            gate, other = self._ops.linear(rows, up, None).chunk(2, -1)
-            return self._ops.linear(reference.activate(gate, e.activation) * other, down, None)
+            gate, other = self.linear(rows, up, None).chunk(2, -1)
+            return self.linear(reference.activate(gate, op.activation) * other, down, None)
 
         out = torch.zeros_like(h)
-        for i in chosen.clamp(0, len(e.up) - 1).unique().tolist():
+        for i in chosen.clamp(0, len(op.up) - 1).unique().tolist():
             rows, place = torch.where(chosen == i)
-            out.index_add_(0, rows, weight[rows, place, None] * expert(h[rows], e.up[i], e.down[i]))
-        if e.shared_up is not None and e.shared_down is not None:
-            shared = expert(h, e.shared_up, e.shared_down)
-            out += shared if e.shared_gate is None else self._ops.linear(h, e.shared_gate, None).sigmoid() * shared
-        result = e.scale * (out if e.post_norm is None else reference.rms_norm(out, e.post_norm, e.post_eps))
+            out.index_add_(0, rows, weight[rows, place, None] * expert(h[rows], op.up[i], op.down[i]))
+        if op.shared_up is not None and op.shared_down is not None:
+            shared = expert(h, op.shared_up, op.shared_down)
+            out += shared if op.shared_gate is None else self.linear(h, op.shared_gate, None).sigmoid() * shared
+        result = op.scale * (out if op.post_norm is None else reference.rms_norm(out, op.post_norm, op.post_eps))
         return x + self._at("hook_mlp_out", result)
 
-    def _head(self, x: Tensor, a: dict[str, Any]) -> Tensor:
+    def head(self, x: Tensor, op: HeadOp) -> Tensor:
+        """As `Backend.head`; logits of an edited norm are computed here."""
         part = "ln_final.hook_normalized"
-        rows = self._batch.logit_rows
         if self._edited(part) or self._wants(part):
-            h = self._at(part, self._norm(x, a) / self._logit_scale)
+            h = self._at(part, self._norm(x, op) / self._logit_scale)
             if self._edited(part):
-                logits = self._own.linear(h[rows.long()] * self._logit_scale, a["blob"], a["bias"])
-                return logits
-        return self._own.head(x, rows, a)
+                return self.linear(h[self._batch.logit_rows.long()] * self._logit_scale, op.blob, op.bias)
+        return self._ops.head(x, op)

@@ -5,38 +5,37 @@ Importing this room defines the ops and loads the compiled library (see `_load.l
 
 from exl2nb.ops import _load
 from exl2nb.ops._load import on_device
-from exl2nb.ops.ahead import draw_ahead, join_ahead, step_draw
-from exl2nb.ops.attention import QKVProjection, norm_qkv_rope, paged_attention
 from exl2nb.ops.blob import shape
-from exl2nb.ops.draw import draw_rows
+from exl2nb.ops.draw import draw_ahead, draw_rows, join_ahead, mask_logits, step_draw
 from exl2nb.ops.gptq import gptq_losses, gptq_quantize
-from exl2nb.ops.linear import embed, linear, linear_residual, norm_gate_up, norm_head
-from exl2nb.ops.mask import mask_logits
+from exl2nb.ops.layer_ops import linear, paged_attention
 from exl2nb.ops.memory import read_memory
-from exl2nb.ops.moe import Experts, routed_mlp
 from exl2nb.ops.program import Program
+from exl2nb.ops.records import AttentionOp, EmbedOp, GateUpOp, HeadOp, Op, QkvOp, ResidualOp, ResidualOutOp, RoutedOp
 from exl2nb.ops.weights import pack_concat, pack_dense, pack_exl2, pack_gptq, reconstruct, unpack
 
 libraries = _load.load
 libraries()
 
 __all__ = [
-    "Experts",
+    "AttentionOp",
+    "EmbedOp",
+    "GateUpOp",
+    "HeadOp",
+    "Op",
     "Program",
-    "QKVProjection",
+    "QkvOp",
+    "ResidualOp",
+    "ResidualOutOp",
+    "RoutedOp",
     "draw_ahead",
     "draw_rows",
-    "embed",
     "gptq_losses",
     "gptq_quantize",
     "join_ahead",
     "libraries",
     "linear",
-    "linear_residual",
     "mask_logits",
-    "norm_gate_up",
-    "norm_head",
-    "norm_qkv_rope",
     "on_device",
     "pack_concat",
     "pack_dense",
@@ -45,7 +44,6 @@ __all__ = [
     "paged_attention",
     "read_memory",
     "reconstruct",
-    "routed_mlp",
     "shape",
     "step_draw",
     "unpack",

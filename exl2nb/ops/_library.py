@@ -10,6 +10,8 @@ import torch
 LIBRARY = torch.library.Library("exl2nb", "DEF")
 REFERENCES: dict[str, Callable[..., Any]] = {}
 """op name -> its torch implementation, reachable also where a compiled kernel answers the op."""
+KERNELS: dict[str, Callable[..., Any]] = {}
+"""op name -> the op, which the compiled kernels answer where they are loaded."""
 
 
 def define(schema: str, *, fake: Callable[..., Any], reference: Callable[..., Any]) -> Any:
@@ -28,7 +30,8 @@ def define(schema: str, *, fake: Callable[..., Any], reference: Callable[..., An
     LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
     torch.library.register_fake(f"exl2nb::{name}", fake, lib=LIBRARY)
     REFERENCES[name] = reference
-    return getattr(torch.ops.exl2nb, name).default
+    KERNELS[name] = getattr(torch.ops.exl2nb, name).default
+    return KERNELS[name]
 
 
 def check(condition: bool, op: str, what: str, got: object, expected: str) -> None:
@@ -45,4 +48,4 @@ def dynamic_size() -> Any:
 isa = define("isa(Tensor like) -> int", fake=lambda like: 0, reference=lambda like: -1)
 """Instruction set of the kernels that answer for tensors like `like`: 0 base, 1 AVX2, 2 AVX-512; -1 the torch reference."""
 program_schema = define("program_schema(Tensor like) -> Tensor", fake=lambda like: like, reference=lambda like: like)
-"""The compiled library's `ops.program.SCHEMA` as text in uint8; the reference has none."""
+"""The compiled library's `ops.records.SCHEMA` as text in uint8; the reference has none."""

@@ -145,7 +145,9 @@ class Libraries:
         if found is None:
             return "cuda"
         if found.gpu:
-            _warn(f"the GPU is not used, models run on the CPU: {found}. `exl2nb doctor` says more; device='cpu' says that this is meant")
+            warn_once(
+                f"the GPU is not used, models run on the CPU: {found}. `exl2nb doctor` says more; device='cpu' says that this is meant"
+            )
         return "cpu"
 
 
@@ -166,7 +168,7 @@ def on_device(device: str) -> AbstractContextManager[object]:
 
 
 @cache
-def _warn(text: str) -> None:
+def warn_once(text: str) -> None:
     """Once a process."""
     warnings.warn(text, RuntimeWarning, stacklevel=5)
 
@@ -183,7 +185,7 @@ def load() -> Libraries:
     import torch
 
     from exl2nb.ops import kernel_code
-    from exl2nb.ops.program import check_schema
+    from exl2nb.ops.records import check_schema
 
     cpu, cuda = find("libexl2nb_cpu.so"), find("libexl2nb_cuda.so")
     if env.get("EXL2NB_ENGINE", "compiled") == "reference":

@@ -99,7 +99,7 @@ class _Linear(torch.autograd.Function):
         return to_x, None if x is None else product(gradient.flatten(0, -2).T, x.flatten(0, -2))
 
 
-class _LargeLinears(TorchFunctionMode):
+class LargeLinears(TorchFunctionMode):
     """Sends large `F.linear` there."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -112,4 +112,4 @@ class _LargeLinears(TorchFunctionMode):
 def bf16x3_linears(device: torch.device, hidden_size: int) -> AbstractContextManager[object]:
     """A context in which the large linears of a model of this size run there; one that does nothing where that cannot pay."""
     worth = device.type == "cuda" and hidden_size >= WIDE and capable(device.index)
-    return _LargeLinears() if worth else nullcontext()
+    return LargeLinears() if worth else nullcontext()

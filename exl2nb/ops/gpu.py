@@ -54,7 +54,7 @@ def fast_products(device: torch.device) -> Iterator[None]:
     """
     kind = device.type
     with _setting:
-        users, end = _fast.get(kind) or (0, _begin_fast(kind))
+        users, end = _fast.get(kind) or (0, begin_fast_products(kind))
         _fast[kind] = users + 1, end
     try:
         yield
@@ -67,17 +67,23 @@ def fast_products(device: torch.device) -> Iterator[None]:
                 end()
 
 
+def fast_product_kinds() -> list[str]:
+    """Return the kinds of device whose products are fast now."""
+    with _setting:
+        return list(_fast)
+
+
 def fast_products_on_cpu(device: torch.device) -> AbstractContextManager[None]:
     """`fast_products` where they are as exact as any: on the CPU."""
     return fast_products(device) if device.type == "cpu" else nullcontext()
 
 
-def _begin_fast(kind: str) -> Callable[[], None]:
+def begin_fast_products(kind: str) -> Callable[[], None]:
     """Switch fast products on, where that is possible; what switches them off."""
     on_gpu = kind == "cuda"
     settings: Any = torch.backends.cuda.matmul if on_gpu else getattr(torch.backends.mkldnn, "matmul", None)
     name, value = ("allow_tf32", True) if on_gpu else ("fp32_precision", "bf16")
-    if not on_gpu and (_may_round() or not hasattr(settings, name)):  # torch before 2.9 has no such setting
+    if not on_gpu and (cpu_may_round() or not hasattr(settings, name)):  # torch before 2.9 has no such setting
         return lambda: None
     try:
         before = getattr(settings, name)
@@ -94,7 +100,7 @@ def _begin_fast(kind: str) -> Callable[[], None]:
     return end
 
 
-def _may_round() -> bool:
+def cpu_may_round() -> bool:
     """Whether oneDNN would round f32 to bf16 if it may: on processors that multiply tiles (AMX); not known of any but x86, nor where torch
     cannot tell.
     """

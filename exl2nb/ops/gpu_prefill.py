@@ -6,20 +6,21 @@ norms are fp32, the inputs of products fp16, their sums fp32.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from exl2nb.ops import gpu, reference
-from exl2nb.ops.attention import paged_attention
 from exl2nb.ops.cuda_attention import gate_rows, gather_cache, norm_rows, rope_append, rotate_rows
-from exl2nb.ops.moe import Experts
+from exl2nb.ops.interpreter import At, Backend, Block, Inputs, interpret
+from exl2nb.ops.layer_ops import paged_attention
 from exl2nb.ops.prefill_attention import attend, attend_whole, can_attend
 from exl2nb.ops.program import Program
+from exl2nb.ops.records import AttentionOp, EmbedOp, GateUpOp, HeadOp, NormedOp, Op, QkvOp, ResidualOp, RoutedOp
 
 if TYPE_CHECKING:
     from exl2nb.ops.lora import Adapter, LoraChange
@@ -34,19 +35,6 @@ class Sequences:
 
     bounds: list[int]
     lengths: list[int]
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """The step's tensors on the GPU, int32, as in `model.batch.Batch`."""
-
-    ids: Tensor
-    positions: Tensor
-    slots: Tensor
-    block_table: Tensor
-    cu_seqlens: Tensor
-    context_lens: Tensor
-    logit_rows: Tensor
 
 
 @dataclass(frozen=True)
@@ -78,35 +66,25 @@ def prefill(
     k_pools: Sequence[Tensor],
     v_pools: Sequence[Tensor],
     *,
-    watch: Callable[[str, dict[str, Any], Tensor, Tensor | None], None] | None = None,
+    at: At | None = None,
     lora: Adapters | None = None,
-    blocks: Sequence[tuple[int, int, int, int]] = (),
+    blocks: Sequence[Block] = (),
 ) -> Tensor:
     """Logits f32 `(R, V)` of a step of any number of tokens; K and V are written to their slots.
 
-    watch: called after every op with its name and arguments, the residual stream f32 `(T, H)`, and what attention or MLP left to be added.
-    lora: adapters of the tokens. blocks: runs of tokens that see each other whole, as `model.batch.Batch.blocks` gives them.
+    at: as `interpret` takes it. lora: adapters of the tokens. blocks: runs of tokens that see each other whole.
     """
-    run = Run(program, inputs, sequences, k_pools, v_pools, lora, blocks)
-    for run.number, (name, arguments) in enumerate(program.steps):
-        getattr(run, name)(arguments)
-        if watch is not None:
-            watch(name, arguments, run.x, run.done.get(False))
-    return run.logits
+    return interpret(program.steps, GpuBackend(program, inputs, sequences, k_pools, v_pools, lora, blocks), at=at)
 
 
 def unembed(program: Program, x: Tensor) -> Tensor:
     """The program's head on rows f32 `(R, H)` of the residual stream: logits f32 `(R, V)`."""
-    nothing = torch.empty(0, dtype=torch.int32, device=x.device)
-    rows = torch.arange(len(x), dtype=torch.int32, device=x.device)
-    run = Run(program, Inputs(*[nothing] * 6, logit_rows=rows), Sequences([], []), [], [])
-    run.x = x
-    run.norm_head(program.steps[-1][1])
-    return run.logits
+    inputs = Inputs.nothing(x.device, logit_rows=torch.arange(len(x), dtype=torch.int32, device=x.device))
+    return interpret(program.steps[-1:], GpuBackend(program, inputs, Sequences([], []), [], []), x)
 
 
-class Run:
-    """The state of one walk over a program: `prefill` calls the method of each op's name; `model.trace` calls them one by one."""
+class GpuBackend(Backend):
+    """The ops of prompts on the GPU, of one step."""
 
     def __init__(
         self,
@@ -116,131 +94,129 @@ class Run:
         k_pools: Sequence[Tensor],
         v_pools: Sequence[Tensor],
         lora: Adapters | None = None,
-        blocks: Sequence[tuple[int, int, int, int]] = (),
+        blocks: Sequence[Block] = (),
     ) -> None:
         self.lora, self.number = lora or Adapters([], []), 0  # number: of the op, for adapters
         self.blocks = blocks
         self.program, self.inputs, self.sequences, self.k, self.v = program, inputs, sequences, k_pools, v_pools
-        self.x = self.logits = torch.empty(0)
-        self.done: dict[bool, Tensor] = {}
-        self.parts: tuple[Tensor, ...] = ()  # q, k, v until attention has read them
         self.gathered = False  # what attention left, from all ranks
         self._unpacked_half: Tensor | None = None
 
-    def embed(self, a: dict[str, Any]) -> None:
-        """The residual stream of the tokens."""
+    def begin(self, number: int, op: Op) -> Op:
+        """As `Backend.begin`."""
+        self.number = number
+        return op
+
+    def embed(self, op: EmbedOp) -> Tensor:
+        """As `Backend.embed`."""
         i = self.inputs
-        self.x = reference.embed(a["table"], i.ids, a["scale"], a["position_table"], i.positions)
+        x = reference.embed(op.table, i.ids, op.scale, op.position_table, i.positions)
         for change, rows in self._changes():
             for part in change.parts:
                 low = part.a[i.ids[rows].long(), : part.rank].float() * part.scale
-                self.x[rows, part.first : part.first + part.b.shape[1]] += low @ part.b.float()
+                x[rows, part.first : part.first + part.b.shape[1]] += low @ part.b.float()
+        return x
 
-    def norm_qkv_rope(self, a: dict[str, Any]) -> None:
-        """Q, K and V of the stream; K and V go to the cache."""
-        norm_bias, layer_norm, interleaved, clip = a["rest"]
-        i, layer, (num_heads, num_kv_heads, head_dim) = self.inputs, a["layer"], a["heads"]
-        x, pools = self._normed(self.x, a, norm_bias, layer_norm), (self.k[layer], self.v[layer])
-        bare = a["bias"] is None and a["q_norm"] is None and a["k_norm"] is None and not clip and not interleaved
-        if bare and head_dim % 16 == 0 and 2 * a["cos"].shape[1] == head_dim and pools[0].dtype == pools[1].dtype == torch.float16:
-            y = self._adapted(x, a["blob"], None, half=True)
-            rotate_rows(y, a["cos"], a["sin"], i.positions, i.slots, *pools, num_heads, num_kv_heads, head_dim)
-            q, k, v = y.view(len(y), -1, head_dim).split([num_heads, num_kv_heads, num_kv_heads], 1)
-            self.parts = q, k, v
-            return
-        y = self._adapted(x, a["blob"], a["bias"])
-        self.parts = rope_append(
-            y, a["cos"], a["sin"], i.positions, i.slots, *pools, a["q_norm"], a["k_norm"], *a["heads"], a["eps"], layer_norm, interleaved,
-            clip,
-        )  # fmt: skip
+    def qkv(self, x: Tensor, op: QkvOp) -> tuple[Tensor, ...]:
+        """As `Backend.qkv`: q, k and v."""
+        i, heads = self.inputs, (op.num_heads, op.num_kv_heads, op.head_dim)
+        h, pools = self._normed(x, op), (self.k[op.layer], self.v[op.layer])
+        bare = op.bias is None and op.q_norm is None and op.k_norm is None and not op.clip and not op.interleaved
+        whole = op.head_dim % 16 == 0 and 2 * op.cos.shape[1] == op.head_dim
+        if bare and whole and pools[0].dtype == pools[1].dtype == torch.float16:
+            y = self._adapted(h, op.blob, None, half=True)
+            rotate_rows(y, op.cos, op.sin, i.positions, i.slots, *pools, *heads)
+            return y.view(len(y), -1, op.head_dim).split([op.num_heads, op.num_kv_heads, op.num_kv_heads], 1)
+        y = self._adapted(h, op.blob, op.bias)
+        return rope_append(
+            y, op.cos, op.sin, i.positions, i.slots, *pools, op.q_norm, op.k_norm, *heads, op.eps, op.layer_norm, op.interleaved, op.clip
+        )
 
-    def paged_attention(self, a: dict[str, Any]) -> None:
-        """Attention over the cache, left in `done`."""
-        q, pools, pages = self.parts[0], (self.k[a["layer"]], self.v[a["layer"]]), self.inputs.block_table
-        self._attend(a)
+    def attend(self, made: tuple[Tensor, ...], op: AttentionOp) -> Tensor:
+        """As `Backend.attend`."""
+        q, pools, pages = made[0], (self.k[op.layer], self.v[op.layer]), self.inputs.block_table
+        mixed = self._attend(made, op)
+        del made
         for first, last, row, end in self.blocks:
-            y = attend_whole(q[first:last], *pools, pages[row], end, scale=a["scale"], window=a["window"], softcap=a["softcap"])
-            self.done[False][first:last] = y.to(self.done[False].dtype)
+            y = attend_whole(q[first:last], *pools, pages[row], end, scale=op.scale, window=op.window, softcap=op.softcap)
+            mixed[first:last] = y.to(mixed.dtype)
         if peers := self.program.peers:
-            mixed = self.done[False].float().reshape(len(q), -1)
-            self.done[False], self.gathered = peers.gather(mixed, [mixed.shape[1]] * peers.size), True
+            mixed = mixed.float().reshape(len(q), -1)
+            mixed, self.gathered = peers.gather(mixed, [mixed.shape[1]] * peers.size), True
+        return mixed
 
-    def _attend(self, a: dict[str, Any]) -> None:
-        (q, k, v), self.parts = self.parts, ()
-        layer, head_dim = a["layer"], q.shape[2]
-        k_pool, v_pool = self.k[layer], self.v[layer]
-        longest, softcap, i = max(self.sequences.lengths), a["softcap"], self.inputs
-        window = a["window"] if 0 < a["window"] < longest else 0
+    def _attend(self, made: tuple[Tensor, ...], op: AttentionOp) -> Tensor:
+        q, k, v = made
+        head_dim, k_pool, v_pool = q.shape[2], self.k[op.layer], self.v[op.layer]
+        longest, softcap, i = max(self.sequences.lengths), op.softcap, self.inputs
+        window = op.window if 0 < op.window < longest else 0
         if torch.float32 in (k_pool.dtype, v_pool.dtype) or not can_attend(head_dim, window=window, softcap=softcap):
-            self.done[False] = paged_attention(
-                q.float().contiguous(), k_pool, v_pool, i.block_table, i.cu_seqlens, i.context_lens, scale=a["scale"], window=a["window"],
+            return paged_attention(
+                q.float().contiguous(), k_pool, v_pool, i.block_table, i.cu_seqlens, i.context_lens, scale=op.scale, window=op.window,
                 softcap=softcap,
             )  # fmt: skip
-            return
         bounds, parts = self.sequences.bounds, []
         for row, (first, last, length) in enumerate(zip(bounds, bounds[1:], self.sequences.lengths)):
             if length == last - first and k_pool.dtype == v_pool.dtype == torch.float16:
                 keys, values = k[first:last], v[first:last]
             else:  # what is stored, so that a prompt in pieces sees what a prompt at once would
                 keys, values = gather_cache(k_pool, v_pool, i.block_table[row], length, head_dim)
-            parts.append(attend(q[first:last], keys, values, scale=a["scale"], window=window, softcap=softcap))
-        self.done[False] = parts[0] if len(parts) == 1 else torch.cat(parts)
+            parts.append(attend(q[first:last], keys, values, scale=op.scale, window=window, softcap=softcap))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def linear_residual(self, a: dict[str, Any]) -> None:
-        """The projection of what is in `done`, added to the stream."""
-        x, scale = self.done.pop(a["aside"]).half(), a["scale"]
-        whole, self.gathered = self.gathered and not a["aside"], self.gathered and a["aside"]  # attention's matrix is whole on every rank
+    def add(self, x: Tensor, y: Tensor, op: ResidualOp) -> Tensor:
+        """As `Backend.add`."""
+        y = y.half()
+        whole, self.gathered = self.gathered and not op.side, self.gathered and op.side  # attention's matrix is whole on every rank
         if peers := None if whole else self.program.peers:
-            y = peers.add(self._adapted(x, a["blob"], a["bias"]))
-            self.x.add_(y if a["norm"] is None else F.rms_norm(y, (y.shape[1],), a["norm"], a["eps"]), alpha=scale)
-            return
-        if len(x) > FEW and a["norm"] is None and not self._changes():  # added up in the product
-            torch.addmm(self.x, x, self.weight(a["blob"], x.device), out_dtype=torch.float32, alpha=scale, out=self.x)
-            if a["bias"] is not None:
-                self.x.add_(a["bias"], alpha=scale)
-            return
-        y = self._adapted(x, a["blob"], a["bias"])
-        if a["norm"] is not None:
-            plain, y = y, F.rms_norm(y, (y.shape[1],), a["norm"], a["eps"])
+            z = peers.add(self._adapted(y, op.blob, op.bias))
+            return x.add_(z if op.norm is None else F.rms_norm(z, (z.shape[1],), op.norm, op.eps), alpha=op.scale)
+        if len(y) > FEW and op.norm is None and not self._changes():  # added up in the product
+            torch.addmm(x, y, self.weight(op.blob, y.device), out_dtype=torch.float32, alpha=op.scale, out=x)
+            return x if op.bias is None else x.add_(op.bias, alpha=op.scale)
+        z = self._adapted(y, op.blob, op.bias)
+        if op.norm is not None:
+            plain, z = z, F.rms_norm(z, (z.shape[1],), op.norm, op.eps)
             for change, rows in self._changes():
                 if change.norm is not None:
-                    y[rows] = F.rms_norm(plain[rows], (y.shape[1],), change.norm, a["eps"])
-        self.x.add_(y, alpha=scale)
+                    z[rows] = F.rms_norm(plain[rows], (z.shape[1],), change.norm, op.eps)
+        return x.add_(z, alpha=op.scale)
 
-    def norm_gate_up(self, a: dict[str, Any]) -> None:
-        """The MLP's activations, left in `done`."""
-        norm_bias, layer_norm, gated = a["rest"]
-        y = self._adapted(self._normed(self.x, a, norm_bias, layer_norm), a["blob"], a["bias"], half=True)
-        self.done[a["aside"]] = gate_rows(y, a["activation"], gated)
+    def gate_up(self, x: Tensor, op: GateUpOp) -> Tensor:
+        """As `Backend.gate_up`."""
+        y = self._adapted(self._normed(x, op), op.blob, op.bias, half=True)
+        return gate_rows(y, reference.ACTIVATIONS.index(op.activation), op.gated)
 
-    def routed_mlp(self, a: dict[str, Any]) -> None:
-        """Expert by expert, for the rows that chose it; the host waits for the choice."""
-        e: Experts = a["experts"]
-        h = norm_rows(self.x, e.norm, e.norm_bias, e.eps, e.layer_norm)
-        chosen, weight = reference.route(self.product(h, e.router, None).float(), e.top_k, e.renormalize)
-        out = torch.zeros_like(self.x)
+    def routed(self, x: Tensor, op: RoutedOp) -> Tensor:
+        """As `Backend.routed`: expert by expert, for the rows that chose it; the host waits for the choice."""
+        h = norm_rows(x, op.norm, op.norm_bias, op.eps, op.layer_norm)
+        chosen, weight = reference.route(self.product(h, op.blob, None).float(), op.top_k, op.renormalize)
+        out = torch.zeros_like(x)
         for expert in chosen.unique().tolist():  # rising, so that a row's experts are added in that order
             rows, place = torch.where(chosen == expert)
-            y = self.product(self._gated(h[rows], e.up[expert], e.activation), e.down[expert], None)
+            y = self.product(self._gated(h[rows], op.up[expert], op.activation), op.down[expert], None)
             out.index_add_(0, rows, weight[rows, place, None] * y)
-        if e.shared_up is not None and e.shared_down is not None:
-            shared = self.product(self._gated(h, e.shared_up, e.activation), e.shared_down, None)
-            out += shared if e.shared_gate is None else self.product(h, e.shared_gate, None).sigmoid() * shared
+        if op.shared_up is not None and op.shared_down is not None:
+            shared = self.product(self._gated(h, op.shared_up, op.activation), op.shared_down, None)
+            out += shared if op.shared_gate is None else self.product(h, op.shared_gate, None).sigmoid() * shared
         if self.program.peers:
             out = self.program.peers.add(out)
-        self.x.add_(out if e.post_norm is None else F.rms_norm(out, (out.shape[1],), e.post_norm, e.post_eps), alpha=e.scale)
+        return x.add_(out if op.post_norm is None else F.rms_norm(out, (out.shape[1],), op.post_norm, op.post_eps), alpha=op.scale)
 
     def _gated(self, h: Tensor, blob: Tensor, activation: str) -> Tensor:
         return gate_rows(self.product(h, blob, None, half=True), reference.ACTIVATIONS.index(activation), True)
 
-    def norm_head(self, a: dict[str, Any]) -> None:
-        """Logits of the wanted rows."""
-        norm_bias, layer_norm = a["rest"]
-        rows = self.x.index_select(0, self.inputs.logit_rows)
+    def head(self, x: Tensor, op: HeadOp) -> Tensor:
+        """As `Backend.head`."""
+        rows = x.index_select(0, self.inputs.logit_rows)
         wanted = self._changes(self.lora.wanted)
-        self.logits = self._adapted(self._normed(rows, a, norm_bias, layer_norm, wanted), a["blob"], a["bias"], changes=wanted)
-        if peers := self.program.peers:
-            self.logits = peers.gather(self.logits, peers.vocab)
+        logits = self._adapted(self._normed(rows, op, wanted), op.blob, op.bias, changes=wanted)
+        peers = self.program.peers
+        return peers.gather(logits, peers.vocab) if peers else logits
+
+    def linear(self, x: Tensor, blob: Tensor, bias: Tensor | None) -> Tensor:
+        """As `Backend.linear`."""
+        return self.product(x.half(), blob, bias).float()
 
     # ---- adapters
 
@@ -249,14 +225,12 @@ class Run:
         of = self.lora.tokens if of is None else of
         return [(change, rows) for adapter, rows in of if (change := adapter.get(self.number)) is not None]
 
-    def _normed(
-        self, x: Tensor, a: dict[str, Any], bias: Tensor | None, layer_norm: bool, changes: list[tuple[LoraChange, Tensor]] | None = None
-    ) -> Tensor:
+    def _normed(self, x: Tensor, op: NormedOp, changes: list[tuple[LoraChange, Tensor]] | None = None) -> Tensor:
         """The norm in front of an op's matrix, f16."""
-        y = norm_rows(x, a["norm"], bias, a["eps"], layer_norm)
+        y = norm_rows(x, op.norm, op.norm_bias, op.eps, op.layer_norm)
         for change, rows in self._changes() if changes is None else changes:
             if change.norm is not None:
-                y[rows] = norm_rows(x[rows], change.norm, change.norm_bias, a["eps"], layer_norm)
+                y[rows] = norm_rows(x[rows], change.norm, change.norm_bias, op.eps, op.layer_norm)
         return y
 
     def _adapted(
@@ -284,10 +258,6 @@ class Run:
             if not every:
                 y[rows] = mine
         return y.half() if half and changes else y
-
-    def residual_out(self, a: dict[str, Any]) -> None:
-        """The stream itself, of every token."""
-        self.logits = self.x
 
     def product(self, x: Tensor, blob: Tensor, bias: Tensor | None, *, half: bool = False) -> Tensor:
         """X f16 `(M, K)` times a matrix, plus a bias: f32 `(M, N)`, or f16 with `half`."""

@@ -6,7 +6,7 @@ on the CPU as a reference. Knows nothing about when what is copied.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -16,8 +16,9 @@ from torch import Tensor
 
 from exl2nb.ops import blob as layout
 from exl2nb.ops import gpu_prefill
-from exl2nb.ops.moe import Experts
+from exl2nb.ops.interpreter import Inputs
 from exl2nb.ops.program import Program
+from exl2nb.ops.records import Op, ResidualOp
 
 CHUNK = 1 << 24  # weights that are unpacked at a time: what is between words and fp16 numbers stays in a GPU's cache
 
@@ -180,62 +181,45 @@ def _put(out: Tensor, values: Tensor, rows: Tensor | None, run: Stretch, K: int)
 # ---- a layer
 
 
-def layers_of(program: Program) -> list[list[tuple[str, dict[str, Any]]]]:
-    """The steps of every layer of a program, without what is before and behind them."""
-    found: list[list[tuple[str, dict[str, Any]]]] = []
-    for name, arguments in program.steps:
-        if name == "norm_qkv_rope":
-            found.append([])
-        if name not in ("embed", "norm_head", "residual_out"):
-            found[-1].append((name, arguments))
-    return found
-
-
-def moved(steps: Sequence[tuple[str, dict[str, Any]]], move: Callable[[Tensor], Tensor]) -> list[tuple[str, dict[str, Any]]]:
-    """A layer's steps with tensors elsewhere, blobs as `Packed`. move: gives the place of a tensor of the CPU."""
+def moved(op: Op, move: Callable[[Tensor], Tensor]) -> Op:
+    """An op with tensors elsewhere, blobs as `Packed`. move: gives the place of a tensor of the CPU."""
 
     def of(value: Any) -> Any:
         if isinstance(value, Tensor):
             return Packed.of(value, move(value)) if value.dtype == torch.uint8 else move(value)
-        if isinstance(value, (tuple, list)):
-            return tuple(of(one) for one in value)
-        if isinstance(value, Experts):
-            return replace(value, **{field.name: of(getattr(value, field.name)) for field in fields(value)})
-        return value
+        return tuple(of(one) for one in value) if isinstance(value, (tuple, list)) else value
 
-    return [(name, {key: of(value) for key, value in arguments.items()}) for name, arguments in steps]
+    return replace(op, **{field.name: of(getattr(op, field.name)) for field in fields(op) if field.init})
 
 
-class LayerRun(gpu_prefill.Run):
-    """A walk over a layer's steps, as `moved` gives them. room: for the largest matrix f16, used by one walk after the other."""
+class LayerBackend(gpu_prefill.GpuBackend):
+    """The ops of a layer that `moved` gave, on any device; on the CPU as a reference.
+
+    Args:
+        room: for the largest matrix f16, used by one layer after the other. The others as in `GpuBackend`; pools by layer.
+    """
 
     def __init__(
         self,
         program: Program,
-        inputs: gpu_prefill.Inputs,
-        sequences: gpu_prefill.Sequences,
-        k_pools: Mapping[int, Tensor],
-        v_pools: Mapping[int, Tensor],
         room: Tensor,
+        inputs: Inputs,
+        sequences: gpu_prefill.Sequences | None = None,
+        k_pools: Mapping[int, Tensor] | None = None,
+        v_pools: Mapping[int, Tensor] | None = None,
     ) -> None:
-        super().__init__(program, inputs, sequences, k_pools, v_pools)  # pyright: ignore[reportArgumentType] - only looked up
+        sequences = sequences or gpu_prefill.Sequences([], [])
+        super().__init__(program, inputs, sequences, k_pools or {}, v_pools or {})  # pyright: ignore[reportArgumentType] - only looked up
         self._unpacked_half = room
 
-    def walk(self, x: Tensor, steps: Sequence[tuple[str, dict[str, Any]]]) -> None:
-        """Add the layer to x f32 `(T, H)`, in place."""
-        self.x = x
-        for name, arguments in steps:
-            getattr(self, name)(arguments)
-
-    def linear_residual(self, a: dict[str, Any]) -> None:
+    def add(self, x: Tensor, y: Tensor, op: ResidualOp) -> Tensor:
         """As in `gpu_prefill`, with the CPU too."""
-        if self.x.device.type != "cpu":
-            super().linear_residual(a)
-            return
-        y = self.product(self.done.pop(a["aside"]).half(), a["blob"], a["bias"])
-        self.x.add_(y if a["norm"] is None else torch.nn.functional.rms_norm(y, (y.shape[1],), a["norm"], a["eps"]), alpha=a["scale"])
+        if x.device.type != "cpu":
+            return super().add(x, y, op)
+        z = self.product(y.half(), op.blob, op.bias)
+        return x.add_(z if op.norm is None else torch.nn.functional.rms_norm(z, (z.shape[1],), op.norm, op.eps), alpha=op.scale)
 
-    def product(self, x: Tensor, blob: Any, bias: Tensor | None, *, half: bool = False) -> Tensor:
+    def product(self, x: Tensor, blob: Tensor | Packed, bias: Tensor | None, *, half: bool = False) -> Tensor:
         """As in `gpu_prefill`, for any number of rows."""
         weight = self.weight(blob, x.device)
         if x.device.type == "cpu":
@@ -245,8 +229,8 @@ class LayerRun(gpu_prefill.Run):
             y = torch.mm(x, weight) if half else torch.mm(x, weight, out_dtype=torch.float32)
         return y if bias is None else y.add_(bias)
 
-    def weight(self, blob: Any, device: torch.device) -> Tensor:
-        """The matrix of a `Packed`, or of a blob of a lent layer on the GPU."""
+    def weight(self, blob: Tensor | Packed, device: torch.device) -> Tensor:
+        """The matrix of a `Packed`, or of a blob of a streamed layer on the GPU."""
         if isinstance(blob, Tensor):
             return super().weight(blob, device)
         weight = self.room(blob.K, blob.N, device)

@@ -92,7 +92,7 @@ def source_digest() -> str:
 # ---- NVRTC
 
 
-def _nvidia_folders(kind: str) -> list[Path]:
+def nvidia_folders(kind: str) -> list[Path]:
     """Folders `kind` ("lib" or "include") of NVIDIA's wheels installed with torch, newest CUDA first, then of a toolkit."""
     found: list[Path] = []
     for root in filter(None, sys.path):  # "" is the current folder, which may be a stranger's
@@ -103,8 +103,9 @@ def _nvidia_folders(kind: str) -> list[Path]:
     return [folder for folder in found if folder.is_dir()]
 
 
-def _libraries() -> list[str]:
-    files = [path for folder in _nvidia_folders("lib") for path in sorted(folder.glob("libnvrtc.so.*")) if ".alt" not in path.name]
+def nvrtc_candidates() -> list[str]:
+    """Return paths and names under which NVRTC may be found, in the order in which they are tried."""
+    files = [path for folder in nvidia_folders("lib") for path in sorted(folder.glob("libnvrtc.so.*")) if ".alt" not in path.name]
     return [str(path) for path in files] + ["libnvrtc.so.13", "libnvrtc.so.12", "nvrtc64_130_0.dll", "nvrtc64_120_0.dll"]
 
 
@@ -117,7 +118,7 @@ class Nvrtc:
 
     def __init__(self) -> None:
         tried = []
-        for name in _libraries():
+        for name in nvrtc_candidates():
             try:
                 folder = Path(name).parent
                 for helper in folder.glob("libnvrtc-builtins.so*") if folder.is_absolute() else ():
@@ -132,7 +133,7 @@ class Nvrtc:
         major, minor = ctypes.c_int(), ctypes.c_int()
         self._check(self._library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)), "nvrtcVersion")
         self.version = (major.value, minor.value)
-        headers = [folder for folder in _nvidia_folders("include") if (folder / "cuda_fp16.h").exists()]
+        headers = [folder for folder in nvidia_folders("include") if (folder / "cuda_fp16.h").exists()]
         here = [folder for folder in headers if _near(folder, self.path)]
         if not headers:
             raise NoCompiler("cuda_fp16.h was not found; it comes with torch's CUDA build, or: pip install nvidia-cuda-runtime")
@@ -247,7 +248,7 @@ def _key(kernel: KernelId, arch: str, version: tuple[int, int]) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
-def _load(path: Path) -> bytes | None:
+def read_cached(path: Path) -> bytes | None:
     """The code of a cache file: its sha256, then itself. None where it is missing, damaged or half written."""
     try:
         data = path.read_bytes()
@@ -273,7 +274,7 @@ def _save(path: Path, code: bytes) -> None:
             Path(aside).unlink(missing_ok=True)
 
 
-_codes: dict[tuple[KernelId, str], bytes] = {}  # by kernel and architecture; kept alive, the driver reads them
+compiled_codes: dict[tuple[KernelId, str], bytes] = {}  # by kernel and architecture; kept alive, the driver reads them
 _locks: dict[tuple[KernelId, str], threading.Lock] = {}
 _guard = threading.Lock()
 
@@ -289,9 +290,9 @@ def code_of(kernel: KernelId, major: int, minor: int) -> bytes:
     with _guard:
         lock = _locks.setdefault(key, threading.Lock())
     with lock:
-        if key not in _codes:
-            _codes[key] = _cached(*key)
-        return _codes[key]
+        if key not in compiled_codes:
+            compiled_codes[key] = _cached(*key)
+        return compiled_codes[key]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -309,17 +310,18 @@ class _Ready:
         Raises:
             OSError, EOFError, lzma.LZMAError: it cannot be read.
         """
-        text = _unpacked(self.path) if self.path.suffix == ".xz" else self.path.read_bytes()
+        text = unpacked_code(self.path) if self.path.suffix == ".xz" else self.path.read_bytes()
         return text[self.start : self.start + self.size]
 
 
 @lru_cache(maxsize=4)  # programs of one source are packed together and asked for one after the other
-def _unpacked(path: Path) -> bytes:
+def unpacked_code(path: Path) -> bytes:
+    """Return the contents of a compressed file of ready-made code."""
     return lzma.decompress(path.read_bytes())
 
 
 @cache
-def _ready() -> dict[tuple[KernelId, int, int], _Ready]:
+def ready_made() -> dict[tuple[KernelId, int, int], _Ready]:
     """Code that ships in the package, by program and compute capability, made by `tools/compile_kernels.py`. Only what was made from these
     sources and by a CUDA that the driver knows. An index that cannot be read counts as none.
     """
@@ -339,13 +341,13 @@ def _ready() -> dict[tuple[KernelId, int, int], _Ready]:
 
 def ready_architectures() -> list[str]:
     """Compute capabilities with code in the package that this process takes, such as ["8.0", "9.0"]."""
-    return sorted({f"{major}.{minor}" for _, major, minor in _ready()})
+    return sorted({f"{major}.{minor}" for _, major, minor in ready_made()})
 
 
 def _ready_for(unit: KernelId, arch: str) -> _Ready | None:
     """Machine code runs on its own architecture and on those of the same major number after it; sm_90a only on itself."""
     major, minor = int(arch.rstrip("a")[:-1]), int(arch.rstrip("a")[-1])
-    found = (_ready().get((unit, major, m)) for m in range(minor, -1, -1))
+    found = (ready_made().get((unit, major, m)) for m in range(minor, -1, -1))
     return next((ready for ready in found if ready and ready.path.exists()), None)
 
 
@@ -369,7 +371,7 @@ def _cached(kernel: KernelId, arch: str) -> bytes:
         return ready
     folder, compiler = cache_folder(), nvrtc()
     path = folder / f"{_key(kernel, arch, compiler.version)}.cubin" if folder else None
-    code = _load(path) if path else None
+    code = read_cached(path) if path else None
     if code is None:
         code = compiler.compile(kernel, arch)
         if path:
@@ -383,7 +385,7 @@ def missing(kernels: Iterable[KernelId], major: int, minor: int) -> list[KernelI
     units = [unit for unit in units if not _ready_for(unit, unit.arch(major, minor))]
     version = nvrtc().version if units else (0, 0)
     paths = {unit: folder and folder / f"{_key(unit, unit.arch(major, minor), version)}.cubin" for unit in units}
-    return [unit for unit, path in paths.items() if (unit, unit.arch(major, minor)) not in _codes and not (path and path.exists())]
+    return [unit for unit, path in paths.items() if (unit, unit.arch(major, minor)) not in compiled_codes and not (path and path.exists())]
 
 
 def prepare(units: Sequence[KernelId], major: int, minor: int, *, progress: Callable[[], None] = lambda: None) -> None:
@@ -412,7 +414,7 @@ _Pointers = ctypes.POINTER(ctypes.c_void_p)
 
 
 @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_int, _Pointers, _Pointers)
-def _answer(source: bytes, name: bytes, major: int, minor: int, code: ctypes.Array, text: ctypes.Array) -> int:
+def compiler_answer(source: bytes, name: bytes, major: int, minor: int, code: ctypes.Array, text: ctypes.Array) -> int:
     """KernelCode of csrc/cuda/runtime/kernel.h."""
     try:
         kernel = KernelId(source.decode(), name.decode())
@@ -434,8 +436,8 @@ def connect(path: Path) -> None:
     _library = ctypes.CDLL(str(path))
     for function in (_library.exl2nb_kernel_problem, _library.exl2nb_all_kernels, _library.exl2nb_noted_launches):
         function.restype = ctypes.c_char_p
-    _library.exl2nb_set_kernel_code(_answer)
-    _ready.cache_clear()  # the driver's version is known now
+    _library.exl2nb_set_kernel_code(compiler_answer)
+    ready_made.cache_clear()  # the driver's version is known now
 
 
 def _ids(lines: bytes) -> list[KernelId]:

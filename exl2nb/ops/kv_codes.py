@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 FORMATS = {"fp16": 0, "fp32": 1, "q8": 2, "q4": 3, "fp8": 4}
-"""Storage of a pool (`cache/storage.py`) -> its number in the kernels, csrc/format/pool.h; compared when the library is loaded."""
+"""Storage of a pool (`cache/spec.py`) -> its number in the kernels, csrc/format/pool.h; compared when the library is loaded."""
 PAGE = 256
 """Tokens of a page of a coded pool; it has no dimension that says so."""
 ZERO = {4: 7.0, 8: 127.5}

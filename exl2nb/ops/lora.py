@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import Tensor
@@ -17,13 +17,14 @@ from torch import Tensor
 from exl2nb.ops import blob as layout
 from exl2nb.ops import gpu
 from exl2nb.ops._library import check
+from exl2nb.ops.records import EmbedOp, GateUpOp, MatrixOp, NormedOp, Op, QkvOp, ResidualOp
 from exl2nb.ops.weights import dense, pack_dense
 
 if TYPE_CHECKING:
     from exl2nb.ops.program import Program
 
 MAGIC, VERSION, HEADER_WORDS = 0x3141524F4C324558, 2, 6
-INSIDE = ("norm_qkv_rope", "linear_residual", "norm_gate_up")  # ops whose products on the GPU can add adapters themselves
+INSIDE = (QkvOp, ResidualOp, GateUpOp)  # ops whose products on the GPU can add adapters themselves
 INSIDE_PARTS, INSIDE_WIDTH = 6, 256  # most of a change there: kLoraChainParts, kLoraChainWidth in csrc/cuda/gemm/persistent/lora_chain.cuh
 CHANGE_WORDS, PART_WORDS, BLOCK_WORDS, FIRST_A = 16, 6, 6, 8  # of LoraChange, LoraPart, LoraBlock, kFirstA in csrc/format/lora.h
 
@@ -218,22 +219,18 @@ class LoraTable:
 
     def _shape(self, op: int) -> tuple[int, int]:
         """Inputs and outputs of an op."""
-        name, arguments = self.program.steps[op]
-        if name == "embed":
-            return tuple(arguments["table"].shape)
-        head = self.program.heads.get(arguments["blob"].data_ptr())
-        return layout.shape(arguments["blob"]) if head is None else gpu.shape_of(head)
+        known = self.program.steps[op]
+        if isinstance(known, EmbedOp):
+            return known.vocab, known.width
+        assert isinstance(known, MatrixOp)
+        head = self.program.heads.get(known.blob.data_ptr())
+        return layout.shape(known.blob) if head is None else gpu.shape_of(head)
 
     def _parts(self, op: int, change: LoraChange, kept: list[Any]) -> list[list[int]]:
         """The words of an op's parts."""
-        name, _ = self.program.steps[op]
-        check(
-            name not in ("paged_attention", "routed_mlp"),
-            "LoraTable",
-            "a change",
-            f"of {name}",
-            "of an op with one matrix, or the embedding",
-        )
+        known, name = self.program.steps[op], self.program.steps[op].name
+        adapts = isinstance(known, (EmbedOp, *get_args(MatrixOp)))
+        check(adapts, "LoraTable", "a change", f"of {name}", "of an op with one matrix, or the embedding")
         inputs, outputs = self._shape(op)
         rows = []
         for part in change.parts:
@@ -250,16 +247,16 @@ class LoraTable:
 
     def _change(self, op: int, change: LoraChange, parts: int, blocks: int, kept: list[Any]) -> list[int]:
         """The words of a change whose parts and blocks are at addresses."""
-        name, _ = self.program.steps[op]
+        known = self.program.steps[op]
         inputs, outputs = self._shape(op)
         vectors = []
-        widths = {"gain": outputs, "bias": outputs, "norm": outputs if name == "linear_residual" else inputs}
+        widths = {"gain": outputs, "bias": outputs, "norm": outputs if isinstance(known, ResidualOp) else inputs}
         for which in ("gain", "bias", "norm", "norm_bias"):
             vector: Tensor | None = getattr(change, which)
             width = widths.get(which, widths["norm"])
             fits = vector is None or (vector.dtype == torch.float32 and tuple(vector.shape) == (width,) and vector.is_contiguous())
             fits = fits and (vector is None or vector.device.type == self.program.device.type)
-            check(fits, "LoraTable", f"{which} of {name}", vector is not None and tuple(vector.shape), f"f32 ({width},)")
+            check(fits, "LoraTable", f"{which} of {known.name}", vector is not None and tuple(vector.shape), f"f32 ({width},)")
             kept.append(vector)
             vectors.append(0 if vector is None else vector.data_ptr())
         first = [block.data_ptr() for part in change.parts for block in _strips(part).a][:FIRST_A] if blocks else []
@@ -268,7 +265,7 @@ class LoraTable:
 
 def _fits(program: Program, op: int, change: LoraChange) -> bool:
     few = len(change.parts) <= INSIDE_PARTS and change.width <= INSIDE_WIDTH and all(part.b.shape[1] for part in change.parts)
-    return program.steps[op][0] in INSIDE and change.is_plain and few
+    return isinstance(program.steps[op], INSIDE) and change.is_plain and few
 
 
 def _strips(part: LoraPart) -> LoraStrips:
@@ -284,47 +281,57 @@ def for_gemm(adapter: Adapter, program: Program) -> Adapter:
     for op, change in adapter.items():
         if not change.parts or change.in_strips or not _fits(program, op, change):
             continue
-        blob = program.steps[op][1]["blob"]
+        blob = matrix_op(program, op).blob
         rows, parts = gpu.stored_rows(program.heads[blob.data_ptr()], blob), gpu.columns_of(program.heads[blob.data_ptr()])
         made = (part if part.strips is not None else replace(part, strips=LoraStrips.of(part, rows, parts)) for part in change.parts)
         found[op] = replace(change, parts=tuple(made))
     return found
 
 
-def merged(words: Tensor, adapter: int, op: int) -> dict[str, Any]:
-    """For the reference: an op's arguments with the adapter in its weights, in fp32.
+def matrix_op(program: Program, number: int) -> MatrixOp:
+    """An op that has one matrix."""
+    op = program.steps[number]
+    assert isinstance(op, MatrixOp), op.name
+    return op
+
+
+def norm_bias_of(op: Op) -> Tensor | None:
+    """The bias of the norm in front of an op's matrix; None where it has none."""
+    return op.norm_bias if isinstance(op, NormedOp) else None
+
+
+def merged(words: Tensor, adapter: int, number: int) -> Op:
+    """For the reference: an op with the adapter in its weights, in fp32.
 
     Args:
-        words: of a table that is alive. adapter: its row; -1 = none.
+        words: of a table that is alive. adapter: its row; -1 = none. number: of the op in its program.
     """
     table = _tables.get(words.data_ptr())
     check(table is not None, "decode_step", "lora", tuple(words.shape), "the words of a LoraTable that is alive")
     assert table is not None
-    name, arguments = table.program.steps[op]
+    op = table.program.steps[number]
     check(-1 <= adapter < len(table.adapters), "decode_step", "an adapter", adapter, f"-1 to {len(table.adapters) - 1}")
     mine = table.adapters[adapter] if adapter >= 0 else None
-    change = mine.get(op) if mine is not None else None
+    change = mine.get(number) if mine is not None else None
     if change is None:
-        return arguments
-    made = dict(arguments)
-    if name == "embed":
-        made["table"], made["scale"] = arguments["table"].float() * arguments["scale"], 1.0
+        return op
+    if isinstance(op, EmbedOp):
+        rows = op.table.float() * op.scale
         for part in change.parts:
-            made["table"] += part.dense
-        return made
-    weight, bias = dense(arguments["blob"]).clone(), arguments["bias"]
+            rows += part.dense
+        return replace(op, table=rows, scale=1.0)
+    assert isinstance(op, MatrixOp)
+    weight, bias = dense(op.blob).clone(), op.bias
     gain = torch.zeros(weight.shape[1]) if change.gain is None else change.gain
     for part in change.parts:
         weight[:, part.first : part.first + part.b.shape[1]] += part.dense
     weight *= 1 + gain
-    made["blob"] = pack_dense(weight.T.contiguous())
     if bias is not None or change.bias is not None:
-        made["bias"] = (0 if bias is None else bias * (1 + gain)) + (0 if change.bias is None else change.bias)
-    if change.norm is not None:
-        made["norm"] = change.norm
-        if "rest" in made:
-            made["rest"] = (change.norm_bias, *made["rest"][1:])
-    return made
+        bias = (0 if bias is None else bias * (1 + gain)) + (0 if change.bias is None else change.bias)
+    made = replace(op, blob=pack_dense(weight.T.contiguous()), bias=bias)
+    if change.norm is None:
+        return made
+    return replace(made, norm=change.norm, **({"norm_bias": change.norm_bias} if isinstance(op, NormedOp) else {}))
 
 
 def blend(adapters: Sequence[tuple[Adapter, float]], program: Program) -> Adapter:
@@ -335,14 +342,14 @@ def blend(adapters: Sequence[tuple[Adapter, float]], program: Program) -> Adapte
     found: dict[int, LoraChange] = {}
     for op in sorted({op for adapter, _ in adapters for op in adapter}):
         changes = [(adapter[op], weight) for adapter, weight in adapters if op in adapter]
-        arguments = program.steps[op][1]
+        own = program.steps[op]
         gain = _sum([(change.gain, weight) for change, weight in changes])
         found[op] = LoraChange(
             parts=tuple(_weighted(part, change.gain, weight, gain) for change, weight in changes for part in change.parts),
             gain=gain,
             bias=_sum([(change.bias, weight) for change, weight in changes]),
-            norm=_moved(arguments.get("norm"), [(change.norm, weight) for change, weight in changes]),
-            norm_bias=_moved(arguments.get("rest", (None,))[0], [(change.norm_bias, weight) for change, weight in changes]),
+            norm=_moved(own.norm if isinstance(own, MatrixOp) else None, [(change.norm, weight) for change, weight in changes]),
+            norm_bias=_moved(norm_bias_of(own), [(change.norm_bias, weight) for change, weight in changes]),
         )
     return found
 

@@ -1,19 +1,21 @@
-"""Memory: large pages, reading as fast as possible (the benchmarks' yardstick), and sizes of what the CUDA engine keeps on a GPU."""
+"""Memory: large pages, reading as fast as possible (the benchmarks' yardstick), sizes on a GPU, and errors that say what did not fit."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
 import platform
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from exl2nb.core.errors import DeviceError
+from exl2nb.core.errors import DeviceError, OutOfMemory
 from exl2nb.ops._library import define
 
 _PAGE = 2 << 20
@@ -64,6 +66,11 @@ def kept_memory() -> Iterator[None]:
                 libc.malloc_trim(0)
 
 
+def memory_is_kept() -> bool:
+    """Return whether a block of `kept_memory` is open."""
+    return _keepers[0] > 0
+
+
 _read_memory_op = define("read_memory(Tensor data) -> int", fake=lambda data: 0, reference=lambda data: int(data.long().sum()))
 
 
@@ -90,3 +97,59 @@ partial_sums_bytes = define(
     reference=_unknown,
 )
 """Bytes of partial sums in the workspace of a step on a GPU: of a router with so many outputs, or of stream-K GEMMs where it is 0."""
+
+
+_HOST = "DefaultCPUAllocator"  # in torch's message; torch has no error class for it
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a call failed for lack of memory: torch's own errors, or the plain one of an op of the compiled library on the GPU."""
+    if isinstance(error, OutOfMemory):
+        return False
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _HOST in str(error)):
+        return True
+    if not torch.cuda.is_available():
+        return False
+    words = ("aten::new_empty", "aten::new_zeros", "out of memory")
+    return isinstance(error, torch.OutOfMemoryError) or (isinstance(error, RuntimeError) and any(word in str(error) for word in words))
+
+
+def out_of_memory_error(error: BaseException, what: str, todo: str, *, needed: str = "") -> OutOfMemory:
+    """The error of a full memory by name: "what: needed, free of total; todo". GPU memory that torch keeps for later goes back first.
+
+    Args:
+        error: an error for which `is_out_of_memory` is true.
+        what: what was not possible.
+        todo: what to do.
+        needed: "" takes the size that the message of torch names.
+    """
+    if isinstance(error, MemoryError) or _HOST in str(error):
+        asked = re.search(r"tried to allocate (\d+) bytes", str(error))
+        needed = needed or (f"{int(asked[1]) / 2**30:.2f} GiB more" if asked else "more")
+        return OutOfMemory(f"{what} the machine's memory: {needed} needed, {_free_host_memory()}; {todo}")
+    asked = re.search(r"Tried to allocate ([0-9.]+ [KMGT]?i?B)", str(error))
+    needed = needed or (f"{asked[1]} more" if asked else "more")
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    return OutOfMemory(f"{what} the GPU: {needed} needed, {free / 2**30:.2f} of {total / 2**30:.1f} GiB are free; {todo}, or device='cpu'")
+
+
+def _free_host_memory() -> str:
+    """What is free, where the system says it."""
+    try:
+        found = dict(re.findall(r"(\w+):\s+(\d+) kB", Path("/proc/meminfo").read_text()))
+        free, total = (int(found[name]) / 2**20 for name in ("MemAvailable", "MemTotal"))
+    except (OSError, KeyError):
+        return "less is free"
+    return f"{free:.2f} of {total:.1f} GiB are free"
+
+
+@contextmanager
+def naming_out_of_memory(what: str, todo: str, *, needed: str = "") -> Iterator[None]:
+    """Raise `out_of_memory_error` in place of an error for which `is_out_of_memory` is true."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise out_of_memory_error(error, what, todo, needed=needed) from error

@@ -12,8 +12,7 @@ from torch import Tensor
 from exl2nb.ops import kv_codes
 
 if TYPE_CHECKING:
-    from exl2nb.ops.attention import QKVProjection
-    from exl2nb.ops.moe import Experts
+    from exl2nb.ops.records import QkvOp, RoutedOp
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
@@ -110,7 +109,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tens
     return torch.cat([a * cos - b * sin, b * cos + a * sin, x[..., 2 * half :]], -1)
 
 
-def norm_qkv_rope(x: Tensor, layer: QKVProjection, positions: Tensor, slots: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
+def norm_qkv_rope(x: Tensor, layer: QkvOp, positions: Tensor, slots: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
     """Norm, one matrix [q; k; v], optional head norms, rotation; K and V go to their slots; returns q `(T, Hq, D)`.
 
     layer: with the dense matrix `(H, N)` as its blob.
@@ -202,14 +201,14 @@ def route(logits: Tensor, top_k: int, renormalize: float) -> tuple[Tensor, Tenso
     return chosen, weight
 
 
-def routed_mlp(x: Tensor, experts: Experts, matrix: Callable[[Tensor], Tensor] = lambda dense: dense) -> Tensor:
+def routed_mlp(x: Tensor, experts: RoutedOp, matrix: Callable[[Tensor], Tensor] = lambda dense: dense) -> Tensor:
     """X `(T, H)` += scale * post_norm(weighted sum of each row's experts + shared expert), in place; the chosen experts `(T, top_k)`.
 
     matrix: of the layer's matrices -> dense `(K, N)`, which they may be already.
     """
     e = experts
     h = norm(x, e.norm, e.eps, e.norm_bias, e.layer_norm)
-    chosen, weight = route(linear(h, matrix(e.router), None), e.top_k, e.renormalize)
+    chosen, weight = route(linear(h, matrix(e.blob), None), e.top_k, e.renormalize)
 
     def expert(rows: Tensor, up: Tensor, down: Tensor) -> Tensor:
         return linear(norm_gate_up(rows, None, 0.0, matrix(up), None, e.activation), matrix(down), None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -86,8 +85,8 @@ class PlannedProgram(Program):
         number = self._regions.setdefault(tensor.data_ptr(), len(self._regions))
         return _FIRST_REGION + _PROGRAM_TENSORS + number << 32
 
-    def _f32(self, tensor: Tensor | None) -> int:
-        return 0 if tensor is None else self._address(tensor)
+    def _f32(self, tensor: Tensor) -> int:
+        return self._address(tensor)
 
     def _blob(self, blob: Tensor) -> int:
         if blob.data_ptr() not in self.heads:
@@ -104,15 +103,9 @@ class PlannedProgram(Program):
         groups = [int(group[name]) for group in part.groups for name in ("bits", "rows")]
         return [kind, part.outputs, order, stored, len(part.groups), *groups]
 
-    def _experts(self, up: Sequence[Tensor], down: Sequence[Tensor]) -> int:
-        words = []
-        for parts, blobs in ((2, up), (1, down)):
-            for blob in blobs:
-                self._blob(blob)
-            table = _ops.gpu_planned_experts([self.heads[blob.data_ptr()] for blob in blobs], parts)
-            words += [table.data_ptr(), self._address(table)]
-        self._tensors.append(torch.tensor(words, dtype=torch.int64))
-        return self._tensors[-1].data_ptr()
+    def _expert_table(self, heads: list[Tensor], parts: int) -> tuple[int, int]:
+        table = _ops.gpu_planned_experts(heads, parts)
+        return table.data_ptr(), self._address(table)
 
 
 def available() -> bool:

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from exl2nb.ops.mask import mask_logits
+from exl2nb.ops.draw import mask_logits
 
 FEW = 16  # where at most one token in 16 is allowed, filters work on their ids alone
 _COUNTS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(axis=1).astype(np.uint8)

@@ -1,6 +1,6 @@
 """The filters of a chain: one pure function per cut, and the table of all filters in the order in which they apply.
 
-To add one: a pure function here (a penalty: in `penalties.py`), one row in the table, and its field with a range in `SamplingParams`. Every
+To add one: a pure function here (a penalty: in `penalties.py`), one row in the table, and its field in `SamplingParams`. Every
 function takes f32 `(V,)` logits, where -inf means removed, and returns a new row of them; every cut leaves at least one token.
 """
 
@@ -311,19 +311,24 @@ class Filter(NamedTuple):
     """One filter of the chain.
 
     name: also in `SamplingParams.order`. apply: (f32 `(n,)` logits, state, candidates) -> f32 `(n,)`, -inf where a token is removed;
-    penalties always get the whole vocabulary. fields: of SamplingParams, that it reads. switch: the field that turns it on where it differs
-    from its neutral default; "" = the first of `fields`.
+    penalties always get the whole vocabulary. fields: of SamplingParams, that it reads. about: what it does, in one line. switched_by: the
+    field that turns it on where it differs from its neutral default; "" = the first of `fields`.
     """
 
     name: str
     apply: Callable[[np.ndarray, SamplerState, Candidates], np.ndarray]
     fields: tuple[str, ...]
-    switch: str = ""
+    about: str = ""
+    switched_by: str = ""
+
+    @property
+    def switch(self) -> str:
+        """The field that turns the filter on."""
+        return self.switched_by or self.fields[0]
 
     def active(self, params: SamplingParams) -> bool:
         """Whether a request's params switch it on."""
-        field = self.switch or self.fields[0]
-        return getattr(params, field) != params.__dataclass_fields__[field].default
+        return getattr(params, self.switch) != params.__dataclass_fields__[self.switch].default
 
 
 def _dry(x: np.ndarray, s: SamplerState, _: Candidates) -> np.ndarray:
@@ -344,24 +349,49 @@ def without_padding(logits: np.ndarray, columns: int) -> np.ndarray:
 PADDING = Filter("padding", lambda x, s, _: without_padding(x, s.columns), ())
 
 # The grammar's mask, before every chain of a request that has a grammar.
-CONSTRAINT = Filter("constraint", lambda x, s, _: s.allowed().masked(x), ())
+CONSTRAINT = Filter("constraint", lambda x, s, _: s.allowed().masked(x), (), "keeps the tokens that the grammar allows here")
 
 # What cannot be chosen at all. Always first, and always in force.
 MASKS: tuple[Filter, ...] = (
-    Filter("allowed_tokens", lambda x, s, _: allow(x, s.ids_of("allowed_tokens")), ("allowed_tokens",)),
-    Filter("banned_tokens", lambda x, s, _: ban(x, s.ids_of("banned_tokens")), ("banned_tokens",)),
-    Filter("min_tokens", lambda x, s, _: mask_ends(x, s.end_ids) if s.too_short else x, ("min_tokens",)),
+    Filter("allowed_tokens", lambda x, s, _: allow(x, s.ids_of("allowed_tokens")), ("allowed_tokens",), "keeps the tokens of a list"),
+    Filter("banned_tokens", lambda x, s, _: ban(x, s.ids_of("banned_tokens")), ("banned_tokens",), "removes the tokens of a list"),
+    Filter(
+        "min_tokens",
+        lambda x, s, _: mask_ends(x, s.end_ids) if s.too_short else x,
+        ("min_tokens",),
+        "bans the end tokens up to the minimum length",
+    ),
 )
 
 # On raw logits; greedy takes the best token after them.
 _RANGE = ("penalty_range", "penalty_decay")
 _DRY = ("dry_multiplier", "dry_base", "dry_allowed_length", "dry_range", "dry_max_ngram")
 PENALTIES: tuple[Filter, ...] = (
-    Filter("repetition_penalty", lambda x, s, _: repetition_penalty(x, *s.repeated()), ("repetition_penalty", *_RANGE)),
-    Filter("presence_penalty", lambda x, s, _: subtract(x, *s.present()), ("presence_penalty", "penalty_prompt", *_RANGE)),
-    Filter("frequency_penalty", lambda x, s, _: subtract(x, *s.frequent()), ("frequency_penalty", "penalty_prompt", *_RANGE)),
-    Filter("dry", _dry, _DRY),
-    Filter("logit_bias", lambda x, s, _: logit_bias(x, s.ids_of("logit_bias"), s.bias), ("logit_bias",)),
+    Filter(
+        "repetition_penalty",
+        lambda x, s, _: repetition_penalty(x, *s.repeated()),
+        ("repetition_penalty", *_RANGE),
+        "divides the logits of tokens already in the text",
+    ),
+    Filter(
+        "presence_penalty",
+        lambda x, s, _: subtract(x, *s.present()),
+        ("presence_penalty", "penalty_prompt", *_RANGE),
+        "subtracted once from tokens already generated",
+    ),
+    Filter(
+        "frequency_penalty",
+        lambda x, s, _: subtract(x, *s.frequent()),
+        ("frequency_penalty", "penalty_prompt", *_RANGE),
+        "subtracted for every occurrence in the generated text",
+    ),
+    Filter("dry", _dry, _DRY, "penalises tokens that would extend a repeated sequence; grows with its length"),
+    Filter(
+        "logit_bias",
+        lambda x, s, _: logit_bias(x, s.ids_of("logit_bias"), s.bias),
+        ("logit_bias",),
+        "added to the logits of chosen tokens",
+    ),
 )
 
 # The order of Transformers; other filters stand where their authors put them.
@@ -370,30 +400,62 @@ CUTS: tuple[Filter, ...] = (
         "smoothing",
         lambda x, s, _: smoothing(x, s.params.smoothing_factor, s.params.smoothing_curve),
         ("smoothing_factor", "smoothing_curve"),
+        "quadratic transform around the top logit",
     ),
-    Filter("temperature", lambda x, s, _: temperature(x, s.params.temperature), ("temperature",)),
-    Filter("top_k", lambda x, s, _: top_k(x, s.params.top_k), ("top_k",)),
-    Filter("top_p", lambda x, s, v: top_p(x, s.params.top_p, left_out=v.left_out), ("top_p",)),
-    Filter("top_a", lambda x, s, v: top_a(x, s.params.top_a, left_out=v.left_out), ("top_a",)),
-    Filter("min_p", lambda x, s, _: min_p(x, s.params.min_p), ("min_p",)),
-    Filter("tail_free", lambda x, s, _: tail_free(x, s.params.tfs), ("tfs",)),
-    Filter("typical", lambda x, s, _: typical(x, s.params.typical_p), ("typical_p",)),
-    Filter("mirostat", lambda x, s, _: mirostat(x, s.mu), ("mirostat_tau", "mirostat_eta"), "mirostat"),
+    Filter(
+        "temperature",
+        lambda x, s, _: temperature(x, s.params.temperature),
+        ("temperature",),
+        "divides the logits: below 1 sharper, above 1 flatter",
+    ),
+    Filter("top_k", lambda x, s, _: top_k(x, s.params.top_k), ("top_k",), "keeps the k most likely tokens"),
+    Filter(
+        "top_p",
+        lambda x, s, v: top_p(x, s.params.top_p, left_out=v.left_out),
+        ("top_p",),
+        "keeps the most likely tokens up to a total probability of p",
+    ),
+    Filter(
+        "top_a",
+        lambda x, s, v: top_a(x, s.params.top_a, left_out=v.left_out),
+        ("top_a",),
+        "keeps tokens above a × (top probability)²",
+    ),
+    Filter("min_p", lambda x, s, _: min_p(x, s.params.min_p), ("min_p",), "keeps tokens above p × the top probability"),
+    Filter("tail_free", lambda x, s, _: tail_free(x, s.params.tfs), ("tfs",), "removes the flat tail of the distribution"),
+    Filter("typical", lambda x, s, _: typical(x, s.params.typical_p), ("typical_p",), "keeps tokens whose surprise is near the entropy"),
+    Filter(
+        "mirostat",
+        lambda x, s, _: mirostat(x, s.mu),
+        ("mirostat_tau", "mirostat_eta"),
+        "keeps the surprise of the text near a target",
+        "mirostat",
+    ),
     Filter(
         "dynamic_temperature",
         lambda x, s, _: dynamic_temperature(x, s.params.min_temp, s.params.max_temp, s.params.temp_exponent),
         ("min_temp", "max_temp", "temp_exponent"),
+        "sets the temperature from the entropy",
         "max_temp",
     ),
     Filter(
         "xtc",
         lambda x, s, v: xtc(x, s.params.xtc_probability, s.params.xtc_threshold, v.indices_of(s.protected)),
         ("xtc_probability", "xtc_threshold"),
+        "sometimes removes every token above the threshold but the least likely of them",
     ),
-    Filter("skew", lambda x, s, _: skew(x, s.params.skew), ("skew",)),
+    Filter("skew", lambda x, s, _: skew(x, s.params.skew), ("skew",), "favours less (> 0) or more (< 0) likely tokens"),
 )
 CHAIN = MASKS + PENALTIES + CUTS
 NAMES = tuple(f.name for f in PENALTIES + CUTS)
+SWITCHES = frozenset(f.switch for f in CHAIN)
+"""The fields of `SamplingParams` that turn a filter on."""
+ABOUT = {
+    "logits": "the model's raw output",
+    **{f.name: f.about for f in (CONSTRAINT, *CHAIN)},
+    "greedy": "the most likely token; no random number",
+}
+"""What each step of a chain does, in one line."""
 LAST_TEMPERATURE = "dynamic_temperature"  # `temperature_last` puts temperature here
 
 

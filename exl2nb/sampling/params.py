@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from exl2nb.core.errors import OptionError
-from exl2nb.core.options import check_flag, check_range, make, shown
+from exl2nb.core.options import check_integer, check_options, documented, make, option, options_of, shown
 from exl2nb.core.show import facts
 
 if TYPE_CHECKING:
@@ -18,38 +18,8 @@ if TYPE_CHECKING:
 MAX_SEED = 2**64 - 1
 MAX_ID = 2**31 - 1
 DRY_BREAKERS = (".", ",", "!", "?", "<", ">", "[", "]", "(", ")", "{", "}", "\n", "\t", '"')
-RANGES: dict[str, tuple[float, float]] = {
-    "temperature": (0.0, 100.0),
-    "min_temp": (0.0, 100.0),
-    "max_temp": (0.0, 100.0),
-    "temp_exponent": (0.01, 100.0),
-    "smoothing_factor": (0.0, 100.0),
-    "smoothing_curve": (1.0, 3.0),
-    "top_p": (0.0, 1.0),
-    "top_a": (0.0, 1.0),
-    "min_p": (0.0, 1.0),
-    "tfs": (0.0, 1.0),
-    "typical_p": (0.0, 1.0),
-    "mirostat_tau": (0.0, 100.0),
-    "mirostat_eta": (0.0, 10.0),
-    "xtc_probability": (0.0, 1.0),
-    "xtc_threshold": (0.0, 1.0),
-    "skew": (-10.0, 10.0),
-    "repetition_penalty": (0.01, 100.0),
-    "presence_penalty": (-100.0, 100.0),
-    "frequency_penalty": (-100.0, 100.0),
-    "dry_multiplier": (0.0, 100.0),
-    "dry_base": (1.0, 10.0),
-}
-INTEGERS: dict[str, tuple[int, int]] = {
-    "top_k": (0, 2**31 - 1),
-    "penalty_range": (0, 2**31 - 1),
-    "penalty_decay": (0, 2**31 - 1),
-    "dry_allowed_length": (1, 1000),
-    "dry_range": (0, 2**31 - 1),
-    "dry_max_ngram": (1, 1000),
-    "min_tokens": (0, 2**31 - 1),
-}
+LEAVE_OUT = "leave it out to switch it off"
+MAX_COUNT = 2**31 - 1
 # What a device can draw by itself; all else is applied to rows on the host. logit_bias is a plain sum on the row before it.
 DEVICE_FIELDS = frozenset(
     {"temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed"}
@@ -65,34 +35,57 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
+class SamplingOptions(TypedDict, total=False):
+    """The fields of `SamplingParams` as keywords, with the types that are accepted, for type checkers and editors."""
+
+    temperature: float
+    temperature_last: bool
+    min_temp: float
+    max_temp: float
+    temp_exponent: float
+    smoothing_factor: float
+    smoothing_curve: float
+    top_k: int
+    top_p: float
+    top_a: float
+    min_p: float
+    tfs: float
+    typical_p: float
+    mirostat: bool
+    mirostat_tau: float
+    mirostat_eta: float
+    xtc_probability: float
+    xtc_threshold: float
+    xtc_ignore: Sequence[int] | None
+    skew: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    penalty_range: int
+    penalty_decay: int
+    penalty_prompt: bool
+    dry_multiplier: float
+    dry_base: float
+    dry_allowed_length: int
+    dry_range: int
+    dry_max_ngram: int
+    dry_breakers: str | Sequence[str | int]
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]]
+    banned_tokens: Sequence[int]
+    allowed_tokens: Sequence[int]
+    min_tokens: int
+    seed: int | None
+    order: Sequence[str] | None
+    post_sampling: Callable[[Draw], int | None] | Sequence[Callable[[Draw], int | None]]
+
+
+@documented
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Sampling settings of one request; every default is neutral, so `SamplingParams()` draws from the model's own distribution.
 
     Filters apply in the order of `filters.CHAIN`, which extends that of Transformers; `filters.active_filters` lists those of a request.
-    Definitions: `filters.py` and `penalties.py`.
-
-    Masks and penalties, which a greedy request has too:
-        allowed_tokens, banned_tokens: ids; only these, and not these. min_tokens: the text cannot end before this many new tokens.
-        repetition_penalty: logits of tokens of prompt and text are divided (positive) or multiplied (negative) by it; 1 = none.
-        presence_penalty, frequency_penalty: subtracted once, and once per occurrence, from logits of tokens of the new text; 0 = none.
-        penalty_prompt: presence and frequency penalties count the tokens of the prompt, too, as exllamav2 and text-generation-webui do;
-        OpenAI's, and the default here, are about the new text alone.
-        penalty_range: the three count the last tokens only (0 = all); penalty_decay: over this many earlier ones they fade to nothing.
-        dry_multiplier (0 = off), dry_base, dry_allowed_length, dry_range (0 = all), dry_max_ngram, dry_breakers (texts or ids):
-        tokens that would repeat a sequence lose multiplier * base ** (its length - allowed length). logit_bias: id -> number added.
-
-    Cuts, which need a random number:
-        smoothing_factor (0 = off), smoothing_curve: logits bent around the best one. temperature: logits are divided by it; 0 = greedy.
-        top_k (0 = all), top_p (1), top_a (0), min_p (0), tfs (1), typical_p (1): each removes improbable or untypical tokens.
-        mirostat, mirostat_tau, mirostat_eta: hold the surprise of the text at tau bits. min_temp, max_temp (0 = off), temp_exponent:
-        temperature by entropy, instead of `temperature`. temperature_last: divide by the temperature after the cuts. xtc_probability
-        (0 = off), xtc_threshold, xtc_ignore (ids; None = end of text and line breaks): leave out the most obvious choices.
-        skew: draw towards the less (positive) or more probable.
-
-    seed: fixes the random numbers of the request, whatever else runs; None = a fresh one, reported in the completion.
-    order: names of filters, to apply them in another order; must hold every one that is switched on. Masks stay first.
-    post_sampling: functions that see each `Draw` and may return another id.
+    Masks and penalties apply to a greedy request, too. Cuts need a random number. Definitions: `filters.py` and `penalties.py`.
 
     Raises:
         OptionError: a value out of range, or two that contradict each other.
@@ -102,55 +95,313 @@ class SamplingParams:
         False
     """
 
-    temperature: float = 1.0
-    temperature_last: bool = False
-    min_temp: float = 0.0
-    max_temp: float = 0.0
-    temp_exponent: float = 1.0
-    smoothing_factor: float = 0.0
-    smoothing_curve: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    top_a: float = 0.0
-    min_p: float = 0.0
-    tfs: float = 1.0
-    typical_p: float = 1.0
-    mirostat: bool = False
-    mirostat_tau: float = 5.0
-    mirostat_eta: float = 0.1
-    xtc_probability: float = 0.0
-    xtc_threshold: float = 0.1
-    xtc_ignore: tuple[int, ...] | None = None
-    skew: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    penalty_range: int = 0
-    penalty_decay: int = 0
-    penalty_prompt: bool = False
-    dry_multiplier: float = 0.0
-    dry_base: float = 1.75
-    dry_allowed_length: int = 2
-    dry_range: int = 0
-    dry_max_ngram: int = 50
-    dry_breakers: tuple[str | int, ...] = DRY_BREAKERS
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    banned_tokens: tuple[int, ...] = ()
-    allowed_tokens: tuple[int, ...] = ()
-    min_tokens: int = 0
-    seed: int | None = None
-    order: tuple[str, ...] | None = None
-    post_sampling: tuple[Callable[[Draw], int | None], ...] = ()
+    temperature: float = option(
+        1.0,
+        "0 = always the most probable token (default 1; of a chat: as generation_config.json says, else 0.7)",
+        about="logits are divided by it",
+        range=(0, 100),
+        label="Temperature",
+        hint="0 = greedy",
+        slider=(0, 2, 0.05),
+        common=True,
+    )
+    temperature_last: bool = option(
+        False, "divide by the temperature after the cuts", label="Temperature last", hint="applied after the filters", one_row=False
+    )
+    min_temp: float = option(
+        0.0,
+        "dynamic temperature: where the model is sure",
+        range=(0, 100),
+        label="Min temperature",
+        hint="dynamic, at low entropy",
+        slider=(0, 4, 0.05),
+        one_row=False,
+        aliases=("dynatemp_low",),
+    )
+    max_temp: float = option(
+        0.0,
+        "dynamic temperature: where it is not; 0 = off",
+        about="by the entropy of the distribution, in place of `temperature`",
+        range=(0, 100),
+        label="Max temperature",
+        hint="dynamic, at high entropy; 0 = off",
+        slider=(0, 4, 0.05),
+        one_row=False,
+        aliases=("dynatemp_high",),
+    )
+    temp_exponent: float = option(
+        1.0,
+        "dynamic temperature: exponent of the share of entropy",
+        range=(0.01, 100),
+        label="Temperature exponent",
+        hint="dynamic, of the entropy",
+        slider=(0.1, 5, 0.1),
+        one_row=False,
+        aliases=("dynatemp_exponent",),
+    )
+    smoothing_factor: float = option(
+        0.0,
+        "quadratic smoothing; 0 = off",
+        about="logits are bent around the best one",
+        range=(0, 100),
+        label="Smoothing factor",
+        hint="0 = off",
+        slider=(0, 10, 0.1),
+    )
+    smoothing_curve: float = option(
+        1.0,
+        "1 = parabola to 3 = cubic",
+        range=(1, 3),
+        label="Smoothing curve",
+        hint="1 = quadratic",
+        slider=(1, 3, 0.1),
+        one_row=False,
+    )
+    top_k: int = option(
+        0,
+        "keep the k most probable tokens; 0 = all",
+        range=(0, MAX_COUNT),
+        label="Top-k",
+        hint="0 = off",
+        slider=(0, 200, 1),
+        common=True,
+    )
+    top_p: float = option(
+        1.0,
+        "keep the most probable tokens up to this probability; 1 = all",
+        range=(0, 1),
+        not_zero="for the most probable token use temperature=0",
+        label="Top-p",
+        hint="1 = off",
+        slider=(0.05, 1, 0.01),
+        common=True,
+    )
+    top_a: float = option(
+        0.0,
+        "keep tokens with this share of the best one's probability squared; 0 = all",
+        range=(0, 1),
+        label="Top-a",
+        hint="0 = off",
+        slider=(0, 1, 0.01),
+    )
+    min_p: float = option(
+        0.0,
+        "keep tokens with this share of the best one's probability; 0 = all",
+        range=(0, 1),
+        label="Min-p",
+        hint="0 = off",
+        slider=(0, 0.5, 0.01),
+        common=True,
+    )
+    tfs: float = option(
+        1.0,
+        "tail-free sampling; 1 = off",
+        range=(0, 1),
+        not_zero=LEAVE_OUT,
+        label="Tail-free",
+        hint="1 = off",
+        slider=(0.05, 1, 0.01),
+        aliases=("tfs_z",),
+    )
+    typical_p: float = option(
+        1.0,
+        "keep the tokens of typical surprise up to this probability; 1 = all",
+        range=(0, 1),
+        not_zero=LEAVE_OUT,
+        label="Typical-p",
+        hint="1 = off",
+        slider=(0.05, 1, 0.01),
+        aliases=("typical",),
+    )
+    mirostat: bool = option(
+        False,
+        "hold the surprise of the text at mirostat_tau",
+        label="Mirostat",
+        hint="holds surprise at a target",
+        one_row=False,
+        server=False,
+        flag=False,
+    )
+    mirostat_tau: float = option(
+        5.0,
+        "target surprise of the text in bits per token",
+        flag_help="target surprise of the text in bits per token; switches mirostat on",
+        range=(0, 100),
+        label="Mirostat tau",
+        hint="target surprise, bits",
+        slider=(0, 10, 0.1),
+        one_row=False,
+    )
+    mirostat_eta: float = option(
+        0.1,
+        "how fast mirostat learns (default 0.1)",
+        range=(0, 10),
+        label="Mirostat eta",
+        hint="learning rate",
+        slider=(0, 1, 0.01),
+        one_row=False,
+    )
+    xtc_probability: float = option(
+        0.0,
+        "leave out the most obvious tokens this often; 0 = never",
+        range=(0, 1),
+        label="XTC probability",
+        hint="chance to exclude top choices; 0 = off",
+        slider=(0, 1, 0.05),
+    )
+    xtc_threshold: float = option(
+        0.1,
+        "probability from which on a token is obvious (default 0.1)",
+        range=(0, 1),
+        label="XTC threshold",
+        hint="minimum probability of a top choice",
+        slider=(0, 0.5, 0.01),
+    )
+    xtc_ignore: tuple[int, ...] | None = option(
+        None, "ids that XTC never leaves out; None = end of text and line breaks", flag=False, server=False
+    )
+    skew: float = option(
+        0.0,
+        "over 0: towards the less probable tokens",
+        range=(-10, 10),
+        label="Skew",
+        hint="0 = off; > 0 favours unlikely tokens",
+        slider=(-5, 5, 0.1),
+    )
+    repetition_penalty: float = option(
+        1.0,
+        "over 1: tokens already seen become less likely",
+        about="logits of tokens of prompt and text are divided (positive) or multiplied (negative) by it; 1 = off",
+        range=(0.01, 100),
+        label="Repetition penalty",
+        hint="1 = off",
+        slider=(1, 2, 0.05),
+        common=True,
+        aliases=("rep_pen", "repeat_penalty"),
+    )
+    presence_penalty: float = option(
+        0.0,
+        "subtracted once from tokens of the new text",
+        range=(-100, 100),
+        label="Presence penalty",
+        hint="0 = off",
+        slider=(-2, 2, 0.1),
+    )
+    frequency_penalty: float = option(
+        0.0,
+        "subtracted from them for every occurrence",
+        range=(-100, 100),
+        label="Frequency penalty",
+        hint="0 = off",
+        slider=(-2, 2, 0.1),
+    )
+    penalty_range: int = option(
+        0,
+        "last tokens that the penalties count; 0 = all",
+        range=(0, MAX_COUNT),
+        label="Penalty range",
+        hint="window in tokens; 0 = all",
+        slider=(0, 4096, 1),
+        one_row=False,
+        aliases=("repetition_range", "repetition_penalty_range", "rep_pen_range", "repeat_last_n"),
+    )
+    penalty_decay: int = option(
+        0,
+        "further tokens over which they fade",
+        range=(0, MAX_COUNT),
+        label="Penalty decay",
+        hint="fade-out in tokens after the range",
+        slider=(0, 4096, 1),
+        one_row=False,
+        aliases=("repetition_decay",),
+    )
+    penalty_prompt: bool = option(
+        False,
+        "presence and frequency penalties count the prompt, too",
+        about="as in exllamav2 and text-generation-webui; OpenAI's, and the default, are about the new text alone",
+    )
+    dry_multiplier: float = option(
+        0.0,
+        "penalty for repeating a sequence; 0 = off",
+        about="tokens that would repeat a sequence lose multiplier * base ** (its length - allowed length)",
+        range=(0, 100),
+        label="DRY multiplier",
+        hint="penalises repeated sequences; 0 = off",
+        slider=(0, 5, 0.1),
+        one_row=False,
+    )
+    dry_base: float = option(
+        1.75,
+        "its growth per token (default 1.75)",
+        range=(1, 10),
+        label="DRY base",
+        hint="growth per repeated token",
+        slider=(1, 4, 0.05),
+        one_row=False,
+    )
+    dry_allowed_length: int = option(
+        2,
+        "repetitions up to this length are free (default 2)",
+        range=(1, 1000),
+        label="DRY allowed length",
+        hint="longest repeat not penalised",
+        slider=(1, 20, 1),
+        one_row=False,
+    )
+    dry_range: int = option(
+        0,
+        "last tokens that DRY searches for repetitions; 0 = all",
+        range=(0, MAX_COUNT),
+        label="DRY range",
+        hint="window in tokens; 0 = all",
+        slider=(0, 4096, 1),
+        one_row=False,
+        aliases=("dry_penalty_last_n",),
+    )
+    dry_max_ngram: int = option(
+        50,
+        "longest repetition that DRY follows (default 50)",
+        range=(1, 1000),
+        label="DRY max n-gram",
+        hint="longest repeat tracked, in tokens",
+        slider=(1, 100, 1),
+        one_row=False,
+    )
+    dry_breakers: tuple[str | int, ...] = option(DRY_BREAKERS, "texts or ids that end a repeated sequence", flag=False)
+    logit_bias: tuple[tuple[int, float], ...] = option((), "id -> number added to its logit", flag=False)
+    banned_tokens: tuple[int, ...] = option((), "ids that are never chosen", flag=False)
+    allowed_tokens: tuple[int, ...] = option((), "ids; no other token is chosen", flag=False)
+    min_tokens: int = option(
+        0,
+        "least number of new tokens before the text may end",
+        range=(0, MAX_COUNT),
+        label="Min tokens",
+        hint="no end token before this many",
+        slider=(0, 512, 1),
+        one_row=False,
+        aliases=("min_length",),
+    )
+    seed: int | None = option(
+        None,
+        "the same seed gives the same text",
+        about="whatever else runs; None = a fresh one, reported in the completion",
+        range=(0, MAX_SEED),
+        common=True,
+        aliases=("sampler_seed",),
+    )
+    order: tuple[str, ...] | None = option(
+        None,
+        "names of filters, to apply them in another order",
+        about="must hold every one that is switched on; masks stay first",
+        flag=False,
+        server=False,
+    )
+    post_sampling: tuple[Callable[[Draw], int | None], ...] = option(
+        (), "functions that see each `Draw` and may return another id", flag=False, server=False
+    )
 
     def __post_init__(self) -> None:
-        for name, (low, high) in RANGES.items():
-            check_range(name, getattr(self, name), low, high)
-        for name, (low, high) in INTEGERS.items():
-            check_integer(name, getattr(self, name), low, high)
-        for name in ("temperature_last", "mirostat", "penalty_prompt"):
-            check_flag(name, getattr(self, name))
-        if self.seed is not None:
-            check_integer("seed", self.seed, 0, MAX_SEED)
+        check_options(self)
         self._normalise()
         self._check_together()
 
@@ -172,10 +423,9 @@ class SamplingParams:
             put(self, "order", checked_order(self))
 
     def _check_together(self) -> None:
-        for name in ("top_p", "tfs", "typical_p"):
+        for name, instead in NOT_ZERO.items():
             if getattr(self, name) == 0.0:
-                hint = "for the most probable token use temperature=0" if name == "top_p" else "leave it out to switch it off"
-                raise OptionError(f"{name} is 0; expected more than 0 and at most 1 (1 = off); {hint}")
+                raise OptionError(f"{name} is 0; expected more than 0 and at most 1 (1 = off); {instead}")
         if self.min_temp > self.max_temp:
             raise OptionError(f"min_temp is {self.min_temp} and max_temp {self.max_temp}; expected min_temp <= max_temp (0 and 0 = off)")
         if self.max_temp > 0 and self.temperature not in (0.0, 1.0):
@@ -247,13 +497,10 @@ class SamplingParams:
             raise OptionError(f"{where}: token {wrong} is not in the model's vocabulary; expected ids from 0 to {vocab_size - 1}")
 
 
-_DEFAULTS = {f.name: f.default for f in fields(SamplingParams)}
-
-
-def check_integer(name: str, value: object, low: int, high: int) -> None:
-    """Raise OptionError unless `value` is an integer (a bool is none) with `low <= value <= high`."""
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise OptionError(f"{name} is {shown(value)}; expected an integer from {low} to {high}")
+OPTIONS = options_of(SamplingParams)
+"""Everything that is known of each field."""
+NOT_ZERO = {name: one.not_zero for name, one in OPTIONS.items() if one.not_zero}
+_DEFAULTS = {name: one.default for name, one in OPTIONS.items()}
 
 
 def _ids(name: str, value: Any) -> tuple[int, ...]:

@@ -9,9 +9,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import exl2nb
 from exl2nb.server import anthropic, errors, loras, openai, responses, tabby
 from exl2nb.server.errors import ApiError, response_of
-from exl2nb.server.keys import user
 from exl2nb.server.options import LOCAL, ServerOptions
-from exl2nb.server.state import State
+from exl2nb.server.state import State, user
 
 
 def application(state: State) -> FastAPI:

@@ -6,13 +6,15 @@ import difflib
 import json
 from collections.abc import Mapping
 from functools import cache
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, GetJsonSchemaHandler, ValidationError, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, GetJsonSchemaHandler, ValidationError, create_model, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from exl2nb.sampling.params import MAX_ID, MAX_SEED
+from exl2nb.core.options import options_of
+from exl2nb.generator.request import Request
+from exl2nb.sampling.params import MAX_ID, MAX_SEED, SamplingParams
 from exl2nb.server.errors import ApiError, invalid_request
 
 MAX_TEXT = 1 << 20
@@ -114,47 +116,36 @@ class _Off(Body):
     max_tokens_second: int | None = Field(None, description="0 (off); more is refused")
 
 
-class Sampling(_Off, _WithoutEffect):
+def _fields_of(*classes: type) -> dict[str, Any]:
+    """A field for each number and switch that `option` declared, under its name and its aliases; None: it was not given."""
+    return {
+        name: (kind | None, named(name, *one.aliases) if one.aliases else None)
+        for cls in classes
+        for name, one in options_of(cls).items()
+        if one.server and (kind := one.kind) is not None
+    }
+
+
+if TYPE_CHECKING:
+
+    class _Numbers(_Off, _WithoutEffect):
+        max_tokens: int | None
+
+else:
+    _Numbers = create_model("_Numbers", __base__=(_Off, _WithoutEffect), **_fields_of(Request, SamplingParams))
+
+
+class Sampling(_Numbers):
     """Every sampler, field for field as `SamplingParams` and `Request`.
 
     A field that is not given has the default that the model recommends, else it is neutral.
     """
 
-    max_tokens: int | None = named("max_tokens", "max_completion_tokens", "max_new_tokens", "max_length", "n_predict", "num_predict")
-    min_tokens: int | None = named("min_tokens", "min_length")
     stop: Text | Annotated[list[Text | int], Field(max_length=256)] | None = named(
         "stop", "stop_sequence", "stop_sequences", "stopping_strings"
     )
-    seed: int | None = named("seed", "sampler_seed")
-    temperature: float | None = None
-    temperature_last: bool | None = None
-    smoothing_factor: float | None = None
-    smoothing_curve: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    top_a: float | None = None
-    min_p: float | None = None
-    tfs: float | None = named("tfs", "tfs_z")
-    typical_p: float | None = named("typical_p", "typical")
-    skew: float | None = None
-    xtc_probability: float | None = None
-    xtc_threshold: float | None = None
-    repetition_penalty: float | None = named("repetition_penalty", "rep_pen", "repeat_penalty")
-    penalty_range: int | None = named("penalty_range", "repetition_range", "repetition_penalty_range", "rep_pen_range", "repeat_last_n")
-    penalty_decay: int | None = named("penalty_decay", "repetition_decay")
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    dry_multiplier: float | None = None
-    dry_base: float | None = None
-    dry_allowed_length: int | None = None
-    dry_range: int | None = named("dry_range", "dry_penalty_last_n")
     dry_breakers: Text | Texts | None = named("dry_breakers", "dry_sequence_breakers")
     mirostat_mode: int | None = named("mirostat_mode", "mirostat")
-    mirostat_tau: float | None = None
-    mirostat_eta: float | None = None
-    min_temp: float | None = named("min_temp", "dynatemp_low")
-    max_temp: float | None = named("max_temp", "dynatemp_high")
-    temp_exponent: float | None = named("temp_exponent", "dynatemp_exponent")
     dynatemp_range: float | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=1 << 16)] | None = None
     banned_tokens: Ids | Text | None = named("banned_tokens", "custom_token_bans")

@@ -11,8 +11,7 @@ from pydantic import Field
 
 from exl2nb.server.errors import ApiError
 from exl2nb.server.fields import Body
-from exl2nb.server.keys import admin, user
-from exl2nb.server.state import State
+from exl2nb.server.state import State, admin, user
 
 router = APIRouter(dependencies=[Depends(user)])
 admin_routes = APIRouter(dependencies=[Depends(admin)])

@@ -24,8 +24,8 @@ from exl2nb.server.fields import Body, Inputs, Sampling, Text, named, no_effect,
 from exl2nb.server.pictures import with_pictures
 from exl2nb.server.state import INLINE_CHARACTERS, State, Ticket, aside, results
 from exl2nb.server.stream import MARK, MEDIA_TYPE, Events, EventStream, Frame, event
-from exl2nb.tokenizer.instruct import INSTRUCT
 from exl2nb.tokenizer.reply import Delta
+from exl2nb.tokenizer.template import INSTRUCT
 
 router = APIRouter()
 MAX_CHOICES = 128

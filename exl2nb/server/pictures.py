@@ -12,7 +12,7 @@ from threading import Timer
 from typing import Any
 
 from exl2nb.core.errors import PictureError
-from exl2nb.llm.pictures import IMAGES, MAX_PICTURES, VIDEOS
+from exl2nb.llm.requests import IMAGES, MAX_PICTURES, VIDEOS
 from exl2nb.model.vision.pictures import Picture, check_total, from_data_url
 from exl2nb.server.errors import ApiError
 

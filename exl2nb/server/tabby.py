@@ -14,14 +14,14 @@ from pydantic import Field
 
 from exl2nb.core.progress import Progress, Sink
 from exl2nb.io import hub
+from exl2nb.llm.keywords import LOAD
 from exl2nb.server.errors import ApiError, api_error, body_of
 from exl2nb.server.fields import Body, Ids, Text, check_preset
-from exl2nb.server.keys import admin, permission, user
 from exl2nb.server.openai import model_entry, named_template
 from exl2nb.server.pictures import with_pictures
-from exl2nb.server.state import INLINE_CHARACTERS, State, aside
+from exl2nb.server.state import INLINE_CHARACTERS, State, admin, aside, permission, user
 from exl2nb.server.stream import HEADERS, MEDIA_TYPE, event
-from exl2nb.tokenizer.instruct import INSTRUCT
+from exl2nb.tokenizer.template import INSTRUCT
 
 open_routes = APIRouter()
 router = APIRouter(dependencies=[Depends(user)])
@@ -91,7 +91,7 @@ async def current_model(request: Request) -> Any:
         "cache_size": llm.engine.spec.num_tokens,
         "cache_mode": llm.engine.spec.mode,
         "max_batch_size": llm.engine.loop.scheduler.max_sequences,
-        "chunk_size": llm.engine.loop.scheduler.max_chunk,
+        "chunk_size": llm.engine.loop.scheduler.chunks.max_tokens,
         "prompt_template": state.template if state.template in INSTRUCT else "default" if llm.tokenizer.templates.templates else None,
         "use_vision": llm.vision is not None,
         "draft": llm.engine.drafter is not None,
@@ -122,12 +122,18 @@ class DraftBody(Body):
     draft_model_name: str = Field(max_length=256)
 
 
+def _within(name: str) -> Any:
+    """A field with the limits of an option of `exl2nb.load`."""
+    low, high = LOAD[name].range or (None, None)
+    return Field(None, ge=low, le=high)
+
+
 class LoadBody(Body):
     """POST /v1/model/load."""
 
     model_name: str = Field(max_length=256)
-    max_seq_len: int | None = Field(None, ge=1, le=1 << 24)
-    cache_size: int | None = Field(None, ge=1, le=1 << 24)
+    max_seq_len: int | None = _within("context")
+    cache_size: int | None = _within("cache_tokens")
     cache_mode: str | None = Field(None, max_length=16)
     max_batch_size: int | None = Field(None, ge=1, le=1 << 16)
     prompt_template: str | None = None

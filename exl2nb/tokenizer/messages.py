@@ -11,9 +11,8 @@ from typing import Any
 
 from exl2nb.core.errors import OptionError
 from exl2nb.core.options import shown
-from exl2nb.tokenizer.chat import check_messages
 from exl2nb.tokenizer.literal import protect
-from exl2nb.tokenizer.template import TOOL_VARIABLES, ChatTemplate
+from exl2nb.tokenizer.template import TOOL_VARIABLES, ChatTemplate, check_messages
 from exl2nb.tokenizer.tools import Tool, ToolFormat, described, taught
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

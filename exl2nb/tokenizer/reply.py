@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from exl2nb.tokenizer import gemma_arguments, harmony
-from exl2nb.tokenizer.delta import Delta, held_length
+from exl2nb.tokenizer.harmony import Delta, held_length
 from exl2nb.tokenizer.tools import FORMATS, Tool, ToolFormat, tool_format
 
 THINK_TAGS = (

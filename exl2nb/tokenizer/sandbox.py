@@ -1,4 +1,4 @@
-"""Renders chat templates; runs in the helper process of `tokenizer/chat.py`.
+"""Renders chat templates; runs in the helper process of `tokenizer/template.py`.
 
 A chat template is a program that came with a model file. Jinja's sandbox keeps it from Python's objects, and the helper's limits bound its
 time and memory, parsing and compiling included: checks between its steps cannot, since one comparison of nested lists or one padded format

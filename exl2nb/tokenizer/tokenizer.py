@@ -12,12 +12,11 @@ from typing import Any
 import tokenizers
 
 from exl2nb.core.errors import TokenizerError
-from exl2nb.tokenizer.backend import library_errors, parse, reraise
-from exl2nb.tokenizer.chat import ChatTemplates
+from exl2nb.core.files import read_object, read_text
+from exl2nb.tokenizer.backend import add_declared_tokens, library_errors, parse, reraise
 from exl2nb.tokenizer.convert import convert, convertible
-from exl2nb.tokenizer.declared import add_declared_tokens
-from exl2nb.tokenizer.files import read_object, read_text
 from exl2nb.tokenizer.literal import MARK, ids_without_marks
+from exl2nb.tokenizer.template import ChatTemplates
 from exl2nb.tokenizer.token_texts import PlainTexts, byte_table, byte_tokens, piece_bytes, plain_texts
 
 _FILE = "tokenizer.json"

@@ -6,25 +6,25 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from exl2nb.widgets.attention import AttentionView
-    from exl2nb.widgets.base import ExlWidget
-    from exl2nb.widgets.bitmap import BitMap
-    from exl2nb.widgets.caches import CacheExplorer
-    from exl2nb.widgets.compare import Compare
-    from exl2nb.widgets.errorflow import ErrorFlow
-    from exl2nb.widgets.explorer import BitrateExplorer
-    from exl2nb.widgets.histogram import WeightHistogram
-    from exl2nb.widgets.layerlens import LayerLens
-    from exl2nb.widgets.lora import LoraExplorer
-    from exl2nb.widgets.memory_plan import MemoryPlan
-    from exl2nb.widgets.microscope import SamplerMicroscope
-    from exl2nb.widgets.outliers import OutlierMap
-    from exl2nb.widgets.pagetable import PageTable
-    from exl2nb.widgets.playground import Playground
-    from exl2nb.widgets.progress import ProgressView
-    from exl2nb.widgets.servermonitor import ServerMonitor
-    from exl2nb.widgets.speculation import Speculation
-    from exl2nb.widgets.weights import WeightBrowser
+    from exl2nb.widgets.attention import AttentionView as AttentionView
+    from exl2nb.widgets.base import ExlWidget as ExlWidget
+    from exl2nb.widgets.bitmap import BitMap as BitMap
+    from exl2nb.widgets.caches import CacheExplorer as CacheExplorer
+    from exl2nb.widgets.compare import Compare as Compare
+    from exl2nb.widgets.errorflow import ErrorFlow as ErrorFlow
+    from exl2nb.widgets.explorer import BitrateExplorer as BitrateExplorer
+    from exl2nb.widgets.histogram import WeightHistogram as WeightHistogram
+    from exl2nb.widgets.layerlens import LayerLens as LayerLens
+    from exl2nb.widgets.lora import LoraExplorer as LoraExplorer
+    from exl2nb.widgets.memory_plan import MemoryPlan as MemoryPlan
+    from exl2nb.widgets.microscope import SamplerMicroscope as SamplerMicroscope
+    from exl2nb.widgets.outliers import OutlierMap as OutlierMap
+    from exl2nb.widgets.pagetable import PageTable as PageTable
+    from exl2nb.widgets.playground import Playground as Playground
+    from exl2nb.widgets.progress import ProgressView as ProgressView
+    from exl2nb.widgets.servermonitor import ServerMonitor as ServerMonitor
+    from exl2nb.widgets.speculation import Speculation as Speculation
+    from exl2nb.widgets.weights import WeightBrowser as WeightBrowser
 
 _PUBLIC = {
     "AttentionView": "exl2nb.widgets.attention",
@@ -47,27 +47,7 @@ _PUBLIC = {
     "WeightBrowser": "exl2nb.widgets.weights",
     "WeightHistogram": "exl2nb.widgets.histogram",
 }
-__all__ = [
-    "AttentionView",
-    "BitMap",
-    "BitrateExplorer",
-    "CacheExplorer",
-    "Compare",
-    "ErrorFlow",
-    "ExlWidget",
-    "LayerLens",
-    "LoraExplorer",
-    "MemoryPlan",
-    "OutlierMap",
-    "PageTable",
-    "Playground",
-    "ProgressView",
-    "SamplerMicroscope",
-    "ServerMonitor",
-    "Speculation",
-    "WeightBrowser",
-    "WeightHistogram",
-]
+__all__ = [*_PUBLIC]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:

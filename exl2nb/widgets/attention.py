@@ -14,10 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import traitlets as t
 
 from exl2nb.core.errors import OptionError
-from exl2nb.core.show import colour
 from exl2nb.model.vision.pictures import Picture
 from exl2nb.sampling.params import check_integer
-from exl2nb.widgets import static
 from exl2nb.widgets.protocol import AttentionResult, AttentionViewState, LookedAt, Patterns
 from exl2nb.widgets.sides import PASS_BYTES, InsideWidget
 
@@ -71,10 +69,7 @@ class AttentionView(InsideWidget):
         AttentionView(5 tokens, 12 layers of 4 heads; 4 bits: 4.1 % of the attention moved, most in layer 6 head 2: 12.3 %)
     """
 
-    _esm = static.STATIC / "attention.js"
-    _css = static.STATIC / "attention.css"
-    _state_keys: ClassVar[tuple[str, ...]] = tuple(AttentionViewState.__annotations__)
-    _picture_key = "The heads of one layer side by side: a row per reading token, a column per token that is read; darker: more attention."
+    _bundle, _state_type = "attention", AttentionViewState
     _empty: ClassVar[Mapping[str, Any]] = {
         **AttentionResult(labels=[], layers=0, heads=0, tokens=0, size=0, names=[], distance=[], pictures=[], answer=-1),
         "patterns": [],
@@ -361,19 +356,6 @@ class AttentionView(InsideWidget):
         caption = f"Where the answer looks, layer {self.layer}, head {self.head}: token, share on the picture, patch that gets most"
         picture = f'<img src="{html.escape(one["url"])}" alt="What the model saw" width="128">'
         return f'{picture}<table style="font-size:12px"><caption>{caption}</caption>{"".join(rows)}</table>'
-
-    def _picture(self) -> static.Pixels | None:
-        if not self._patterns:
-            return None
-        heads = _pooled(self._patterns[0][min(max(0, self.layer), len(self._patterns[0]) - 1)], SMALL)[:12]
-        gap = [(255, 255, 255)] * _PICTURE_PX
-        pixels: list[list[static.RGB]] = []
-        for y in range(heads.shape[1]):
-            line: list[static.RGB] = []
-            for pattern in heads:
-                line += [dot for value in pattern[y].tolist() for dot in [colour(2 + 6 * value / 255)] * _PICTURE_PX] + gap
-            pixels += [line] * _PICTURE_PX
-        return pixels
 
 
 def _pictures(images: Any) -> list[Picture]:

@@ -43,8 +43,8 @@ class _Bundle:
 class ExlWidget(anywidget.AnyWidget):
     """Base of all exl2nb widgets. Works from plain data: no engine, no GPU.
 
-    A subclass sets `_esm` and `_css` to its bundle and declares synced traits; those tagged `option` are keywords of the constructor. It
-    overrides `_receive_<type>` for the messages it takes, `_send_snapshot`, `_static_body`, `_picture` and `_summary`.
+    A subclass names its bundle and the type of its synced traits, and declares these; those tagged `option` are keywords of the
+    constructor. It overrides `_receive_<type>` for the messages it takes, `_send_snapshot`, `_static_body` and `_summary`.
 
     Traits:
         status: "idle", "loading", "running", "stopped", "done" or "error". Default "idle".
@@ -58,20 +58,24 @@ class ExlWidget(anywidget.AnyWidget):
     _protocol = t.Int(PROTOCOL_VERSION).tag(sync=True)
     _static = t.Bool(False).tag(sync=True)
 
-    _state_keys: ClassVar[tuple[str, ...]] = ()
-    """Synced traits that an export carries."""
+    _bundle: ClassVar[str] = ""
+    """The folder in widgets/src; its bundle is exl2nb/static/<folder>.js and .css."""
 
-    _picture_key: ClassVar[str] = ""
-    """How to read `_picture`: its rows, columns and colours, in a line under it."""
+    _state_type: ClassVar[type] = dict
+    """TypedDict of the synced traits; see `protocol.py`."""
+
+    _state_keys: ClassVar[tuple[str, ...]] = ()
+    """Synced traits that an export carries. Default: those of `_state_type`."""
 
     _more_keywords: ClassVar[tuple[Mapping[str, Any], Mapping[str, Any]]] = ({}, {})
     """Keywords of the constructor that are no traits: their types, and the defaults of those that have one."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Spell out the traits that are keywords in the signature, for completion and `help`."""
-        for key in {"_esm", "_css"} & vars(cls).keys():
-            if isinstance(path := vars(cls)[key], Path):
-                setattr(cls, key, _Bundle(path))
+        if name := vars(cls).get("_bundle"):
+            cls._esm, cls._css = (_Bundle(static.STATIC / f"{name}.{kind}") for kind in ("js", "css"))
+        if "_state_type" in vars(cls) and "_state_keys" not in vars(cls):
+            cls._state_keys = tuple(cls._state_type.__annotations__)
         super().__init_subclass__(**kwargs)
         found: dict[str, t.TraitType[Any, Any]] = {}
         for base in reversed(cls.__mro__):
@@ -181,10 +185,6 @@ class ExlWidget(anywidget.AnyWidget):
         """Script-free HTML of what the widget shows now."""
         return f"<div>{html.escape(self._summary())}</div>"
 
-    def _picture(self) -> static.Pixels | None:
-        """What the widget shows now, for places that take pictures only; `_static_bundle` writes its name and state around it."""
-        return None
-
     def __repr__(self) -> str:
         return self._summary()
 
@@ -196,14 +196,7 @@ class ExlWidget(anywidget.AnyWidget):
         return {**data, **self._static_bundle()}, dict(metadata)
 
     def _static_bundle(self) -> dict[str, Any]:
-        picture = self._picture()
-        data: dict[str, Any] = {"text/html": static.page(self._static_body(), self._caption()), "text/plain": self._summary()}
-        if picture is None:
-            return data
-        name, state = type(self).__name__, (self._caption() or self._summary()).partition("\n")[0]
-        if state.startswith(f"{name}("):
-            state = state.removeprefix(f"{name}(").removesuffix(")")
-        return {**data, "image/png": static.base64_png(static.png(static.labelled(picture, name, state, self._picture_key)))}
+        return {"text/html": static.page(self._static_body(), self._caption()), "text/plain": self._summary()}
 
     def _ipython_display_(self) -> None:
         """Show the widget, and beside it a twin without scripts that later states replace (hidden by the style sheet of the live widget).

@@ -12,8 +12,7 @@ from itertools import groupby
 from typing import Any
 
 from exl2nb.core.errors import OptionError
-from exl2nb.core.show import bits_cell, colour
-from exl2nb.widgets import static
+from exl2nb.core.show import bits_cell
 from exl2nb.widgets.protocol import BitCell, BitPart, Run
 
 PARTS_SHOWN = 16
@@ -186,7 +185,6 @@ def _short(value: float) -> float:
     return float(f"{value:.5g}")
 
 
-CELL_PX = 12
 MOST_LAYERS = 40  # of the table; the picture has all
 
 
@@ -215,23 +213,6 @@ def table(grid: BitGrid, title: str = "") -> str:
         f'<div>{heading}<div style="overflow-x:auto"><table style="font-size:12px"><thead><tr><th style="text-align:left">layer</th>{head}'
         f"</tr></thead><tbody>{''.join(body)}</tbody></table></div>{more}</div>"
     )
-
-
-def picture(grid: BitGrid) -> static.Pixels:
-    """One square per cell, the colours of the table."""
-    at = {(cell.matrix, cell.layer): cell.bpw for cell in grid.cells}
-    layers: Sequence[int] = grid.layers or (OUTSIDE,)
-    rows = []
-    for name in grid.matrices:
-        if any((name, layer) in at for layer in layers):
-            bits = [at.get((name, layer)) for layer in layers]
-        else:
-            bits = [at.get((name, OUTSIDE)), *[None] * (len(layers) - 1)]
-        line = [
-            dot for value in bits for dot in ([(255, 255, 255) if value is None else colour(value)] * (CELL_PX - 1) + [(255, 255, 255)])
-        ]
-        rows += [line] * (CELL_PX - 1) + [[(255, 255, 255)] * len(line)]
-    return rows
 
 
 def legend(runs: Sequence[Run]) -> str:

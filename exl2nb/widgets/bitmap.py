@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import traitlets as t
 
 from exl2nb.core.errors import OptionError
-from exl2nb.widgets import bitgrid, static
+from exl2nb.widgets import bitgrid
 from exl2nb.widgets.base import ExlWidget
 from exl2nb.widgets.bitgrid import grid_of
 from exl2nb.widgets.protocol import BitMapState
@@ -39,10 +39,7 @@ class BitMap(ExlWidget):
         BitMap(2 cells, 3.60 bits per weight, 3.1 to 4.1)
     """
 
-    _esm = static.STATIC / "bitmap.js"
-    _css = static.STATIC / "bitmap.css"
-    _state_keys: ClassVar[tuple[str, ...]] = tuple(BitMapState.__annotations__)
-    _picture_key = "A row per matrix, a column per layer; darker: more bits per weight."
+    _bundle, _state_type = "bitmap", BitMapState
 
     title = t.Unicode("").tag(sync=True, option=True)
     metric = t.Enum(("bpw", "error", "share", "difference"), "bpw").tag(sync=True, option=True)
@@ -65,7 +62,7 @@ class BitMap(ExlWidget):
         with self.hold_sync():
             self.title = self.title or grid.title
             self._metrics, self._matrices, self._layers = metrics, list(grid.matrices), list(grid.layers)
-            self._cells = [list(cell) for cell in grid.cells]
+            self._cells = [cell._asdict() for cell in grid.cells]
             self._other = [against.get((c.matrix, c.layer)) for c in grid.cells] if self.other else []
             self._other_title = self.other.title if self.other else ""
 
@@ -130,6 +127,3 @@ class BitMap(ExlWidget):
 
     def _static_body(self) -> str:
         return bitgrid.table(self.grid, self.title)
-
-    def _picture(self) -> static.Pixels | None:
-        return bitgrid.picture(self.grid)

@@ -6,15 +6,14 @@ import html
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import traitlets as t
 
-from exl2nb.cache.modes import MODES, parse_mode, storages_of
+from exl2nb.cache.spec import MODES, parse_mode, storages_of
 from exl2nb.core.errors import OptionError
 from exl2nb.core.options import check_keywords
-from exl2nb.eval.lockstep import Baseline, LockstepToken
-from exl2nb.eval.needle import Needle, NeedleResult, find
+from exl2nb.eval.cache_loss import Baseline, LockstepToken, Needle, NeedleResult, find_needle
 from exl2nb.sampling.params import check_integer
 from exl2nb.tokenizer.detokenize import Detokenizer
 from exl2nb.widgets import columns, static
@@ -67,7 +66,7 @@ def continuations(
             steps, words = base.run(mode, tuple(tokenizer.eos_ids)), Detokenizer(tokenizer, ids)
             ended = False
             while not ended and not stop.is_set():
-                found, ended = _turn(steps)
+                found, ended = take_turn(steps)
                 yield [_token(cell, one, words, tokenizer) for one in found]
             if stop.is_set():
                 return
@@ -77,7 +76,7 @@ def continuations(
         base.close()
 
 
-def _turn(steps: Iterator[LockstepToken]) -> tuple[list[LockstepToken], bool]:
+def take_turn(steps: Iterator[LockstepToken]) -> tuple[list[LockstepToken], bool]:
     """The tokens of one turn, and whether the answer ended."""
     found, end = [], time.monotonic() + TURN_S
     for step in steps:
@@ -100,7 +99,7 @@ def search(llm: Any, needle: Needle, modes: Sequence[str], stop: threading.Event
         for depth in (None, *needle.depths):
             if stop.is_set():
                 return
-            result = find(llm.engine.shared_model, llm.tokenizer, needle, mode=mode, depth=depth)
+            result = find_needle(llm.engine.shared_model, llm.tokenizer, needle, mode=mode, depth=depth)
             yield result
 
 
@@ -153,10 +152,7 @@ class CacheExplorer(BackgroundWidget):
         (['fp16', 'q4'], True)
     """
 
-    _esm = static.STATIC / "caches.js"
-    _css = static.STATIC / "caches.css"
-    _state_keys: ClassVar[tuple[str, ...]] = tuple(CachesState.__annotations__)
-    _picture_key = "A band per cache mode, a block per token; redder: larger KL; a black line: the first difference."
+    _bundle, _state_type = "caches", CachesState
 
     prompt = t.Unicode("It was a dark night, and the old man").tag(sync=True, option=True)
     modes = t.List(t.Unicode(), [BASELINE, "q8", "q6", "q4"]).tag(sync=True, option=True)
@@ -369,7 +365,8 @@ class CacheExplorer(BackgroundWidget):
     def to_dict(self) -> dict[str, Any]:
         """Everything shown, as plain JSON values; `CacheExplorer(result=...)` shows it again."""
         tokens = [list(token) for token in self._feed.items]
-        values = (self._run_modes or self.modes, self._run_prompt or self.prompt, self.max_tokens, self._free, self._kinds, tokens)
+        kinds = [list(kind) for kind in self._sizes.values()]
+        values = (self._run_modes or self.modes, self._run_prompt or self.prompt, self.max_tokens, self._free, kinds, tokens)
         return dict(zip(_PLAIN, (*values, self._needle, self._needle_text, self._verdict, self._context, self._model_label)))
 
     def _take(self, result: Mapping[str, Any]) -> None:
@@ -407,7 +404,7 @@ class CacheExplorer(BackgroundWidget):
         self._model_label = str(getattr(llm, "name", ""))
 
     def _show_sizes(self, kinds: list[CacheKind]) -> None:
-        self._sizes, self._kinds = {kind.mode: kind for kind in kinds}, [list(kind) for kind in kinds]
+        self._sizes, self._kinds = {kind.mode: kind for kind in kinds}, [kind._asdict() for kind in kinds]
 
     def _describe_needle(self, tokens: int) -> None:
         needle = self.needle
@@ -456,10 +453,6 @@ class CacheExplorer(BackgroundWidget):
             f'<div style="margin-top:8px"><b>Needle</b> {fact}<table style="font-size:12px"><thead><tr><th></th>{head}</tr></thead>'
             f"<tbody>{rows}</tbody></table>{html.escape(self._verdict)}</div>"
         )
-
-    def _picture(self) -> static.Pixels | None:
-        rows = list(self.tokens.values())
-        return columns.strips(rows, [columns.first_difference(rows[0], row) for row in rows]) if rows else None
 
 
 def _depth(depth: float | None) -> str:

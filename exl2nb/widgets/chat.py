@@ -257,7 +257,7 @@ class ChatMode(t.HasTraits):
 
         def before() -> str:
             move(chat)
-            self._turns = [list(turn) for turn in chat.turns]
+            self._turns = [turn._asdict() for turn in chat.turns]
             return ""
 
         def ask(**settings: Any) -> Any:
@@ -271,14 +271,14 @@ class ChatMode(t.HasTraits):
         chat, completion = self._talk(), getattr(self._stream, "completion", None)
         reply = getattr(completion, "reply", None) or Reply(text)
         if chat.finish(reply, items, stats, "cancelled" if status == "stopped" else reason, failed=status == "error"):
-            self._turns = [list(turn) for turn in chat.turns]
+            self._turns = [turn._asdict() for turn in chat.turns]
         else:
             self._show_turns()
 
     def _show_turns(self) -> None:
         chat = self._talk()
         items, stats, self.finish_reason = chat.answer()
-        self._turns = [list(turn) for turn in chat.turns]
+        self._turns = [turn._asdict() for turn in chat.turns]
         self._feed.load("", items, stats)
         self._record(items, stats)
 

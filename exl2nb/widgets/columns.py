@@ -1,4 +1,4 @@
-"""Answers side by side, coloured by KL: what CacheExplorer and Compare have in common. Plain data, HTML and pixels; no Jupyter."""
+"""Answers side by side, coloured by KL: what CacheExplorer and Compare have in common. Plain data and HTML; no Jupyter."""
 
 from __future__ import annotations
 
@@ -9,11 +9,7 @@ from exl2nb.widgets import static
 from exl2nb.widgets.protocol import KlToken
 
 KL_LIMITS = (0.001, 0.01, 0.1, 1.0)
-"""Steps of the colour, nats. The same numbers are in widgets/src/shared/kl.ts."""
-_TINTS = ("transparent", "rgba(255,200,40,.26)", "rgba(255,160,30,.42)", "rgba(250,110,40,.52)", "rgba(226,60,70,.58)")
-_SOLID: tuple[static.RGB, ...] = ((206, 206, 206), (250, 224, 150), (250, 196, 120), (247, 160, 120), (228, 116, 122))
-_WHITE: static.RGB = (255, 255, 255)
-_MARK: static.RGB = (20, 20, 20)
+"""Steps of the colour, nats."""
 
 
 def kl_step(kl: float | None) -> int:
@@ -51,7 +47,7 @@ def column_html(title: str, note: str, tokens: Sequence[KlToken], differs: int |
     """One answer without scripts: tinted tokens whose titles say the numbers, and a mark at the first difference from the first column."""
     parts = []
     for index, token in enumerate(tokens):
-        style = f"background:{_TINTS[kl_step(token.kl)]};border-radius:2px"
+        style = f"background:{static.TINTS[kl_step(token.kl)]};border-radius:2px"
         if index == differs:
             style += ";border-left:3px solid"
         title_text = words(token) + ("; first difference" if index == differs else "")
@@ -73,19 +69,3 @@ def words(token: KlToken) -> str:
     parts += [] if token.reference_prob is None else [f"reference {static.percent(token.reference_prob)}"]
     parts += [] if token.kl is None else [f"KL {token.kl:.3g} nats"]
     return ", ".join(parts) or "not measured"
-
-
-def strips(rows: Sequence[Sequence[KlToken]], differs: Sequence[int | None], *, width: int = 480) -> static.Pixels | None:
-    """One band per answer, one block per token in the colour of its KL, black where it leaves the first one."""
-    longest = max((len(row) for row in rows), default=0)
-    if not longest:
-        return None
-    block = max(1, min(12, width // longest))
-    pixels: list[list[static.RGB]] = []
-    for row, differ in zip(rows, differs):
-        line: list[static.RGB] = []
-        for index in range(longest):
-            colour = _SOLID[kl_step(row[index].kl)] if index < len(row) else _WHITE
-            line += [_MARK if index == differ else colour, *[colour] * (block - 1)]
-        pixels += [line] * 12 + [[_WHITE] * len(line)] * 4
-    return pixels

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import traitlets as t
 
@@ -18,7 +18,7 @@ from exl2nb.core.show import size_text
 from exl2nb.llm.model import LLM
 from exl2nb.llm.options import DEFAULTS, RequestOptions
 from exl2nb.sampling.params import check_integer
-from exl2nb.widgets import columns, static
+from exl2nb.widgets import columns
 from exl2nb.widgets.background import Background, BackgroundWidget
 from exl2nb.widgets.base import as_text
 from exl2nb.widgets.feed import Feed
@@ -149,7 +149,7 @@ class Run:
         self._listener.stage(f"{entrant.label}: generating")
         ids: list[int] = []
         stream = llm.stream(prompt, **{**self._settings, **entrant.settings})
-        watch = _Watch()
+        watch = StreamWatch()
         try:
             for chunk in stream:
                 items = items_of(chunk)
@@ -192,7 +192,7 @@ class Run:
         self._listener.measure(CellMeasure(cell, [float(f"{v:.6g}") for v in kl], [round(p, 6) for p in prob], same))
 
 
-class _Watch:
+class StreamWatch:
     """Speed of one stream, for models that do not tell."""
 
     def __init__(self) -> None:
@@ -204,6 +204,7 @@ class _Watch:
         self._n = 0
 
     def count(self, n: int) -> None:
+        """Count `n` tokens that came now."""
         self._latest = self._clock()
         if n and not self._n:
             self._first = self._latest
@@ -211,10 +212,12 @@ class _Watch:
 
     @property
     def first_s(self) -> float | None:
+        """Seconds until the first token, None before it."""
         return round(self._first - self._begun, 4) if self._n else None
 
     @property
     def per_second(self) -> float:
+        """Tokens per second after the first one."""
         span = self._latest - self._first
         return round((self._n - 1) / span, 2) if self._n > 1 and span > 0 else 0.0
 
@@ -274,10 +277,7 @@ class Compare(BackgroundWidget):
     """
 
     _more_keywords = (RequestOptions.__annotations__, {**DEFAULTS, **SETTINGS})
-    _esm = static.STATIC / "compare.js"
-    _css = static.STATIC / "compare.css"
-    _state_keys: ClassVar[tuple[str, ...]] = tuple(CompareState.__annotations__)
-    _picture_key = "A band per answer, a block per token; redder: larger KL; a black line: the first difference."
+    _bundle, _state_type = "compare", CompareState
 
     prompts = t.List(t.Unicode(), list(_PROMPTS)).tag(sync=True, option=True)
     view = t.Enum(("kl", "difference"), "kl").tag(sync=True, option=True)
@@ -496,10 +496,6 @@ class Compare(BackgroundWidget):
             words = html.escape(prompt)
             parts.append(f'<div style="margin-top:6px;white-space:pre-wrap"><b>Prompt</b> {words}</div>{columns.side_by_side(shown)}')
         return "".join(parts) or f"<div>{html.escape(self._summary())}</div>"
-
-    def _picture(self) -> static.Pixels | None:
-        rows = [(answers[0], tokens) for answers in self.answers for tokens in answers]
-        return columns.strips([tokens for _, tokens in rows], [columns.first_difference(first, tokens) for first, tokens in rows])
 
 
 def _note(head: CompareColumn, tokens: Sequence[KlToken]) -> str:

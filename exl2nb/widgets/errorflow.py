@@ -5,14 +5,12 @@ from __future__ import annotations
 import html
 import threading
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import traitlets as t
 
 from exl2nb.core.errors import OptionError
-from exl2nb.core.show import colour
 from exl2nb.sampling.params import check_integer
-from exl2nb.widgets import static
 from exl2nb.widgets.protocol import ErrorFlowState, FlowResult, PatchedKl
 from exl2nb.widgets.sides import InsideWidget, Side, passes
 
@@ -68,10 +66,7 @@ class ErrorFlow(InsideWidget):
         ErrorFlow(4 bits: KL 0.0784, error of the stream 14.9 % after layer 11)
     """
 
-    _esm = static.STATIC / "errorflow.js"
-    _css = static.STATIC / "errorflow.css"
-    _state_keys: ClassVar[tuple[str, ...]] = tuple(ErrorFlowState.__annotations__)
-    _picture_key = "A row per matrix, a column per layer; darker: larger relative error."
+    _bundle, _state_type = "errorflow", ErrorFlowState
     _empty = FlowResult(labels=[], rows=[], layers=0, tokens=0, errors=[], flow=[], cosines=[], kl=[], patched=[])
 
     layer = t.Int(-1).tag(sync=True, option=True)
@@ -230,19 +225,6 @@ class ErrorFlow(InsideWidget):
                 f'<table style="font-size:12px"><caption>{caption}</caption><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
             )
         return f'<div style="display:flex;flex-wrap:wrap;gap:12px 24px">{"".join(tables)}</div>'
-
-    def _picture(self) -> static.Pixels | None:
-        shown: Any = self._result
-        known = [value for table in shown["errors"] for line in table for value in line if value is not None]
-        most = max(known, default=0.0)
-        if most <= 0:
-            return None
-        table = shown["errors"][min(max(0, self.side - 1), len(shown["errors"]) - 1)]
-        pixels: list[list[static.RGB]] = []
-        for line in table:
-            row = [(255, 255, 255) if value is None else colour(2 + 6 * value / most) for value in line]
-            pixels += [[dot for one in row for dot in [one] * _PICTURE_PX]] * _PICTURE_PX
-        return pixels
 
 
 def _short(value: float) -> float:

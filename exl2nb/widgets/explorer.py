@@ -11,17 +11,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import traitlets as t
 
-from exl2nb.cache.modes import parse_mode
+from exl2nb.cache.spec import parse_mode
 from exl2nb.converter.keywords import EFFORTS
 from exl2nb.core.errors import ConversionError, Interrupted, OptionError
 from exl2nb.core.progress import Progress
 from exl2nb.core.show import size_text
 from exl2nb.sampling.params import check_integer
-from exl2nb.widgets import bitgrid, static
+from exl2nb.widgets import bitgrid
 from exl2nb.widgets.background import Background, BackgroundWidget
 from exl2nb.widgets.base import as_text
 from exl2nb.widgets.bitgrid import BitGrid, grid_of
@@ -191,10 +191,7 @@ class BitrateExplorer(BackgroundWidget):
         True
     """
 
-    _esm = static.STATIC / "explorer.js"
-    _css = static.STATIC / "explorer.css"
-    _state_keys: ClassVar[tuple[str, ...]] = tuple(ExplorerState.__annotations__)
-    _picture_key = "A row per matrix, a column per layer; darker: more bits per weight."
+    _bundle, _state_type = "explorer", ExplorerState
 
     bpw = t.Float(4.0).tag(sync=True, option=True)
     prompt = t.Unicode("It was a dark night, and the old man").tag(sync=True, option=True)
@@ -288,7 +285,7 @@ class BitrateExplorer(BackgroundWidget):
             self._plan, self._grid = plan, grid_of(plan)
             with self.hold_sync():
                 self._matrices, self._layers = list(self._grid.matrices), list(self._grid.layers)
-                self._cells = [list(cell) for cell in self._grid.cells]
+                self._cells = [cell._asdict() for cell in self._grid.cells]
                 self.nbytes, self.predicted_kl, self.solve_ms = plan.nbytes, plan.predicted_kl, round(1000 * spent, 2)
                 self.solved = bpw
                 self.bpw = bpw
@@ -423,9 +420,6 @@ class BitrateExplorer(BackgroundWidget):
                 parts.append(f'<div style="margin-top:6px"><b>{name}</b><div style="white-space:pre-wrap">{words}</div></div>')
         return "".join(parts)
 
-    def _picture(self) -> static.Pixels | None:
-        return bitgrid.picture(self._grid)
-
 
 def curve_svg(curve: Sequence[Sequence[Any]], marks: Sequence[Sequence[Any]], now: tuple[float, float]) -> str:
     """The rate-distortion curve without scripts: KL on a logarithmic scale over bits per weight, rings for what was measured."""
@@ -459,7 +453,7 @@ def curve_svg(curve: Sequence[Sequence[Any]], marks: Sequence[Sequence[Any]], no
 
 
 def _measurement(source: Any) -> Measurement:
-    from exl2nb.converter.api import demo_measurement
+    from exl2nb.converter.job import demo_measurement
     from exl2nb.converter.measurement import Measurement
 
     if source is None:

@@ -6,15 +6,14 @@ import html
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import traitlets as t
 
 from exl2nb.core.errors import OptionError
 from exl2nb.core.options import shown
-from exl2nb.core.show import colour
 from exl2nb.io import hub
-from exl2nb.widgets import bitgrid, static
+from exl2nb.widgets import bitgrid
 from exl2nb.widgets.base import ExlWidget
 from exl2nb.widgets.bitgrid import OUTSIDE
 from exl2nb.widgets.protocol import GroupHistogram, WeightHistogramState
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     import pandas as pd
     import torch
 
-    from exl2nb.model.weights import Weights
+    from exl2nb.model.inspect import Weights
     from exl2nb.quant.exl2_slice import Exl2Group
 
 BINS = 64
@@ -51,10 +50,7 @@ class WeightHistogram(ExlWidget):
         >>> WeightHistogram({"4 bits": "model-4.0bpw", "2.5 bits": "model-2.5bpw"}, original="model")  # doctest: +SKIP
     """
 
-    _esm = static.STATIC / "histogram.js"
-    _css = static.STATIC / "histogram.css"
-    _state_keys: ClassVar[tuple[str, ...]] = tuple(WeightHistogramState.__annotations__)
-    _picture_key = "How often each code is used, one histogram per model."
+    _bundle, _state_type = "histogram", WeightHistogramState
 
     layer = t.Int(0).tag(sync=True, option=True)
     matrix = t.Unicode("").tag(sync=True, option=True)
@@ -185,24 +181,10 @@ class WeightHistogram(ExlWidget):
         caption = html.escape(f"layer {self.layer} {self.matrix}, row {self.row}")
         return f'<table style="font-size:12px"><caption>{caption}</caption><tr>{head}</tr>{rows}</table>'
 
-    def _picture(self) -> static.Pixels | None:
-        if not self._groups:
-            return None
-        pixels: list[list[static.RGB]] = []
-        for one in self._all:
-            most = max(one["after"]) or 1
-            heights = [round(40 * count / most) for count in one["after"]]
-            for y in range(40, 0, -1):
-                line = [colour(float(one["bits"])) if height >= y else (255, 255, 255) for height in heights]
-                pixels.append([dot for dot in line for _ in range(4)])
-            pixels += [[(200, 200, 200)] * (4 * BINS)] + [[(255, 255, 255)] * (4 * BINS)] * 5
-        return pixels
-
 
 def _opened(sources: Any, original: Any) -> tuple[dict[str, Weights], str]:
     """The EXL2 models by label, and the name of the original."""
-    from exl2nb.model.inspect import inspect
-    from exl2nb.model.weights import Weights
+    from exl2nb.model.inspect import Weights, inspect
 
     if isinstance(sources, Mapping):
         pairs = [(str(label), _directory(one)) for label, one in sources.items()]

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import html
 import threading
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import traitlets as t
 
-from exl2nb.core.show import colour
 from exl2nb.widgets import static
 from exl2nb.widgets.protocol import LayerLensState, LensResult
 from exl2nb.widgets.sides import InsideWidget, passes
@@ -50,10 +49,7 @@ class LayerLens(InsideWidget):
         LayerLens(5 tokens, 12 layers; 4 bits: top-1 differs at 7 of 60 places)
     """
 
-    _esm = static.STATIC / "layerlens.js"
-    _css = static.STATIC / "layerlens.css"
-    _state_keys: ClassVar[tuple[str, ...]] = tuple(LayerLensState.__annotations__)
-    _picture_key = "A row per layer, the last on top, a column per token; darker: larger KL."
+    _bundle, _state_type = "layerlens", LayerLensState
     _empty = LensResult(labels=[], layers=0, texts=[], words=[], top=[], prob=[], target=[], chance=[], kl=[])
     _least = 1
     _most_tokens = 128
@@ -145,15 +141,3 @@ class LayerLens(InsideWidget):
         text = html.escape("".join(shown["texts"][: token + 1])[-60:])
         caption = f"Top-1 token after “{text}”, by layer"
         return f'<table style="font-size:12px"><caption>{caption}</caption><tr><th{style}>layer</th>{head}</tr>{"".join(rows)}</table>'
-
-    def _picture(self) -> static.Pixels | None:
-        shown: Any = self._result
-        if not shown["kl"] or not shown["texts"]:
-            return None
-        count, values = len(shown["texts"]), shown["kl"][min(max(0, self.side - 1), len(shown["kl"]) - 1)]
-        most = max(values) or 1.0
-        pixels: list[list[static.RGB]] = []
-        for depth in range(shown["layers"], -1, -1):
-            line = [colour(2 + 6 * (values[depth * count + token] / most) ** 0.5) for token in range(count)]
-            pixels += [[dot for one in line for dot in [one] * _PICTURE_PX]] * _PICTURE_PX
-        return pixels

@@ -6,18 +6,16 @@ import html
 import math
 import threading
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import traitlets as t
 
 from exl2nb.core.errors import OptionError
-from exl2nb.core.show import colour
 from exl2nb.eval.comparison import token_divergence
-from exl2nb.eval.logits import RowRunner
+from exl2nb.eval.rows import RowRunner
 from exl2nb.model.lora import change_sizes
 from exl2nb.sampling.params import check_integer
-from exl2nb.widgets import static
 from exl2nb.widgets.protocol import KlToken, LoraCell, LoraExplorerState, LoraResult
 from exl2nb.widgets.sides import InsideWidget
 
@@ -58,10 +56,7 @@ class LoraExplorer(InsideWidget):
         LoraExplorer(pirate at scale 1: 84 matrices, change 5.3 % on average, at most 11.2 % in layer 3 v; mean KL 0.41)
     """
 
-    _esm = static.STATIC / "lora.js"
-    _css = static.STATIC / "lora.css"
-    _state_keys: ClassVar[tuple[str, ...]] = tuple(LoraExplorerState.__annotations__)
-    _picture_key = "A row per matrix, a column per layer; darker: larger change, relative to the weights."
+    _bundle, _state_type = "lora", LoraExplorerState
     _empty = LoraResult(name="", model="", matrices=[], layers=[], cells=[], scale=1.0, base=[], adapted=[], kl=None)
     _least = 1
 
@@ -211,18 +206,6 @@ class LoraExplorer(InsideWidget):
         texts = "".join(_text(name, tokens) for name, tokens in answers.items())
         columns = f'<div style="display:flex;flex-wrap:wrap;gap:12px 24px">{texts}</div>'
         return f'<div><table style="font-size:12px">{table}</table>{columns}</div>'
-
-    def _picture(self) -> static.Pixels | None:
-        cells, shown = {(cell.layer, cell.matrix): cell for cell in self.cells}, self._result
-        most = max(map(_relative, cells.values()), default=0.0)
-        if most <= 0:
-            return None
-        pixels: list[list[static.RGB]] = []
-        for matrix in shown["matrices"]:
-            found: Sequence[LoraCell | None] = [cells.get((layer, matrix)) for layer in shown["layers"] or [-1]]
-            row = [(255, 255, 255) if cell is None else colour(2 + 6 * _relative(cell) / most) for cell in found]
-            pixels += [[dot for one in row for dot in [one] * _PICTURE_PX]] * _PICTURE_PX
-        return pixels
 
 
 def _logprobs(llm: LLM, text: torch.Tensor, prompt: int, adapter: int) -> torch.Tensor:

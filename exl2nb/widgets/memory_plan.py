@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import html
 import os
+from collections import Counter
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import traitlets as t
 
@@ -19,13 +20,11 @@ from exl2nb.llm.memory import MemoryPlan as Planned
 from exl2nb.llm.plan import DeviceChoice
 from exl2nb.llm.plan import plan as plan_of
 from exl2nb.llm.split_plan import COLOURS as DEVICE_COLOURS
-from exl2nb.llm.split_plan import Share, SplitPlan, check_limit, check_speed
-from exl2nb.widgets import static
+from exl2nb.llm.split_plan import Share, SplitFormula, SplitPlan, check_limit, check_speed
 from exl2nb.widgets.base import ExlWidget
 from exl2nb.widgets.protocol import PlanState
 
 SHOWN_MODES = ("fp16", "q8", "q6", "q4", "fp8", "fp32")
-BAR_PX = 480
 
 
 class MemoryPlan(ExlWidget):
@@ -58,10 +57,7 @@ class MemoryPlan(ExlWidget):
         True
     """
 
-    _esm = static.STATIC / "plan.js"
-    _css = static.STATIC / "plan.css"
-    _state_keys: ClassVar[tuple[str, ...]] = tuple(PlanState.__annotations__)
-    _picture_key = "From the left: weights, cache, activations, graphs, logits; a black line: the memory that is free."
+    _bundle, _state_type = "plan", PlanState
 
     name = t.Unicode("").tag(sync=True)
     device = t.Enum(("cpu", "cuda"), "cpu").tag(sync=True)
@@ -95,13 +91,7 @@ class MemoryPlan(ExlWidget):
             self._modes = [m for m in SHOWN_MODES if m in modes] + [m for m in modes if m not in SHOWN_MODES]
             if isinstance(planned, SplitPlan):
                 split = planned.movable()
-                kinds = {kind: one.to_dict() for kind, one in split.kinds.items()}
-                self._split = {
-                    "devices": [[one.name, one.kind] for one in split.devices],
-                    "kinds": kinds,
-                    "lends": split.lends,
-                    "source": planned.load_source,
-                }
+                self._split = wire(split, planned.load_source)
             else:
                 self.device = planned.device
 
@@ -177,30 +167,15 @@ class MemoryPlan(ExlWidget):
         first = html.escape(str(plan).split("\n", 1)[0])
         return f"<div><b>{first}</b></div>{_bar(plan)}<div>{html.escape(plan.verdict())}</div><table style='font-size:12px'>{rows}</table>"
 
-    def _picture(self) -> static.Pixels | None:
-        plan = self.plan
-        if isinstance(plan, SplitPlan):
-            layers = plan.movable().layers
-            line = [
-                _rgb(colour)
-                for share, colour in _coloured(plan)
-                for _ in range(BAR_PX * share.first // layers, BAR_PX * share.last // layers)
-            ]
-            return [line] * 16
-        most = max(1, plan.total, plan.free or 0)
-        line: list[static.RGB] = []
-        for name, size in plan.parts.items():
-            line += [_rgb(COLOURS[name])] * round(BAR_PX * size / most)
-        line = (line + [(236, 236, 236)] * BAR_PX)[:BAR_PX]
-        if plan.free is not None and plan.free < most:
-            at = round(BAR_PX * plan.free / most)
-            line[at : at + 2] = [(0, 0, 0)] * len(line[at : at + 2])
-        return [line] * 16
 
-
-def _rgb(colour: str) -> static.RGB:
-    red, green, blue = bytes.fromhex(colour[1:])
-    return red, green, blue
+def wire(split: SplitFormula, source: str = "") -> dict[str, Any]:
+    """A formula as the page takes it, a `protocol.PlanSplit`. source: the model's place, as arguments in Python."""
+    return {
+        "devices": [{"name": one.name, "kind": one.kind} for one in split.devices],
+        "kinds": {kind: {**one.known, "formula": one.formula.to_dict()} for kind, one in split.kinds.items()},
+        "lends": split.lends,
+        "source": source,
+    }
 
 
 def _coloured(plan: SplitPlan) -> list[tuple[Share, str]]:
@@ -249,10 +224,11 @@ def _planned(source: Any, device: str | None, devices: DeviceChoice | None) -> P
         )
     context, spec = source.context, engine.spec
     sizes = {"context": context, "cache": spec.mode, "batch": max(1, spec.num_tokens // context)}
-    spans = getattr(source.model, "spans", ())
-    counts = {span.device: f"{span.last - span.first} layers" for span in spans}
+    counts = Counter[str]()
+    for span in source.model.spans:
+        counts["cpu" if span.lent else span.device] += span.last - span.first
     if len(counts) > 1:
-        return plan_of(path, devices=counts, **sizes)
+        return plan_of(path, devices={device: f"{count} layers" for device, count in counts.items()}, **sizes)
     return plan_of(path, device=source.model.device.partition(":")[0], **sizes)
 
 

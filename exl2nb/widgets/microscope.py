@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import traitlets as t
@@ -14,23 +14,17 @@ from exl2nb.core.errors import Exl2Error, OptionError
 from exl2nb.core.options import check_keywords, make
 from exl2nb.llm.options import DEFAULTS, SamplingOptions
 from exl2nb.sampling.explanation import Explanation, as_html
-from exl2nb.sampling.params import INTEGERS, SamplingParams
+from exl2nb.sampling.filters import ABOUT
+from exl2nb.sampling.params import OPTIONS, SamplingParams
 from exl2nb.sampling.replay import Replay, seeded
 from exl2nb.widgets import static
 from exl2nb.widgets.base import ExlWidget
-from exl2nb.widgets.protocol import LinePart, MicroscopeState, SampleStep, SampleToken
+from exl2nb.widgets.protocol import LINE_PROB, SHOWN_TOKENS, SLIDERS, LinePart, MicroscopeState, SampleStep, SampleToken
 
 if TYPE_CHECKING:
     import pandas as pd
 
-SLIDERS = (
-    "temperature", "top_k", "top_p", "min_p", "typical_p", "tfs", "top_a", "xtc_probability", "xtc_threshold", "repetition_penalty",
-    "presence_penalty", "frequency_penalty", "skew", "smoothing_factor",
-)  # fmt: skip
-SHOWN = 14
-"""Tokens of the table: so many of the first step's best and of the last's, and the drawn one."""
-LEAST = 0.004
-"""Probability below which neighbours on the line become one piece."""
+_NAMES = tuple(one["name"] for one in SLIDERS)
 MOST_TEXT = 4000  # characters of the prompt that travel
 
 
@@ -63,10 +57,7 @@ class SamplerMicroscope(ExlWidget):
     """
 
     _more_keywords = (SamplingOptions.__annotations__, DEFAULTS)
-    _esm = static.STATIC / "microscope.js"
-    _css = static.STATIC / "microscope.css"
-    _state_keys: ClassVar[tuple[str, ...]] = tuple(MicroscopeState.__annotations__)
-    _picture_key = "A row per token, a column per filter; darker: more probable; white: removed."
+    _bundle, _state_type = "microscope", MicroscopeState
 
     at = t.Int(0).tag(sync=True, option=True)
     settings = t.Dict().tag(sync=True)
@@ -83,6 +74,8 @@ class SamplerMicroscope(ExlWidget):
     _steps = t.List().tag(sync=True)
     _tokens = t.List().tag(sync=True)
     _line = t.List().tag(sync=True)
+    _samplers = t.List(SLIDERS).tag(sync=True)
+    _about = t.Dict(ABOUT).tag(sync=True)
 
     def __init__(
         self,
@@ -145,15 +138,15 @@ class SamplerMicroscope(ExlWidget):
 
     def _show(self, at: int, params: SamplingParams) -> None:
         found = self.replay.explain(at, params)
-        shown = found.shown(SHOWN)
+        shown = found.shown(SHOWN_TOKENS)
         self._explanation, self._asked = found, (at, params)
-        rest = {name: value for name, value in params.changed.items() if name not in (*SLIDERS, "seed", "post_sampling")}
+        rest = {name: value for name, value in params.changed.items() if name not in (*_NAMES, "seed", "post_sampling")}
         with self.hold_sync():
             self.at, self.error, self.status = at, "", "idle"
-            self.settings = {name: getattr(params, name) for name in SLIDERS}
+            self.settings = {name: getattr(params, name) for name in _NAMES}
             self._others = ", ".join(f"{name}={str(value)[:40]}" for name, value in rest.items())
             self._tokens = [list(SampleToken(i, self._name(i))) for i in shown]
-            self._steps = [list(step) for step in _steps(found, shown)]
+            self._steps = [step._asdict() for step in _steps(found, shown)]
             self._line = [list(part) for part in line_of(found, self._name)]
             self.token, self.token_text, self.prob = found.token, self._name(found.token), found.prob
             self.uniform, self.seed, self._index = found.uniform, str(found.seed), found.index
@@ -176,9 +169,9 @@ class SamplerMicroscope(ExlWidget):
 
     def _receive_sample(self, message: Mapping[str, Any]) -> None:
         at, changes = message.get("at"), message.get("settings")
-        if not isinstance(at, int) or not isinstance(changes, dict) or not all(name in (*SLIDERS, "seed") for name in changes):
+        if not isinstance(at, int) or not isinstance(changes, dict) or not all(name in (*_NAMES, "seed") for name in changes):
             raise OptionError("SamplerMicroscope: the page sent invalid settings; reload it")
-        whole = {name: int(value) if name in (*INTEGERS, "seed") and _is_whole(value) else value for name, value in changes.items()}
+        whole = {name: int(value) if OPTIONS[name].kind is int and _is_whole(value) else value for name, value in changes.items()}
         self._show(min(max(at, 0), len(self.replay) - 1), replace(self.params, **whole))
 
     # ---- words ----
@@ -209,9 +202,6 @@ class SamplerMicroscope(ExlWidget):
         told = self._prompt[-400:] + "".join(str(text) for _, text in self._answer[: self.at])
         return f'<div style="white-space:pre-wrap;opacity:.8">{html.escape(told)}▏</div>{as_html(self._explanation)}'
 
-    def _picture(self) -> static.Pixels | None:
-        return _picture(self._steps)
-
 
 def _is_whole(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and float(value).is_integer()
@@ -237,7 +227,7 @@ def line_of(found: Explanation, name: Callable[[int], str]) -> list[LinePart]:
     sums = np.concatenate([[0.0], probs.cumsum()])
     parts: list[LinePart] = []
     first = 0
-    for place in [*np.flatnonzero((probs >= LEAST) | (ids == found.token)).tolist(), len(ids)]:
+    for place in [*np.flatnonzero((probs >= LINE_PROB) | (ids == found.token)).tolist(), len(ids)]:
         if place > first:
             parts.append(
                 LinePart(-1, f"{place - first} token{'s' if place - first > 1 else ''}", round(float(sums[place] - sums[first]), 7))
@@ -272,16 +262,3 @@ def _replay(source: Any, prompt: Any, params: SamplingParams, max_tokens: int, i
             f"SamplerMicroscope: got {type(source).__name__!r}; expected an LLM and a prompt, a completion with logits, or logits"
         )
     return Replay.of(source, new_ids, prompt_ids, tokenizer=tokenizer)
-
-
-def _picture(steps: list[list[Any]]) -> static.Pixels:
-    """One column per step, one square per token shown, dark where it is likely."""
-    side, rows = 12, []
-    for place in range(len(steps[0][-1])):
-        line: list[static.RGB] = []
-        for step in steps:
-            prob = step[-1][place]
-            grey = 255 if prob is None else round(235 - 200 * prob**0.5)
-            line += [(grey, grey, min(255, grey + 20))] * (side - 1) + [(255, 255, 255)]
-        rows += [line] * (side - 1) + [[(255, 255, 255)] * len(line)]
-    return rows

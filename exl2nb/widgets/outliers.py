@@ -7,14 +7,12 @@ import html
 import math
 import threading
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import traitlets as t
 
 from exl2nb.core.errors import OptionError
-from exl2nb.core.show import colour
 from exl2nb.sampling.params import check_integer
-from exl2nb.widgets import static
 from exl2nb.widgets.protocol import GroupEffect, Massive, OutlierMapState, OutlierResult
 from exl2nb.widgets.sides import InsideWidget, passes
 
@@ -65,10 +63,7 @@ class OutlierMap(InsideWidget):
         OutlierMap(5 tokens, 12 layers; 16 bits: largest activation 41.3 in layer 11, token 0, channel 77, 55 times the median)
     """
 
-    _esm = static.STATIC / "outliers.js"
-    _css = static.STATIC / "outliers.css"
-    _state_keys: ClassVar[tuple[str, ...]] = tuple(OutlierMapState.__annotations__)
-    _picture_key = "A row per layer, a column per channel; darker: larger activations, on a logarithmic scale."
+    _bundle, _state_type = "outliers", OutlierMapState
     _empty = OutlierResult(
         labels=[], layers=0, texts=[], points=[], channels=[], bins=[], activations=[], lows=[], spans=[], weights=[], weight_lows=[],
         weight_spans=[], massive=[],
@@ -232,19 +227,6 @@ class OutlierMap(InsideWidget):
         )
         head = "".join(f"<th>{name}</th>" for name in names)
         return f'<table style="font-size:12px"><caption>Largest activations of the residual stream</caption><tr>{head}</tr>{rows}</table>'
-
-    def _picture(self) -> static.Pixels | None:
-        shown: Any = self._result
-        if not shown["points"]:
-            return None
-        table = self.ranges(0, 0)[:, : 600 // _PICTURE_PX * 4]
-        logs = table.clamp_min(1e-9).log10()
-        low, high = float(logs.min()), float(logs.max())
-        pixels: list[list[static.RGB]] = []
-        for line in logs.tolist():
-            row = [colour(2 + 6 * (value - low) / (high - low or 1)) for value in line]
-            pixels += [[dot for one in row for dot in [one] * 2]] * _PICTURE_PX
-        return pixels
 
 
 def group_errors(values: Tensor, outlier: int, bits: int) -> list[float]:

@@ -7,7 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import traitlets as t
 
@@ -15,15 +15,11 @@ from exl2nb.core.errors import EngineClosed, OptionError
 from exl2nb.widgets import static
 from exl2nb.widgets.background import Background
 from exl2nb.widgets.base import ExlWidget, as_text
-from exl2nb.widgets.protocol import PageCell, PageFrame, PageOwner, PageTableState, Status
+from exl2nb.widgets.protocol import OWNER_COLOURS, PageCell, PageFrame, PageOwner, PageTableState, Status
 
 if TYPE_CHECKING:
     import pandas as pd
 
-OWNER_COLOURS: tuple[static.RGB, ...] = (
-    (46, 112, 190), (214, 120, 40), (62, 150, 92), (168, 84, 170), (196, 62, 78), (20, 140, 150), (140, 110, 40), (222, 110, 150),
-)  # fmt: skip
-"""Of requests, by number; the same are in widgets/src/pagetable/colours.ts."""
 KEY_DIGITS = 12  # of a page's name: enough to tell pages apart
 MOST_SQUARES = 512  # pages of the script-free twin
 CACHED: static.RGB = (176, 186, 198)
@@ -146,23 +142,6 @@ def _square(page: int, cell: Sequence[Any]) -> str:
     return f'<span title="{html.escape(title)}" style="{style}">{"+".join(map(str, owners[:2]))}</span>'
 
 
-def frame_picture(frame: PageFrame, *, columns: int = 32) -> static.Pixels:
-    """A square per page, filled as far as the page is."""
-    side = 12
-    cells = frame["pages"]
-    rows: list[list[static.RGB]] = []
-    for first in range(0, min(len(cells), 40 * columns), columns):
-        line = cells[first : first + columns]
-        for y in range(side - 1):
-            dots: list[static.RGB] = []
-            for cell in line:
-                full = cell[1] >= frame["page_size"] * (side - 1 - y) / (side - 1)
-                dots += [colour(cell) if full else FREE] * (side - 1) + [(255, 255, 255)]
-            rows.append(dots + [(255, 255, 255)] * (side * (columns - len(line))))
-        rows.append([(255, 255, 255)] * (side * columns))
-    return rows
-
-
 MOST_FRAMES = 1000
 EXPORT_BYTES = 120_000  # of frames in an export; beyond it frames are left out evenly
 SLOW_PAGES = 2000  # pages a second that are sent while it is live
@@ -195,10 +174,7 @@ class PageTable(ExlWidget):
         >>> llm.close()
     """
 
-    _esm = static.STATIC / "pagetable.js"
-    _css = static.STATIC / "pagetable.css"
-    _state_keys: ClassVar[tuple[str, ...]] = tuple(PageTableState.__annotations__)
-    _picture_key = "A square per page, filled as far as it is used, in the colour of its request."
+    _bundle, _state_type = "pagetable", PageTableState
 
     _background = Background("PageTable")  # never begun: what `close` finds where the arguments did not fit the constructor
     title = t.Unicode("").tag(sync=True, option=True)
@@ -372,9 +348,6 @@ class PageTable(ExlWidget):
 
     def _static_body(self) -> str:
         return frame_table(self.shown, self.title)
-
-    def _picture(self) -> static.Pixels | None:
-        return frame_picture(self.shown)
 
 
 def _wire(frame: PageFrame) -> dict[str, Any]:

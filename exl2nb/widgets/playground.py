@@ -6,7 +6,7 @@ import html
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import traitlets as t
 
@@ -22,7 +22,7 @@ from exl2nb.widgets.background import Background
 from exl2nb.widgets.base import ExlWidget
 from exl2nb.widgets.chat import ChatMode, turns_html, turns_text
 from exl2nb.widgets.feed import Feed
-from exl2nb.widgets.protocol import DEFAULTS, SAMPLERS, Fates, PlaygroundState, Settings, Stats, Status, TokenItem, Tops
+from exl2nb.widgets.protocol import SAMPLERS, Fates, PlaygroundState, Stats, Status, TokenItem, Tops
 from exl2nb.widgets.tokens import brief_rows, items_of, raw_items, token_item
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def _trait(default: float | bool) -> t.TraitType:
 class SamplerTraits(t.HasTraits):
     """One synced trait, also a keyword, for each of `SAMPLERS`, under the names of `SamplingParams`."""
 
-    vars().update({one.name: _trait(one.neutral) for one in SAMPLERS})
+    vars().update({one["name"]: _trait(one["neutral"]) for one in SAMPLERS})
 
 
 def explain_place(llm: Any, prompt_ids: Sequence[int], new_ids: Sequence[int], at: int, params: SamplingParams) -> Explanation:
@@ -105,7 +105,8 @@ class Survival:
 
 TOP_TOKENS = 6
 """Alternatives requested per token, for the card of a token."""
-_SETTINGS = tuple(Settings.__annotations__)
+_SETTINGS = (*(one["name"] for one in SAMPLERS), "seed")
+_FOLDED = {one["name"]: one["neutral"] for one in SAMPLERS if not one["common"]}
 
 
 class Playground(ExlWidget, ChatMode, SamplerTraits):
@@ -143,18 +144,13 @@ class Playground(ExlWidget, ChatMode, SamplerTraits):
 
     # never begun: what `close` finds where the arguments did not fit the constructor
     _background, _stream = Background("Playground"), None
-    _esm = static.STATIC / "playground.js"
-    _css = static.STATIC / "playground.css"
-    _state_keys: ClassVar[tuple[str, ...]] = tuple(PlaygroundState.__annotations__)
-    _picture_key = "Redder: less probable when it was drawn."
+    _bundle, _state_type = "playground", PlaygroundState
+    _state_keys = (*PlaygroundState.__annotations__, *_SETTINGS)
 
     prompt = t.Unicode("").tag(sync=True, option=True)
     max_tokens = t.Int(128).tag(sync=True, option=True)
     temperature = t.Float(CHAT_DEFAULTS.temperature).tag(sync=True, option=True)
-    top_k = t.Int(0).tag(sync=True, option=True)
     top_p = t.Float(CHAT_DEFAULTS.top_p).tag(sync=True, option=True)
-    min_p = t.Float(0.0).tag(sync=True, option=True)
-    repetition_penalty = t.Float(1.0).tag(sync=True, option=True)
     seed = t.Int(None, allow_none=True).tag(sync=True, option=True)
     view = t.Enum(("probability", "rank", "plain"), "probability").tag(sync=True, option=True)
     text = t.Unicode("").tag(sync=True)
@@ -167,6 +163,7 @@ class Playground(ExlWidget, ChatMode, SamplerTraits):
     _model_label = t.Unicode("").tag(sync=True)
     _has_model = t.Bool(False).tag(sync=True)
     _sees = t.Bool(False).tag(sync=True)
+    _samplers = t.List(SAMPLERS).tag(sync=True)
     _defaults = t.Unicode("").tag(sync=True)
 
     def __init__(self, llm: Any = None, *, result: Any = None, **kwargs: Any) -> None:
@@ -194,7 +191,7 @@ class Playground(ExlWidget, ChatMode, SamplerTraits):
     def settings(self) -> dict[str, Any]:
         """The sampling settings as keywords of `stream`; of the folded samplers only those that do something."""
         values = {name: getattr(self, name) for name in _SETTINGS}
-        return {name: value for name, value in values.items() if name not in DEFAULTS or value != DEFAULTS[name]}
+        return {name: value for name, value in values.items() if name not in _FOLDED or value != _FOLDED[name]}
 
     @property
     def tokens(self) -> list[TokenItem]:
@@ -428,9 +425,6 @@ class Playground(ExlWidget, ChatMode, SamplerTraits):
         tokens = static.token_html(self.tokens, self._run_prompt) or html.escape(self.prompt)
         tokens = turns_html(self.turns, tokens) if self.turns else tokens
         return f'<div style="white-space:pre-wrap;line-height:1.7">{tokens}</div>'
-
-    def _picture(self) -> static.Pixels | None:
-        return static.token_pixels(self.tokens) if self.tokens else None
 
 
 def items_from(tokens: Sequence[Any]) -> list[TokenItem]:

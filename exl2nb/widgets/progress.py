@@ -7,13 +7,12 @@ import threading
 import time
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, ClassVar
+from typing import Any
 
 import traitlets as t
 
 from exl2nb.core.errors import Interrupted
 from exl2nb.core.progress import Progress
-from exl2nb.widgets import static
 from exl2nb.widgets.base import ExlWidget
 from exl2nb.widgets.protocol import Finished, ProgressState
 
@@ -42,9 +41,7 @@ class ProgressView(ExlWidget):
         convert: done in 1.5 s
     """
 
-    _esm = static.STATIC / "progress.js"
-    _css = static.STATIC / "progress.css"
-    _state_keys: ClassVar[tuple[str, ...]] = tuple(ProgressState.__annotations__)
+    _bundle, _state_type = "progress", ProgressState
 
     title = t.Unicode("").tag(sync=True, option=True)
     cancellable = t.Bool(True).tag(sync=True, option=True)
@@ -149,9 +146,6 @@ class ProgressView(ExlWidget):
     def _static_body(self) -> str:
         mark = {"done": "✓ ", "stopped": "■ ", "error": "✕ "}.get(self.status, "")
         return f"<div>{html.escape(mark + self._summary())}</div>"
-
-    def _picture(self) -> static.Pixels | None:
-        return static.bar_pixels(1.0 if self.status == "done" else self.share or 0.0)
 
 
 APPEAR_AFTER_S = 0.4

@@ -1,18 +1,24 @@
 """What travels between a widget's Python half and its browser half, as types.
 
-`python -m exl2nb.widgets.protocol FILE` writes the same types as TypeScript, in the order of this file.
-Must not import Jupyter: the generator and its test run on bare types.
+`python -m exl2nb.widgets.protocol FOLDER` writes the same types as TypeScript, in the order of this file, and constants. A widget may
+declare the types that are its own beside its class; they are written too. This module must not import Jupyter before that.
 """
 
 from __future__ import annotations
 
+import sys
+from functools import reduce
+from operator import or_
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict, get_args, is_typeddict
 
-from exl2nb.sampling.params import INTEGERS, RANGES, SamplingParams
-from exl2nb.widgets.typescript import module
+from exl2nb.core.options import Option, options_of
+from exl2nb.generator.request import Request
+from exl2nb.sampling.filters import SWITCHES
+from exl2nb.sampling.params import SamplingParams
+from exl2nb.widgets.typescript import constants, module
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Raised when a message changes its meaning; the browser half refuses another number with a readable line."""
 
 
@@ -150,97 +156,47 @@ class Stop(TypedDict):
 # ---- the playground: sampling options, chat
 
 
-class Sampler(NamedTuple):
-    """A control. least, most, step: of its slider, step 0 = a switch. low, high: what may be typed. neutral: where it does nothing."""
+class SamplerControl(TypedDict):
+    """The control of a sampling option. min, max, step: of its slider, step 0 = a switch. low, high: what may be typed.
+
+    neutral: the value that does nothing. common: shown among the first. turns_on: another value turns a filter on.
+    """
 
     name: str
     label: str
     hint: str
-    least: float
-    most: float
+    min: float
+    max: float
     step: float
     low: float
     high: float
     neutral: float | bool
+    common: bool
+    turns_on: bool
 
 
-class SamplerValues(TypedDict):
-    """The folded samplers, fields of `SamplingParams`."""
-
-    typical_p: float
-    tfs: float
-    top_a: float
-    skew: float
-    min_tokens: int
-    presence_penalty: float
-    frequency_penalty: float
-    penalty_range: int
-    penalty_decay: int
-    dry_multiplier: float
-    dry_base: float
-    dry_allowed_length: int
-    dry_range: int
-    dry_max_ngram: int
-    xtc_probability: float
-    xtc_threshold: float
-    smoothing_factor: float
-    smoothing_curve: float
-    min_temp: float
-    max_temp: float
-    temp_exponent: float
-    temperature_last: bool
-    mirostat: bool
-    mirostat_tau: float
-    mirostat_eta: float
+def _control(one: Option) -> SamplerControl:
+    least, most, step = one.slider or (0, 1, 0)
+    low, high = one.range or (0, 1)
+    return SamplerControl(
+        name=one.name,
+        label=one.label,
+        hint=one.hint,
+        min=least,
+        max=most,
+        step=step,
+        low=least if one.not_zero else low,
+        high=high,
+        neutral=one.default,
+        common=one.common,
+        turns_on=one.name in SWITCHES,
+    )
 
 
-def _sampler(name: str, label: str, hint: str, least: float = 0, most: float = 1, step: float = 0) -> Sampler:
-    low, high = {**RANGES, **INTEGERS}.get(name, (0, 1))
-    return Sampler(name, label, hint, least, most, step, low, high, getattr(SamplingParams, name))
-
-
-SAMPLERS = (
-    _sampler("typical_p", "Typical-p", "1 = off", 0.05, 1, 0.05),
-    _sampler("tfs", "Tail-free", "1 = off", 0.05, 1, 0.05),
-    _sampler("top_a", "Top-a", "0 = off", 0, 1, 0.01),
-    _sampler("skew", "Skew", "0 = off; > 0 favours unlikely tokens", -3, 3, 0.1),
-    _sampler("min_tokens", "Min tokens", "no end token before this many", 0, 512, 1),
-    _sampler("presence_penalty", "Presence penalty", "0 = off", -2, 2, 0.1),
-    _sampler("frequency_penalty", "Frequency penalty", "0 = off", -2, 2, 0.1),
-    _sampler("penalty_range", "Penalty range", "window in tokens; 0 = all", 0, 4096, 1),
-    _sampler("penalty_decay", "Penalty decay", "fade-out in tokens after the range", 0, 4096, 1),
-    _sampler("dry_multiplier", "DRY multiplier", "penalises repeated sequences; 0 = off", 0, 5, 0.1),
-    _sampler("dry_base", "DRY base", "growth per repeated token", 1, 4, 0.05),
-    _sampler("dry_allowed_length", "DRY allowed length", "longest repeat not penalised", 1, 20, 1),
-    _sampler("dry_range", "DRY range", "window in tokens; 0 = all", 0, 4096, 1),
-    _sampler("dry_max_ngram", "DRY max n-gram", "longest repeat tracked, in tokens", 1, 100, 1),
-    _sampler("xtc_probability", "XTC probability", "chance to exclude top choices; 0 = off", 0, 1, 0.05),
-    _sampler("xtc_threshold", "XTC threshold", "minimum probability of a top choice", 0, 0.5, 0.01),
-    _sampler("smoothing_factor", "Smoothing factor", "0 = off", 0, 10, 0.1),
-    _sampler("smoothing_curve", "Smoothing curve", "1 = quadratic", 1, 3, 0.1),
-    _sampler("min_temp", "Min temperature", "dynamic, at low entropy", 0, 4, 0.05),
-    _sampler("max_temp", "Max temperature", "dynamic, at high entropy; 0 = off", 0, 4, 0.05),
-    _sampler("temp_exponent", "Temperature exponent", "dynamic, of the entropy", 0.1, 5, 0.1),
-    _sampler("temperature_last", "Temperature last", "applied after the filters"),
-    _sampler("mirostat", "Mirostat", "holds surprise at a target"),
-    _sampler("mirostat_tau", "Mirostat tau", "target surprise, bits", 0, 10, 0.1),
-    _sampler("mirostat_eta", "Mirostat eta", "learning rate", 0, 1, 0.01),
-)
-
-
-DEFAULTS = {one.name: one.neutral for one in SAMPLERS}
-
-
-class Settings(SamplerValues):
-    """Sampling settings of the controls. top_k 0, top_p 1, min_p 0, repetition_penalty 1: that filter is off; seed null: a random one."""
-
-    max_tokens: int
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition_penalty: float
-    seed: int | None
+SAMPLERS = [_control(one) for cls in (SamplingParams, Request) for one in options_of(cls).values() if one.label]
+"""Every option that has a control."""
+SLIDERS = [_control(one) for one in options_of(SamplingParams).values() if one.label and one.one_row]
+"""Those that act on one row of logits."""
 
 
 class Generate(TypedDict):
@@ -248,7 +204,7 @@ class Generate(TypedDict):
 
     type: Literal["generate"]
     prompt: str
-    settings: Settings
+    settings: dict[str, float | bool | None]
 
 
 class ShownPicture(NamedTuple):
@@ -308,8 +264,11 @@ class ChatGo(TypedDict):
     index: int
 
 
-class PlaygroundState(SamplerValues):
-    """Synced traits of Playground. text and _tokens are set once, when a run ends. _defaults: the model's sampling defaults in words."""
+class PlaygroundState(TypedDict):
+    """Synced traits of Playground, beside one for each of `_samplers`. text and _tokens are set once, when a run ends.
+
+    _defaults: the model's sampling defaults in words.
+    """
 
     status: Status
     error: str
@@ -318,12 +277,6 @@ class PlaygroundState(SamplerValues):
     chat: bool
     text: str
     view: Literal["plain", "probability", "rank"]
-    max_tokens: int
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition_penalty: float
     seed: int | None
     n_tokens: int
     tokens_per_second: float
@@ -335,6 +288,7 @@ class PlaygroundState(SamplerValues):
     _model_label: str
     _has_model: bool
     _sees: bool
+    _samplers: list[SamplerControl]
     _defaults: str
     _protocol: int
     _static: bool
@@ -599,7 +553,7 @@ class PlanFormula(TypedDict):
     adapters: int
 
 
-class PlanDevice(NamedTuple):
+class PlanDevice(TypedDict):
     """One of several devices. kind: "cpu" or "cuda"."""
 
     name: str
@@ -607,12 +561,15 @@ class PlanDevice(NamedTuple):
 
 
 class PlanKind(TypedDict):
-    """The coefficients of a split on one kind of device, exl2nb/llm/split_plan.py."""
+    """The values of a split on one kind of device, `KindFormula.known` in exl2nb/llm/split_plan.py."""
 
+    layers: int
     parts: list[int]
     read: list[int]
     stream: int
     lent: int
+    lent_counts: list[int]
+    lent_read: list[int]
     formula: PlanFormula
 
 
@@ -799,6 +756,12 @@ class RunPrompts(TypedDict):
 # ---- inspectors: SamplerMicroscope, PageTable, Speculation
 
 
+SHOWN_TOKENS = 14
+"""Tokens of the microscope's table: so many of the first step's best and of the last's, and the drawn one."""
+LINE_PROB = 0.004
+"""Probability below which neighbours on the microscope's line become one piece."""
+
+
 class SampleStep(NamedTuple):
     """One step of the sampling chain. mass: probability that it removed. probs: of `_tokens` after it; null where removed."""
 
@@ -828,7 +791,10 @@ class LinePart(NamedTuple):
 
 
 class MicroscopeState(TypedDict):
-    """Synced traits of SamplerMicroscope. settings: of the sliders. token: drawn; uniform null: greedy. _answer: what the text has."""
+    """Synced traits of SamplerMicroscope. settings: of the sliders. token: drawn; uniform null: greedy. _answer: what the text has.
+
+    _about: each step of a chain in words.
+    """
 
     status: Status
     error: str
@@ -848,6 +814,8 @@ class MicroscopeState(TypedDict):
     _steps: list[SampleStep]
     _tokens: list[SampleToken]
     _line: list[LinePart]
+    _samplers: list[SamplerControl]
+    _about: dict[str, str]
     _protocol: int
     _static: bool
 
@@ -858,6 +826,12 @@ class Sample(TypedDict):
     type: Literal["sample"]
     at: int
     settings: dict[str, float]
+
+
+OWNER_COLOURS = (
+    (46, 112, 190), (214, 120, 40), (62, 150, 92), (168, 84, 170), (196, 62, 78), (20, 140, 150), (140, 110, 40), (222, 110, 150),
+)  # fmt: skip
+"""Of the requests that hold pages, by number."""
 
 
 class PageCell(NamedTuple):
@@ -1314,45 +1288,69 @@ class OutlierMapState(InsideState):
 FromKernel = Delta | Snapshot | Done | Pong | Tops | Fates
 
 
-ToKernel = (
-    Ready
-    | Resync
-    | Ping
-    | Stop
-    | Generate
-    | ChatSend
-    | ChatAgain
-    | ChatEdit
-    | ChatGo
-    | LookAt
-    | LookInto
-    | Solve
-    | SolveSize
-    | Make
-    | ScaleTo
-    | Look
-    | RunCaches
-    | HideNeedle
-    | RunPrompts
-    | Sample
-    | ShowFrame
-    | ReadPrompt
-    | PatchLayer
-    | ShowGroup
-)
+RECORDS = (ChatTurn, BitCell, CacheKind, SampleStep)
+"""NamedTuples that travel as objects (`_asdict`). The others travel as lists: rows of tokens, points and pages, of which there are many."""
 
 
-_EXPORTED: dict[str, Any] = {"Status": Status}
-_EXPORTED |= {name: kind for name, kind in vars().items() if isinstance(kind, type) and kind.__module__ == __name__}
-_EXPORTED |= {"FromKernel": FromKernel, "ToKernel": ToKernel}
+def _exported() -> dict[str, Any]:
+    """Types by name: those of this file, those of the modules whose widgets declare their state there, and the two directions.
+
+    Every message that the kernel does not send is one that it takes.
+    """
+    from exl2nb import widgets
+
+    states = [getattr(widgets, name)._state_type for name in widgets.__all__]
+    modules = dict.fromkeys([__name__, *(state.__module__ for state in states if is_typeddict(state))])
+    found: dict[str, Any] = {"Status": Status}
+    for module_name in modules:
+        declared = vars(sys.modules[module_name])
+        found |= {name: kind for name, kind in declared.items() if getattr(kind, "__module__", "") == module_name and _is_type(kind)}
+    sent = get_args(FromKernel)
+    taken = [kind for kind in found.values() if "type" in getattr(kind, "__annotations__", {}) and kind not in sent]
+    return {**found, "FromKernel": FromKernel, "ToKernel": reduce(or_, taken)}
+
+
+def _is_type(kind: Any) -> bool:
+    return is_typeddict(kind) or (isinstance(kind, type) and issubclass(kind, tuple))
 
 
 def typescript() -> str:
-    """The TypeScript module that `widgets/src/protocol.gen.ts` must equal."""
-    return module(_EXPORTED, version=PROTOCOL_VERSION, lists={"SAMPLERS": ("Sampler", SAMPLERS)})
+    """The TypeScript module that `widgets/src/protocol.gen.ts` must equal: types alone, so bundles do not change with them."""
+    return module(_exported(), records=RECORDS)
+
+
+def typescript_constants() -> str:
+    """The TypeScript module that `widgets/src/constants.gen.ts` must equal."""
+    from exl2nb.core.show import BIT_COLOURS, DIVERGING_COLOURS, SIZE_UNITS
+    from exl2nb.llm.memory import COLOURS, PARTS, PLAN_TERMS
+    from exl2nb.llm.split_plan import COLOURS as DEVICE_COLOURS
+    from exl2nb.llm.split_plan import SHARE_TERMS
+    from exl2nb.widgets.columns import KL_LIMITS
+    from exl2nb.widgets.static import SURPRISE_LIMITS
+
+    terms = "readonly (readonly [name: string, term: unknown])[]"
+    values = {
+        "PROTOCOL_VERSION": ("", PROTOCOL_VERSION),
+        "BIT_COLOURS": ("", BIT_COLOURS),
+        "DIVERGING_COLOURS": ("", DIVERGING_COLOURS),
+        "SIZE_UNITS": ("", SIZE_UNITS),
+        "SURPRISE_LIMITS": ("", SURPRISE_LIMITS),
+        "KL_LIMITS": ("", KL_LIMITS),
+        "OWNER_COLOURS": ("", OWNER_COLOURS),
+        "PLAN_COLOURS": ("", COLOURS),
+        "DEVICE_COLOURS": ("", DEVICE_COLOURS),
+        "SHOWN_TOKENS": ("", SHOWN_TOKENS),
+        "LINE_PROB": ("", LINE_PROB),
+        "PLAN_PARTS": ("", PARTS),
+        "PLAN_TERMS": (terms, PLAN_TERMS),
+        "SHARE_TERMS": (terms, SHARE_TERMS),
+    }
+    return constants(values)
 
 
 if __name__ == "__main__":
-    import sys
+    from exl2nb.widgets import protocol  # this file as the widgets import it
 
-    Path(sys.argv[1]).write_text(typescript(), encoding="utf-8")
+    folder = Path(sys.argv[1])
+    (folder / "protocol.gen.ts").write_text(protocol.typescript(), encoding="utf-8")
+    (folder / "constants.gen.ts").write_text(protocol.typescript_constants(), encoding="utf-8")

@@ -8,14 +8,13 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import traitlets as t
 
 from exl2nb.core.errors import OptionError
 from exl2nb.core.log import logger
 from exl2nb.core.options import shown
-from exl2nb.widgets import static
 from exl2nb.widgets.base import ExlWidget
 from exl2nb.widgets.protocol import ServedClient, ServedRequest, ServerMonitorState
 
@@ -45,9 +44,7 @@ class ServerMonitor(ExlWidget):
         http://127.0.0.1:1: m, 2 requests (1 queued), 0 tok/s, 0 of 0 pages in use
     """
 
-    _esm = static.STATIC / "servermonitor.js"
-    _css = static.STATIC / "servermonitor.css"
-    _state_keys: ClassVar[tuple[str, ...]] = tuple(ServerMonitorState.__annotations__)
+    _bundle, _state_type = "servermonitor", ServerMonitorState
 
     url = t.Unicode("").tag(sync=True)
     model = t.Unicode("").tag(sync=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import traitlets as t
 
-from exl2nb.cache.modes import parse_mode
+from exl2nb.cache.spec import parse_mode
 from exl2nb.core.errors import OptionError
 from exl2nb.core.options import check_flag, check_keywords, shown
 from exl2nb.widgets import bitgrid

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import html
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import traitlets as t
 
 from exl2nb.core.errors import OptionError
 from exl2nb.llm.options import DEFAULTS, RequestOptions
-from exl2nb.widgets import static
 from exl2nb.widgets.base import ExlWidget
 from exl2nb.widgets.protocol import SpecStats, SpecToken, SpeculationState
 
@@ -20,12 +19,12 @@ if TYPE_CHECKING:
 MOST_TEXT = 4000  # characters of the prompt that travel
 MOST_TOKENS = 2000
 SOURCES = ("target", "draft", "ngram", "forced", "rewound")
-_TINTS: dict[str, tuple[str, static.RGB]] = {
-    "target": ("transparent", (206, 206, 206)),
-    "draft": ("rgba(46,125,50,.28)", (150, 200, 152)),
-    "ngram": ("rgba(46,125,50,.28)", (150, 200, 152)),
-    "forced": ("rgba(23,105,184,.26)", (150, 180, 220)),
-    "rewound": ("rgba(226,60,70,.34)", (236, 150, 156)),
+_TINTS = {
+    "target": "transparent",
+    "draft": "rgba(46,125,50,.28)",
+    "ngram": "rgba(46,125,50,.28)",
+    "forced": "rgba(23,105,184,.26)",
+    "rewound": "rgba(226,60,70,.34)",
 }
 
 
@@ -54,10 +53,7 @@ class Speculation(ExlWidget):
     """
 
     _more_keywords = (RequestOptions.__annotations__, {**DEFAULTS, "speculation": "auto"})
-    _esm = static.STATIC / "speculation.js"
-    _css = static.STATIC / "speculation.css"
-    _state_keys: ClassVar[tuple[str, ...]] = tuple(SpeculationState.__annotations__)
-    _picture_key = "Green: accepted draft tokens; blue: forced by a grammar; red: resampled after a banned text."
+    _bundle, _state_type = "speculation", SpeculationState
 
     title = t.Unicode("").tag(sync=True, option=True)
     _prompt = t.Unicode("").tag(sync=True)
@@ -111,9 +107,6 @@ class Speculation(ExlWidget):
         key = "green: accepted draft tokens; struck through: rejected"
         body = f'<div style="white-space:pre-wrap;line-height:1.7">{"".join(parts)}</div>'
         return f'<b>{html.escape(self.title)}</b>{body}<div style="font-size:12px">{key}</div>'
-
-    def _picture(self) -> static.Pixels | None:
-        return static.text_pixels((character, _TINTS[str(token[2])][1]) for token in self._tokens for character in str(token[0]))
 
 
 def spec_tokens(done: Any, tokenizer: Any = None) -> list[SpecToken]:
@@ -183,4 +176,4 @@ def _token_html(token: Sequence[Any]) -> str:
     text, _id, source, _prob, step, wrong = token
     lost = f'<del style="opacity:.7;color:#b3261e">{html.escape(wrong[0])}</del>' if wrong else ""
     title = f"{source}, pass {step + 1}"
-    return f'{lost}<span title="{title}" style="background:{_TINTS[source][0]};border-radius:2px">{html.escape(text)}</span>'
+    return f'{lost}<span title="{title}" style="background:{_TINTS[source]};border-radius:2px">{html.escape(text)}</span>'

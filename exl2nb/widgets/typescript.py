@@ -8,34 +8,43 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+GENERATED = "// Generated from exl2nb/widgets/protocol.py by `npm run protocol`; edit that file, not this one."
+LINE = 120  # characters; longer lists are written row by row
 _PRIMITIVE = {str: "string", int: "number", float: "number", bool: "boolean", type(None): "null"}
 
 
-def module(exported: Mapping[str, Any], *, version: int, lists: Mapping[str, tuple[str, Sequence[Any]]] | None = None) -> str:
-    """A TypeScript module that declares each of `exported`, and the protocol's version.
+def module(exported: Mapping[str, Any], *, records: Sequence[type] = ()) -> str:
+    """A TypeScript module that declares each of `exported`.
 
     Args:
         exported: types by name.
-        version: of the protocol.
-        lists: JSON values by the name of their constant, each beside the name of their type.
+        records: NamedTuples among `exported` that travel as objects.
 
     Raises:
         TypeError: an annotation has no TypeScript spelling.
     """
-    lines = [
-        "// Generated from exl2nb/widgets/protocol.py by `npm run protocol`; edit that file, not this one.",
-        "",
-        f"export const PROTOCOL_VERSION = {version};",
-    ]
+    lines = [GENERATED]
     for name, kind in exported.items():
         doc = (getattr(kind, "__doc__", None) or "").strip()
         lines.append("")
         if isinstance(kind, type) and doc:
             lines.append(_comment(doc))
-        lines.append(_declaration(name, kind, exported))
-    for name, (kind, values) in (lists or {}).items():
-        rows = "".join(f"  {json.dumps(value, ensure_ascii=False)},\n" for value in values)
-        lines += ["", f"export const {name}: readonly {kind}[] = [\n{rows}];"]
+        lines.append(_declaration(name, kind, exported, records))
+    return "\n".join(lines) + "\n"
+
+
+def constants(values: Mapping[str, tuple[str, Any]]) -> str:
+    """A TypeScript module of constants.
+
+    Args:
+        values: name -> type and JSON value; type "": that of the value as it is written.
+    """
+    lines = [GENERATED]
+    for name, (kind, value) in values.items():
+        text = json.dumps(value, ensure_ascii=False)
+        if len(text) > LINE and isinstance(value, Sequence):
+            text = f"[\n{''.join(f'  {json.dumps(row, ensure_ascii=False)},{chr(10)}' for row in value)}]"
+        lines += ["", f"export const {name}{kind and ': '}{kind} = {text}{'' if kind else ' as const'};"]
     return "\n".join(lines) + "\n"
 
 
@@ -44,11 +53,11 @@ def _comment(doc: str) -> str:
     return f"/** {doc} */" if len(lines) == 1 else "\n".join(["/**", *(f" * {line}".rstrip() for line in lines), " */"])
 
 
-def _declaration(name: str, kind: Any, exported: Mapping[str, Any]) -> str:
-    if isinstance(kind, type) and issubclass(kind, tuple):
+def _declaration(name: str, kind: Any, exported: Mapping[str, Any], records: Sequence[type]) -> str:
+    if isinstance(kind, type) and issubclass(kind, tuple) and kind not in records:
         parts = ", ".join(f"{field}: {spelling(hint, exported)}" for field, hint in get_type_hints(kind).items())
         return f"export type {name} = [{parts}];"
-    if typing.is_typeddict(kind):
+    if typing.is_typeddict(kind) or kind in records:
         body = "".join(f"  {field}: {spelling(hint, exported)};\n" for field, hint in get_type_hints(kind).items())
         return f"export interface {name} {{\n{body}}}"
     return f"export type {name} = {spelling(kind, exported, inline=True)};"

@@ -6,17 +6,17 @@ import html
 import math
 import os
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import traitlets as t
 
 from exl2nb.core.errors import OptionError
 from exl2nb.core.show import diverging, ink
 from exl2nb.io.hub import label
-from exl2nb.widgets import bitgrid, static
+from exl2nb.widgets import bitgrid
 from exl2nb.widgets.base import ExlWidget
 from exl2nb.widgets.bitgrid import OUTSIDE
 from exl2nb.widgets.protocol import Run, WeightSlice, WeightsState
@@ -25,10 +25,8 @@ if TYPE_CHECKING:
     import pandas as pd
     from torch import Tensor
 
-    from exl2nb.model.weights import Weights
+    from exl2nb.model.inspect import Weights
     from exl2nb.quant.exl2_slice import Exl2Unit
-
-BIT_PX = 10
 
 
 def unit_table(title: str, key: str, shown: Mapping[str, Any]) -> str:
@@ -66,22 +64,6 @@ def _rows(shown: Mapping[str, Any], zero: int) -> list[list[str]]:
     return found
 
 
-def unit_picture(shown: Mapping[str, Any]) -> static.Pixels:
-    """The words, bit 31 on the left, each field in the colour of its code."""
-    colours = field_colours(shown["codes"], shown["bits"], shown["zero"])
-    rows = []
-    for word in range(shown["bits"]):
-        bits = [colours[32 * word + bit] for bit in range(31, -1, -1)]
-        line = [dot for colour in bits for dot in (colour,) * BIT_PX]
-        rows += [line] * (BIT_PX - 1) + [[(255, 255, 255)] * len(line)]
-    return rows
-
-
-def field_colours(codes: Sequence[int], bits: int, zero: int) -> list[static.RGB]:
-    """Colour of each of the 32 * bits bits of a unit, in the order of the stream."""
-    return [diverging(2 * (code - zero) / zero) for code in codes for _ in range(bits)]
-
-
 def half(value: float) -> str:
     """The sixteen bits of an fp16 value: "0x3800"."""
     return f"0x{struct.unpack('<H', struct.pack('<e', value))[0]:04X}"
@@ -107,10 +89,7 @@ class WeightBrowser(ExlWidget):
         >>> browser.to_frame()[["row", "code", "weight", "original", "error"]]  # doctest: +SKIP
     """
 
-    _esm = static.STATIC / "weights.js"
-    _css = static.STATIC / "weights.css"
-    _state_keys: ClassVar[tuple[str, ...]] = tuple(WeightsState.__annotations__)
-    _picture_key = "A row per 32-bit word, bit 31 on the left, in the colour of its code."
+    _bundle, _state_type = "weights", WeightsState
 
     title = t.Unicode("").tag(sync=True, option=True)
     layer = t.Int(0).tag(sync=True, option=True)
@@ -134,7 +113,7 @@ class WeightBrowser(ExlWidget):
         if original is None and known is not None and os.path.isdir(known):
             original = known
         where = None if original is None else _directory(original)
-        from exl2nb.model.weights import Weights
+        from exl2nb.model.inspect import Weights
 
         self.weights: Weights = Weights(directory, where)
         self._keys: dict[int, dict[str, str]] = {}
@@ -269,9 +248,6 @@ class WeightBrowser(ExlWidget):
 
     def _static_body(self) -> str:
         return unit_table(self.title, self.key, self._slice)
-
-    def _picture(self) -> static.Pixels | None:
-        return unit_picture(self._slice)
 
 
 _PLACE = ("layer", "matrix", "group", "unit", "column")

@@ -6,10 +6,8 @@ import weakref
 import pytest
 import torch
 
-from exl2nb.cache.modes import MODES, parse_mode, storages_of
 from exl2nb.cache.pool import LARGE_BYTES, KVCache
-from exl2nb.cache.spec import CacheSpec
-from exl2nb.cache.storage import STORAGES
+from exl2nb.cache.spec import MODES, STORAGES, CacheSpec, parse_mode, storages_of
 from exl2nb.core.errors import OptionError
 
 

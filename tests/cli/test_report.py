@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 import pytest
 
 from exl2nb.cli import report
-from exl2nb.cli.bitmap import BitMap, colour, ink, render_text
+from exl2nb.cli.console import BitMap, colour, ink, render_text
 from exl2nb.cli.report import DemoResult, Entry, size_against_kl
 from exl2nb.eval.comparison import EDGES
 

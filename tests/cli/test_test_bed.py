@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from exl2nb.eval.logits import logits
+from exl2nb.eval.rows import logits
 from exl2nb.model.layout import linears
 from exl2nb.model.loader import load_model, read_model_config
 from exl2nb.tokenizer.tokenizer import Tokenizer

@@ -14,7 +14,6 @@ import pydantic
 import pytest
 import tokenizers
 
-from exl2nb.constraint import engine
 from exl2nb.constraint.structure import Structure, structure_of
 from exl2nb.core.errors import MissingDependency, OptionError, StructureError
 from exl2nb.sampling.constraint import FEW, Allowed, Constraint
@@ -374,4 +373,5 @@ def test_a_tokenizer_without_an_end(monkeypatch):
     words.eos_ids = frozenset()
     with pytest.raises(StructureError, match="no end-of-text token"):
         Structure("regex", "a", words, VOCAB)
-    assert words not in engine._vocabularies or not engine._vocabularies[words]
+    words.eos_ids = tokenizer().eos_ids
+    assert Structure("regex", "a", words, VOCAB).start(), "the vocabulary without an end was kept"

@@ -47,3 +47,19 @@ def opened(tmp_path):
     yield make
     for store in stores:
         store.__exit__(None, None, None)
+
+
+@pytest.fixture(scope="module")
+def short_second_text():
+    """Of the packaged text, which the report of a tuned model reads as well, only the beginning: to tokenise all of it takes 2 s."""
+    from exl2nb.converter import calibration, pipeline
+
+    read = pipeline.read_text
+
+    def shortened(tokenizer, given):
+        text, name = read(tokenizer, given)
+        return (text[:20_000] if isinstance(given, str) and given in calibration.PACKAGED else text), name
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "read_text", shortened)
+        yield

@@ -22,9 +22,9 @@ class Disk:
         self.root, self.chosen, self.operations = root, set(chosen), 0
         self.states = {}  # (operation, kind) -> {relative path: bytes, None for a directory}
         self._ids, self._next = {}, 0  # (device, inode) -> number: an inode may be used again for another file
-        self._contents, self._entries = {}, {}  # number -> bytes; number of a directory -> {name: number}
+        self.contents, self._entries = {}, {}  # number -> bytes; number of a directory -> {name: number}
         self._directories = set()
-        self._flush_directory(root)
+        self.flush_directory(root)
         for name in self.FOLLOWED:
             monkeypatch.setattr(os, name, self._followed(name, getattr(os, name)))
 
@@ -54,7 +54,7 @@ class Disk:
             return None
         return None if found is None else (found.st_dev, found.st_ino)
 
-    def _number(self, path):
+    def number_of(self, path):
         found = os.stat(path)
         key = found.st_dev, found.st_ino
         if key not in self._ids:
@@ -69,22 +69,22 @@ class Disk:
         if self.root not in (path, *path.parents):
             return
         if path.is_dir():
-            self._flush_directory(path)
+            self.flush_directory(path)
         else:
-            self._contents[self._number(path)] = path.read_bytes()
+            self.contents[self.number_of(path)] = path.read_bytes()
 
-    def _flush_directory(self, path):
-        self._entries[self._number(path)] = {entry.name: self._number(entry.path) for entry in os.scandir(path)}
+    def flush_directory(self, path):
+        self._entries[self.number_of(path)] = {entry.name: self.number_of(entry.path) for entry in os.scandir(path)}
 
     def _eager(self):
         return {
-            str(path.relative_to(self.root)): None if path.is_dir() else self._contents.get(self._number(path), b"")
+            str(path.relative_to(self.root)): None if path.is_dir() else self.contents.get(self.number_of(path), b"")
             for path in sorted(self.root.rglob("*"))
         }
 
     def _now(self):
         below = [path for path in self.root.rglob("*") if path.is_dir()]
-        return {self._number(path): {entry.name: self._number(entry.path) for entry in os.scandir(path)} for path in below}
+        return {self.number_of(path): {entry.name: self.number_of(entry.path) for entry in os.scandir(path)} for path in below}
 
     def _lazy(self, entries):
         """entries: of the directories below `root`; its own are those of its last flush."""
@@ -93,11 +93,11 @@ class Disk:
         def visit(directory, prefix):
             for name, number in held.get(directory, {}).items():
                 inside = number in self._directories
-                made[prefix + name] = None if inside else self._contents.get(number, b"")
+                made[prefix + name] = None if inside else self.contents.get(number, b"")
                 if inside:
                     visit(number, f"{prefix}{name}/")
 
-        root = self._number(self.root)
+        root = self.number_of(self.root)
         held = {**entries, root: self._entries[root]}
         visit(root, "")
         return made

@@ -6,6 +6,8 @@ import pytest
 
 from .test_job import TEXT
 
+pytestmark = pytest.mark.usefixtures("short_second_text")
+
 
 @pytest.fixture(scope="module")
 def bench(script):

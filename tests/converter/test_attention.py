@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from exl2nb.converter import attention
 from exl2nb.model import reference
 from tests.model.tiny import ids_of
 
@@ -11,9 +10,9 @@ from tests.model.tiny import ids_of
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "gpt2", "qwen3", "mixtral"])
 def test_the_same_network_and_gradients(name, opened, monkeypatch):
     config, weights = opened(name)
-    monkeypatch.setattr(attention, "QUERIES", 16)  # several blocks of queries, the last one short
+    monkeypatch.setattr(reference, "QUERIES", 16)  # several blocks of queries, the last one short
     ids, found = ids_of(config.vocab_size, 3, 40), []
-    for past in (None, attention.DenseAttention(config, 40, torch.device("cpu"))):
+    for past in (None, reference.DenseAttention(config, 40, torch.device("cpu"))):
         x = reference.embed(config, weights, ids).requires_grad_(True)
         made = x
         for layer in range(config.num_layers):

@@ -21,6 +21,7 @@ from exl2nb.model.reference import logits
 from .test_job import CONFIG, convert, output
 from .test_tuning import TEXT, read_back
 
+pytestmark = pytest.mark.usefixtures("short_second_text")
 NOTHING = {"descent": 0, "codes": False, "scales": False, "vectors": False, "embedding": False}
 OPTIONS = {"bpw": 3.0, "calibration": TEXT, "rows": 48, "length": 32}
 LEARNED = {**OPTIONS, "tuning": Tuning(**NOTHING, blocks=6)}
@@ -142,7 +143,7 @@ def test_layers_that_learn_alone_take_the_rows_of_the_cpu(source, tmp_path, monk
 
 
 def test_both_stages_follow_each_other(source, tmp_path):
-    both = Tuning(descent=0, blocks=2, rows=24, passes=1)
+    both = Tuning(descent=0, blocks=2, rows=24, passes=1, written=0)
     done = convert(source, tmp_path / "both", **{**OPTIONS, "rows": 12, "tuning": both})
     assert done.tuned.before.kl > 0
     assert done.blocks.passes == 2

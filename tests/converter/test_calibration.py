@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import exl2nb
-from exl2nb.converter import calibration
+from exl2nb.converter import calibration, pipeline
 from exl2nb.converter.calibration import (
     calibration_rows,
     check_known,
@@ -70,7 +70,7 @@ def test_a_text_that_is_encoded_in_pieces_comes_out_whole(monkeypatch, piece):
     monkeypatch.setattr(encoder, "encode", lambda text, add_special=True: seen.append(text) or Words.encode(encoder, text, add_special))
     for text in ("\n\n12 13\n\n\n14 15 16\n\n" + "17 18\n\n" * 30 + "19", "12 13 14", "\n\n\n\n", ""):
         del seen[:]
-        assert calibration._encoded(encoder, text) == Words.encode(encoder, text)
+        assert calibration.encode_in_pieces(encoder, text) == Words.encode(encoder, text)
         assert "".join(seen) == text
         assert len(seen) > 5 or piece > 1 or text.count("\n\n") < 5
 
@@ -78,7 +78,7 @@ def test_a_text_that_is_encoded_in_pieces_comes_out_whole(monkeypatch, piece):
 def test_pieces_have_the_ids_of_the_whole_text(monkeypatch):
     tokenizer, text = Tokenizer.load(DEMO_MODEL), (DEMO_MODEL / "calibration.txt").read_text()[:60000]
     monkeypatch.setattr(calibration, "PIECE", 500)
-    assert calibration._encoded(tokenizer, text) == tokenizer.encode(text)
+    assert calibration.encode_in_pieces(tokenizer, text) == tokenizer.encode(text)
 
 
 @pytest.mark.parametrize(
@@ -169,11 +169,20 @@ def test_conversations_of_the_mixed_text_are_written_as_the_model_reads_them():
     assert plain.count("\n\nAssistant: ") > 1000 and "<user>" not in plain and plain.count("System: ") > 100
 
 
-def test_the_mixed_text_is_the_default_of_all_models_but_the_demo(source, tmp_path):
+def test_the_mixed_text_is_the_default_of_all_models_but_the_demo(source, tmp_path, monkeypatch):
+    class Enough(Exception):
+        pass
+
     found = []
+
+    def read(given, render):
+        found.append(read_calibration(given, render)[1])
+        raise Enough
+
+    monkeypatch.setattr(pipeline, "read_calibration", read)
     for folder in (DEMO_MODEL, source):
-        with ConversionJob(folder, tmp_path / "out", bpw=4.0, rows=4, report_rows=2, length=64)._opened(None) as run:
-            found.append(run.calibrate().name)
+        with pytest.raises(Enough):
+            ConversionJob(folder, tmp_path / "out", bpw=4.0, rows=4, report_rows=2, length=64).measure()
     assert found == ["(default)", "(mixed)"]
 
 
@@ -312,6 +321,7 @@ class Letters:
     """One token a letter."""
 
     special_tokens = {"unk_token": "?"}  # noqa: RUF012
+    byte_table, byte_ids = None, frozenset()
 
     def encode(self, text, add_special=True):
         return [ord(c) for c in text]

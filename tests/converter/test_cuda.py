@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from exl2nb.converter.api import measure
-from exl2nb.converter.job import ConversionJob
+from exl2nb.converter.job import ConversionJob, measure
 from exl2nb.core.errors import FormatError, Interrupted
 from exl2nb.io import safetensors
 from tests.model.tiny import edit

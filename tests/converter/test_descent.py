@@ -23,6 +23,7 @@ from .test_gptq import LAYOUTS, coupled_problem, loss_of, problem
 from .test_job import convert
 from .test_memory import Live
 
+pytestmark = pytest.mark.usefixtures("short_second_text")
 DEMO = Path(exl2nb.__file__).parent / "demo_model"
 NOTHING_LEARNS = {"codes": False, "scales": False, "vectors": False, "embedding": False}
 TEXT = [" ".join(f"w{(i * i + 7 * i + i // 90) % 90}" for i in range(5000))]
@@ -138,7 +139,7 @@ def test_files_load_and_are_scored(source, tmp_path):
 
 
 def test_descent_before_learning(source, tmp_path):
-    tuned = convert(source, tmp_path / "out", **{**DESCENT, "tuning": Tuning(descent=1, rows=32, written=0)})
+    tuned = convert(source, tmp_path / "out", **{**DESCENT, "tuning": Tuning(descent=1, rows=32, passes=1, written=0)})
     assert tuned.tuned.options.descent == 1
     assert tuned.descent == 1
 

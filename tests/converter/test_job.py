@@ -7,13 +7,12 @@ import time
 import pytest
 import torch
 
-from exl2nb.converter import settings
 from exl2nb.converter.gptq import dense
 from exl2nb.converter.job import ConversionJob
 from exl2nb.converter.measurement import Measurement
-from exl2nb.converter.settings import describe_device, pick_device
+from exl2nb.converter.settings import describe_device
 from exl2nb.converter.work import Work
-from exl2nb.core.errors import ConversionError, DeviceError, Interrupted, ModelNotFound, OptionError
+from exl2nb.core.errors import ConversionError, Interrupted, ModelNotFound, OptionError
 from exl2nb.core.show import bits_cell
 from exl2nb.io import safetensors
 from exl2nb.io.shards import TensorStore
@@ -333,50 +332,6 @@ def test_files_of_others_and_links_stay(source, done, tmp_path):
 
 
 # ---- The device
-
-
-@pytest.fixture
-def usable(monkeypatch):
-    """A machine with a GPU that can be used, or without one."""
-
-    def set_to(found: bool):
-        best = "cuda" if found else "cpu"
-        monkeypatch.setattr(settings, "libraries", lambda: type("Found", (), {"best_device": lambda self: best})())
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: found)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: int(found))
-
-    return set_to
-
-
-def test_auto_takes_the_gpu_where_there_is_one(usable, monkeypatch):
-    monkeypatch.delenv("EXL2NB_DEVICE", raising=False)
-    usable(True)
-    assert pick_device(None) == pick_device("auto") == pick_device("cuda") == torch.device("cuda")
-    assert pick_device("cpu") == torch.device("cpu")
-    usable(False)
-    assert pick_device(None) == pick_device("auto") == torch.device("cpu")
-
-
-def test_the_variable_stands_in_for_no_device(usable, monkeypatch):
-    usable(True)
-    monkeypatch.setenv("EXL2NB_DEVICE", "cpu")
-    assert pick_device(None) == torch.device("cpu")
-    assert pick_device("auto") == torch.device("cuda")
-
-
-@pytest.mark.parametrize(
-    ("name", "gpu", "error"), [("abacus", True, OptionError), ("meta", True, OptionError), ("cuda", False, DeviceError)]
-)
-def test_devices_that_are_not_usable(usable, name, gpu, error):
-    usable(gpu)
-    with pytest.raises(error, match=f"'{name}'.*expected"):
-        pick_device(name)
-
-
-def test_a_gpu_that_is_not_there(usable):
-    usable(True)
-    with pytest.raises(DeviceError, match="found 1 CUDA"):
-        pick_device("cuda:1")
 
 
 def test_the_cpu_has_a_name():

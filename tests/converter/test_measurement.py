@@ -7,9 +7,8 @@ import random
 import numpy as np
 import pytest
 
-from exl2nb.converter.allocation import allocate
+from exl2nb.converter.allocation import allocate, group_rows, pareto_fronts
 from exl2nb.converter.measurement import ANCHORS, Measured, Measurement
-from exl2nb.converter.options import group_rows, pareto_fronts
 from exl2nb.converter.peer import RECIPES, PeerMeasurement
 from exl2nb.converter.sizes import CacheShape, Other, parse_bytes
 from exl2nb.core.errors import ConversionError, OptionError
@@ -151,7 +150,7 @@ def test_the_other_reader_finds_what_it_needs(found, tmp_path):
 
 
 def test_the_packaged_measurement_is_of_the_packaged_model():
-    from exl2nb.converter.api import DEMO, demo_measurement
+    from exl2nb.converter.job import DEMO, demo_measurement
     from exl2nb.converter.weights import DenseWeights
     from exl2nb.model.loader import read_model_config
     from exl2nb.model.store import open_store

@@ -9,7 +9,7 @@ import torch
 from exl2nb.converter import polish as stage
 from exl2nb.converter.calibration import Rows
 from exl2nb.converter.job import ConversionJob
-from exl2nb.converter.polish import _corrections, polish, true_kl
+from exl2nb.converter.polish import corrections_of, polish, true_kl
 from exl2nb.converter.work import Context, Work
 from exl2nb.core.errors import Interrupted, OptionError
 
@@ -42,13 +42,13 @@ def test_true_kl_ranks_plans_and_is_independent_of_others(weights, measurement):
 def test_corrections_follow_the_truth_as_far_as_it_is_sure():
     base, predicted = torch.full((4,), 0.1), [0.01, 0.01, 0.01]
     sure = torch.stack([base, base + 0.02, base + 0.005, base + 0.01]).double()
-    first, second, third = _corrections(sure, predicted)
+    first, second, third = corrections_of(sure, predicted)
     assert first == pytest.approx(2, rel=1e-3)
     assert second == pytest.approx(0.5, rel=1e-3)
     assert third == pytest.approx(1, rel=1e-3)
     noisy = sure + 0.2 * torch.tensor([1.0, -1.0, 1.0, -1.0])[None] * torch.tensor([0.0, 1.0, -1.0, 1.0])[:, None]
-    assert _corrections(noisy, predicted) == pytest.approx([1, 1, 1], abs=0.01)
-    assert _corrections(sure[:, :1], predicted) == [1, 1, 1]  # one row says nothing of its noise
+    assert corrections_of(noisy, predicted) == pytest.approx([1, 1, 1], abs=0.01)
+    assert corrections_of(sure[:, :1], predicted) == [1, 1, 1]  # one row says nothing of its noise
 
 
 def tried(weights, work, measurement, sink=None, check=lambda: None, judged=4):

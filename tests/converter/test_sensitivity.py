@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from exl2nb.converter.sensitivity import Probe, _Kept, _spacing, sweep
+from exl2nb.converter.sensitivity import KeptStreams, Probe, kept_spacing, sweep
 
 
 @pytest.fixture
@@ -54,11 +54,11 @@ def test_changes_have_the_curvature_of_the_kl():
     ("layers", "room", "every"), [(32, 32, 1), (32, 20, 2), (32, 18, 2), (32, 12, 4), (32, 3, 5), (2, 1, 1), (1, 0, 1)]
 )
 def test_as_many_streams_are_kept_as_fit(layers, room, every):
-    assert _spacing(10, layers, 10 * room) == every
+    assert kept_spacing(10, layers, 10 * room) == every
 
 
 def test_kept_streams_come_back():
-    kept, x = _Kept(torch.device("cpu"), torch.device("cpu")), torch.randn(3)
+    kept, x = KeptStreams(torch.device("cpu"), torch.device("cpu")), torch.randn(3)
     kept.put(4, x)
     assert 4 in kept and 3 not in kept
     assert torch.equal(kept.get(4), x) and torch.equal(kept.take(4), x)

@@ -192,9 +192,9 @@ def test_power_is_lost_while_a_directory_is_replaced(tmp_path, monkeypatch, kind
         disk = Disk(root, range(1, 1000), patch)
         for directory in (root / "m",):  # it was on the disk before
             for path in directory.iterdir():
-                disk._contents[disk._number(path)] = path.read_bytes()
-            disk._flush_directory(directory)
-        disk._flush_directory(root)
+                disk.contents[disk.number_of(path)] = path.read_bytes()
+            disk.flush_directory(directory)
+        disk.flush_directory(root)
         write(2, overwrite=True)
     contents.append({path.name: path.read_bytes() for path in (root / "m").iterdir()})
     for (at, which), state in disk.states.items():

@@ -32,7 +32,7 @@ def test_rows_come_back(tmp_path):
     made[0:1] = x.transpose(1, 2).contiguous().transpose(1, 2)[2:3]
     assert torch.equal(made[:], torch.cat([x[2:3], x[1:3], 2 * x[3:]]))
     assert on_disk(made, tmp_path) is made
-    made._file.truncate(100)
+    made.file.truncate(100)
     with pytest.raises(ConversionError, match=r"found 4 bytes of rows 1 to 2, expected 96"):
         made[1:2]
 
@@ -141,7 +141,7 @@ def test_layers_are_the_same_in_any_order(source, monkeypatch):
     monkeypatch.setattr(Prefetcher, "take", lambda self, name: taken.append(found := take(self, name)) or found)
     with open_store(config, source) as store:
         plain, ahead = DenseWeights(config, store), DenseWeights(config, store)
-        ahead._prefetcher = Prefetcher(store, MOST, pinned=False)
+        ahead.prefetcher = Prefetcher(store, MOST, pinned=False)
         for index, then in ((0, 1), (1, 2), (1, 0), (0, 1), (0, None), (1, 1)):
             found, wanted = ahead.layer(index, then=then), plain.layer(index)
             assert found.keys() == wanted.keys()

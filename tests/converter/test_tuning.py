@@ -27,6 +27,7 @@ from exl2nb.tokenizer.tokenizer import Tokenizer
 
 from .test_job import CONFIG, OPTIONS, convert, output, write_model
 
+pytestmark = pytest.mark.usefixtures("short_second_text")
 TEXT = [" ".join(f"w{(i * i + 7 * i + i // 90) % 90}" for i in range(9000))]
 TUNED = {
     "bpw": 3.0,
@@ -195,7 +196,7 @@ def test_rows_of_a_short_text(source):
 
 def test_a_gpu_rounds_on_more_rows(source, tmp_path, monkeypatch):
     def asked(device, **options):
-        monkeypatch.setattr(job_module, "pick_device", lambda name: torch.device(device))
+        monkeypatch.setattr(job_module, "pick_device", lambda name, **_: device)
         found = ConversionJob(source, tmp_path / "out", bpw=4.0, **options).settings
         return found.rows, found.least_rows
 
@@ -225,7 +226,7 @@ def test_a_large_model_sees_fewer_rows_on_a_gpu(source, monkeypatch):
 def test_settings_of_fast_products_are_left_as_they_were(device, settings, name, monkeypatch):
     if not hasattr(settings, name):
         pytest.skip("torch before 2.9 cannot choose on the CPU")
-    monkeypatch.setattr(gpu, "_may_round", lambda: False)
+    monkeypatch.setattr(gpu, "cpu_may_round", lambda: False)
     before, other = getattr(settings, name), torch.device("cpu" if device == "cuda" else "cuda")
 
     def fail():
@@ -258,7 +259,7 @@ def test_fast_products_end_with_their_last_user(kind, monkeypatch):
         begun.append(kind)
         return lambda: ended.append(kind)
 
-    monkeypatch.setattr(gpu, "_begin_fast", begin)
+    monkeypatch.setattr(gpu, "begin_fast_products", begin)
     first, second, third = (fast_products(torch.device(kind)) for _ in range(3))
     first.__enter__()
     thread = threading.Thread(target=second.__enter__)  # does not wait
@@ -277,21 +278,21 @@ def test_fast_products_end_with_their_last_user(kind, monkeypatch):
 def test_the_cpu_measures_rounds_and_judges_with_fast_products(source, tmp_path, monkeypatch):
     """And a GPU does not: TF32 has an error that Hessians and judgements would feel."""
     users = []
-    for module, name in ((pipeline, "measure_linear"), (quantization, "quantize_stored"), (stage, "_divergence")):
+    for module, name in ((pipeline, "measure_linear"), (quantization, "quantize_stored"), (stage, "row_divergence")):
         kept = getattr(module, name)
 
         def seen(*args, name=name, kept=kept, **options):
-            users.append((name, list(gpu._fast), memory._keepers[0] > 0))
+            users.append((name, gpu.fast_product_kinds(), memory.memory_is_kept()))
             return kept(*args, **options)
 
         monkeypatch.setattr(module, name, seen)
     convert(source, tmp_path / "out", **TUNED | {"tuning": Tuning(rows=8, written=0), "device": "cpu"})
-    assert {name for name, _, _ in users} == {"measure_linear", "quantize_stored", "_divergence"}
+    assert {name for name, _, _ in users} == {"measure_linear", "quantize_stored", "row_divergence"}
     assert all(kinds == ["cpu"] for _, kinds, _ in users)
-    assert all(kept == (name == "_divergence") for name, _, kept in users), "memory is kept while it learns"
-    assert not gpu._fast and not memory._keepers[0]
+    assert all(kept == (name == "row_divergence") for name, _, kept in users), "memory is kept while it learns"
+    assert not gpu.fast_product_kinds() and not memory.memory_is_kept()
     with gpu.fast_products_on_cpu(torch.device("cuda")):
-        assert not gpu._fast
+        assert not gpu.fast_product_kinds()
 
 
 def test_products_on_the_cpu_are_not_rounded(monkeypatch):
@@ -305,11 +306,11 @@ def test_products_on_the_cpu_are_not_rounded(monkeypatch):
             return float((x @ y - exact).norm() / exact.norm())
 
     assert off() < 1e-6
-    monkeypatch.setattr(gpu, "_may_round", lambda: True)
+    monkeypatch.setattr(gpu, "cpu_may_round", lambda: True)
     before = getattr(getattr(torch.backends.mkldnn, "matmul", None), "fp32_precision", None)
     with fast_products(cpu):
         assert getattr(getattr(torch.backends.mkldnn, "matmul", None), "fp32_precision", None) == before
-    monkeypatch.setattr(gpu, "_may_round", lambda: False)
+    monkeypatch.setattr(gpu, "cpu_may_round", lambda: False)
     monkeypatch.setattr(torch.backends.mkldnn, "matmul", None, raising=False)
     assert off() < 1e-6
 
@@ -365,7 +366,7 @@ def test_what_cannot_be_tuned_is_refused_before_the_work(tmp_path):
 @pytest.mark.parametrize("larger", [1, 30])
 def test_the_price_of_an_error_is_the_kl_that_it_causes(weights, larger):
     """Random errors of the stream after each layer, small enough for the second order; also where some tokens' streams are far larger."""
-    config, weights = weights.config, stage._dense(weights)
+    config, weights = weights.config, stage.dense_weights(weights)
     table = weights[f"{config.names.embed}.weight"] = weights[f"{config.names.embed}.weight"].clone()
     table[5:9] *= larger
     generator = torch.Generator().manual_seed(1)
@@ -377,13 +378,13 @@ def test_the_price_of_an_error_is_the_kl_that_it_causes(weights, larger):
         for at in range(layer + 1):
             x = reference.block(config, at, weights, x)
         error = 0.01 * x.square().mean(-1, keepdim=True).sqrt() * torch.randn(x.shape, generator=generator)
-        relative = stage._relative(error, x, config)
+        relative = stage.relative_error(error, x, config)
         streams = [x, x + error]
         for at in range(layer + 1, config.num_layers):
             streams = [reference.block(config, at, weights, stream) for stream in streams]
         wanted, got = (reference.head(config, weights, reference.final_norm(config, weights, x)).log_softmax(-1) for x in streams)
         kl = float((wanted.exp() * (wanted - got)).sum(-1).mean())
-        told = float(stage._priced(relative, price)) / ids.numel()
+        told = float(stage.priced_error(relative, price)) / ids.numel()
         assert told == pytest.approx(kl, rel=0.25), layer
     assert all(torch.equal(one, other) for one, other in zip(found, stage.prices(config, weights, ids, seed=0)))
 
@@ -407,7 +408,7 @@ def test_what_a_cpu_does_otherwise():
 def test_rows_are_cut_into_equal_pieces(length, kind, pieces, each):
     assert stage.cut(length, torch.device(kind)) == (pieces, each)
     text = torch.arange(3 * length).view(3, length)
-    found = stage._learned(text, 5, text[:1] + 10000, torch.device(kind))
+    found = stage.learned_rows(text, 5, text[:1] + 10000, torch.device(kind))
     assert found.shape == (6 * pieces, each)
     assert torch.equal(found[:pieces].flatten(), text[0, : pieces * each])
     assert torch.equal(found[-1], text[0, (pieces - 1) * each : pieces * each] + 10000)
@@ -421,7 +422,7 @@ def test_the_divergence_is_the_kl_and_its_gradient():
     wanted, found = torch.randn(2, 2, 3, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64).unbind()
     with torch.enable_grad():
         found.requires_grad_(True)
-        kl = stage._divergence(wanted, found)
+        kl = stage.row_divergence(wanted, found)
         plain = (wanted.softmax(-1) * (wanted.log_softmax(-1) - found.log_softmax(-1))).sum(-1)
         weights = torch.arange(6.0, dtype=torch.float64).view(2, 3)
         gradients = [torch.autograd.grad((one * weights).sum(), found)[0] for one in (kl, plain)]
@@ -432,7 +433,7 @@ def test_the_divergence_is_the_kl_and_its_gradient():
 def test_no_token_counts_for_more_than_the_mean():
     with torch.enable_grad():
         kl = torch.tensor([-1e-9, 0.0, 1.0, 2.0, 12.0], requires_grad=True)
-        loss = stage._levelled(kl)
+        loss = stage.levelled(kl)
         (gradient,) = torch.autograd.grad(loss.sum(), kl)
     torch.testing.assert_close(loss.detach(), torch.tensor([-1e-9, 0.0, 1.0, 2.0, 3.0]))
     torch.testing.assert_close(gradient, torch.tensor([1.0, 1.0, 1.0, 1.0, 0.25]))

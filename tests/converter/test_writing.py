@@ -15,7 +15,7 @@ from tests.model.tiny import ids_of
 def test_token_by_token_is_the_whole_network(name, masked, opened):
     config, weights = opened(name)
     ids, length = ids_of(config.vocab_size, 3, 40), 40
-    past, found = writing._Past(config, 3, length, torch.device("cpu")), []
+    past, found = writing.PastTokens(config, 3, length, torch.device("cpu")), []
     for at in range(length):
         past.positions.fill_(at)
         past.begin(length if masked else at + 1, masked)

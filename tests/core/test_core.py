@@ -9,8 +9,7 @@ import pytest
 
 from exl2nb.core import env
 from exl2nb.core.errors import OptionError, UnknownArchitecture
-from exl2nb.core.options import check_keywords, check_range, make
-from exl2nb.core.registry import Registry
+from exl2nb.core.options import Registry, check_keywords, check_range, make
 
 ROOT = Path(__file__).parents[2]
 

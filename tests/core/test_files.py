@@ -9,7 +9,7 @@ import pytest
 import exl2nb as ex
 from exl2nb.core.errors import Exl2Error, OptionError
 from exl2nb.core.files import placeholder
-from exl2nb.eval.text import read_text
+from exl2nb.eval.rows import read_text
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
 DEMO = Path(ex.__file__).parent / "demo_model"

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from exl2nb.core.errors import OptionError
-from exl2nb.eval import logits as logits_module
-from exl2nb.eval.comparison import EDGES, Comparison, compare_many, compare_models
-from exl2nb.eval.perplexity import perplexity
+from exl2nb.eval import rows as rows_module
+from exl2nb.eval.comparison import EDGES, Comparison, compare_many, compare_models, perplexity
 
 from .fakes import TableModel, random_table
 
@@ -115,7 +114,7 @@ def test_kl_of_known_pairs():
 
 
 def test_several_at_once_run_the_reference_once(monkeypatch):
-    monkeypatch.setattr(logits_module, "PIECE_BYTES", 1)
+    monkeypatch.setattr(rows_module, "PIECE_BYTES", 1)
     reference, other = table_models()
     third = TableModel(random_table(9))
     both = compare_many(reference, {"a": other, "b": third}, IDS)

@@ -6,7 +6,7 @@ import pytest
 
 import exl2nb
 from exl2nb.eval.comparison import compare_models
-from exl2nb.eval.text import read_text, token_rows
+from exl2nb.eval.rows import read_text, token_rows
 from exl2nb.model.loader import load_model
 from exl2nb.tokenizer.tokenizer import Tokenizer
 

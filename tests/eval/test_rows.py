@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from exl2nb.core.errors import ContextOverflow, OptionError
-from exl2nb.eval import logits as module
-from exl2nb.eval.logits import logit_rows, logits
-from exl2nb.eval.text import read_text, token_rows
+from exl2nb.eval import rows as module
+from exl2nb.eval.rows import logit_rows, logits, read_text, token_rows
 
 from .fakes import TableModel, random_table
 

@@ -36,7 +36,7 @@ from exl2nb.model.loader import load_model, read_model_config
 from exl2nb.model.lora import SETTINGS, WEIGHTS, changes, read_lora, save_lora
 from exl2nb.quant.exl2 import Exl2Tensors
 from exl2nb.sampling.params import SamplingParams
-from exl2nb.tokenizer import chat
+from exl2nb.tokenizer import template as chat_templates
 from exl2nb.tokenizer.sandbox import Sandbox
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
@@ -307,7 +307,7 @@ def tokenizer_config(data: bytes) -> None:
 
 @cache
 def renderer() -> tuple[Sandbox, Helper]:
-    return Sandbox(), Helper("exl2nb.tokenizer.sandbox", dataclasses.replace(chat.LIMITS, cpu_s=0.3))
+    return Sandbox(), Helper("exl2nb.tokenizer.sandbox", dataclasses.replace(chat_templates.LIMITS, cpu_s=0.3))
 
 
 @target(
@@ -319,8 +319,8 @@ def template(data: bytes) -> None:
     sandbox, helper = renderer()
     text = data.decode("utf-8", "replace")
     if worth_asking(data, sandbox.parse, text):
-        with patch.object(chat, "_HELPER", helper):
-            chat.render([{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}], text, tools=[{"a": 1}])
+        with patch.object(chat_templates, "TEMPLATE_HELPER", helper):
+            chat_templates.render([{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}], text, tools=[{"a": 1}])
 
 
 # ---- requests

@@ -17,12 +17,15 @@ import numpy as np
 import torch
 
 import exl2nb
+from exl2nb.cache.pool import KVCache
 from exl2nb.cache.spec import CacheSpec
 from exl2nb.generator.engine import Engine
 from exl2nb.generator.request import Request
 from exl2nb.generator.sequence import Sequence
 from exl2nb.generator.speculation import Proposer
 from exl2nb.model.batch import Batch, Span
+from exl2nb.model.runner import Capabilities
+from exl2nb.ops.placement import Placement
 from exl2nb.sampling.chain import sample_row
 from exl2nb.sampling.state import SamplerState
 from exl2nb.tokenizer.tokenizer import Tokenizer
@@ -39,6 +42,8 @@ class FakeModel:
     Args:
         step_s: how long a step takes, the GIL released.
     """
+
+    capabilities = Capabilities(placement=Placement.on("cpu", 1))
 
     def __init__(self, *, step_s: float = 0.0, vocab: int = VOCAB) -> None:
         self.vocab, self.step_s, self.closed = vocab, step_s, False
@@ -86,6 +91,9 @@ class FakeModel:
         if self.nan_after is not None and len(ids) > self.nan_after:
             return np.full(self.vocab, np.nan, np.float32)
         return np.random.default_rng(key).normal(size=self.vocab).astype(np.float32) * 3
+
+    def new_cache(self, spec):
+        return KVCache(spec)
 
     def close(self):
         self.closed = True
@@ -212,7 +220,7 @@ class DelayedExecutor:
         self.prepared = 0
         self.model, self.cache, self.delay_s, self._draws = model, cache, delay_s, draws
         self.fail_at: dict[int, BaseException] = {}
-        self.fed = self.ahead = self.unread = self.launches = self.same = 0
+        self.with_sources = self.ahead = self.unread = self.launches = self.same = 0
         self.closed, self.lookahead, self._latest = False, lookahead, None
         self._chance = random.Random(0)
         self._stream = stream or ThreadPoolExecutor(1)
@@ -236,27 +244,27 @@ class DelayedExecutor:
                 if name not in ("long", "adapters", "pictures")
             }
         )
-        feed = None if step.feed is None else step.feed.copy()
-        self.fed += feed is not None
+        sources = None if step.sources is None else step.sources.copy()
+        self.with_sources += sources is not None
         states = [draw and draw.state for draw in step.draws]
         if step.same:
             self.same += 1
             assert all(a is b for a, b in zip(states, self._last)) and len(states) == len(self._last)
         self._last = states
         number, self.launches = self.launches, self.launches + 1
-        future = self._latest = self._stream.submit(self._run, number, batch, feed, list(step.draws), step.drafts)
+        future = self._latest = self._stream.submit(self._run, number, batch, sources, list(step.draws), step.drafts)
         self.unread += 1
         return _Ticket(self, number, future)
 
-    def _run(self, number, batch, feed, draws, drafts):
+    def _run(self, number, batch, sources, draws, drafts):
         if self.delay_s:
             time.sleep(self._chance.random() * self.delay_s)
         if number in self.fail_at:
             raise self.fail_at[number]
-        if feed is not None:
-            source = self._drawn if drafts is None else drafts.tolist()
-            for t in np.flatnonzero(feed >= 0):
-                batch.input_ids.numpy()[t] = source[feed[t]]
+        if sources is not None:
+            tokens = self._drawn if drafts is None else drafts.tolist()
+            for t in np.flatnonzero(sources >= 0):
+                batch.input_ids.numpy()[t] = tokens[sources[t]]
         with torch.inference_mode():
             logits = self.model.forward(batch, self.cache).to(torch.float32).numpy()
         results = [drawn(row, draw) if draw else row for row, draw in zip(logits, draws)]
@@ -308,8 +316,8 @@ class FakeRounds:
     def follow(self, launched, drawn, sequences):
         self.followed += 1
         assert sequences == launched.rows
-        places, steps = [], len(launched._found[0])
-        for row, (place, mine) in enumerate(zip(launched.places, launched._found)):
+        places, steps = [], len(launched.found[0])
+        for row, (place, mine) in enumerate(zip(launched.places, launched.found)):
             text = [place.ids[-1], *drawn[row * (1 + steps) :][: 1 + steps].tolist()]
             accepted = 0
             while accepted < steps and text[1 + accepted] == mine[accepted]:
@@ -327,11 +335,11 @@ class FakeRound:
         self.places = places
         tokens = [[place.ids[-1], *mine] for place, mine in zip(places, found)]
         self.ids, self.rows, self.began = torch.tensor(tokens, dtype=torch.int32).T.flatten(), len(found), began
-        self._found, self.reads = found, 0
+        self.found, self.reads = found, 0
 
     def tokens(self, row):
         self.reads += 1
-        return self._found[row]
+        return self.found[row]
 
     def seconds(self):
         return 1e-6

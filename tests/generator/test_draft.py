@@ -38,7 +38,7 @@ def running(running):
     def make(draft=None, *, context=4096, draft_pages=16, executor=None, **options):
         model = fakes.FakeModel()
         model.logits_after = rule
-        engine = running(model, **({"executor": fakes.DelayedExecutor} if options.get("late") else {}))
+        engine = running(model, **({"executor": fakes.DelayedExecutor} if options.get("on_device") else {}))
         if draft is not None:
             sizes = {"context": context, "vocab_size": fakes.VOCAB, "drawn": draft.vocab == fakes.VOCAB, "executor": executor, **options}
             engine.drafter = DraftModel(draft, fakes.spec(draft_pages), **sizes)
@@ -76,12 +76,12 @@ def ahead(model, cache):
 
 @pytest.mark.parametrize("seed", [None, 3])
 @pytest.mark.parametrize("wrong", [0, 3])
-@pytest.mark.parametrize("late", [True, False])
-def test_rounds_on_a_device(running, wrong, seed, late):
+@pytest.mark.parametrize("on_device", [True, False])
+def test_rounds_on_a_device(running, wrong, seed, on_device):
     """Several sequences, which catch up after rejections and cross pages: each draft token is the one that a step by itself would give."""
     prompts = [tuple(range(3, 3 + length)) for length in (1, 2, 3, 30, 64, 100, 240, 250, 256)]
     plain, waiting = running(), running(Draft(wrong))
-    engine = running(Draft(wrong), executor=ahead, rounds=fakes.FakeRounds, late=late)
+    engine = running(Draft(wrong), executor=ahead, rounds=fakes.FakeRounds, on_device=on_device)
     always = Speculation(kind="draft", adaptive=False, max_tokens=5)
     found = []
     for one, more in ((plain, {"speculation": "off"}), (waiting, {"speculation": always}), (engine, {"speculation": always})):
@@ -93,9 +93,9 @@ def test_rounds_on_a_device(running, wrong, seed, late):
     accepted, others = ([one.speculation.accepted for one in some] for some in (quick, slow))
     assert wrong or all(one.speculation.rate == 1.0 for one in quick)
     assert abs(sum(accepted) - sum(others)) <= 2 * len(prompts), "but for where a round began: a prompt may find its pages in another's"
-    rounds = vars(engine.drafter)["_rounds"]
+    rounds = engine.drafter.rounds
     assert rounds.rounds
-    assert (rounds.followed > 0) is late
+    assert (rounds.followed > 0) is on_device
     engine.close()
     assert rounds.closed
 
@@ -104,19 +104,19 @@ def test_rounds_on_a_device(running, wrong, seed, late):
 @pytest.mark.parametrize("wrong", [0, 2, 3, 7])
 def test_rounds_begin_behind_the_step_that_verifies_the_last(running, wrong, seed):
     """Before the host knows what was accepted; a request alone has hardly another one."""
-    engine = running(Draft(wrong), executor=ahead, rounds=fakes.FakeRounds, late=True)
+    engine = running(Draft(wrong), executor=ahead, rounds=fakes.FakeRounds, on_device=True)
     always = Speculation(kind="draft", adaptive=False, max_tokens=4)
     for prompt in ((5, 6, 7), tuple(range(3, 240))):  # the second one goes on to another page
         done = ask(engine, seed, 120, prompt=prompt, speculation=always).result(20)
         assert fakes.bare(done) == fakes.bare(ask(running(), seed, 120, prompt=prompt).result(20))
         assert wrong or done.speculation.rate == 1.0
-    rounds = vars(engine.drafter)["_rounds"]
+    rounds = engine.drafter.rounds
     assert 4 <= len(rounds.rounds) - rounds.followed <= 12, "the first ones, the first of the second request, and those at the end"
 
 
 def test_late_draft_tokens_of_steps_that_fail(running):
     """A step that cannot be launched is tried again, with draft tokens that the device made."""
-    engine = running(Draft(), executor=ahead, rounds=fakes.FakeRounds, late=True)
+    engine = running(Draft(), executor=ahead, rounds=fakes.FakeRounds, on_device=True)
     executor, tries = engine.loop.executor, []
 
     def launch(step, inner=executor.launch):
@@ -177,10 +177,10 @@ def test_pages_of_ended_requests_come_back(running):
         assert engine.drafter.pages.num_free == 16
 
 
-@pytest.mark.parametrize("late", [True, False])
-def test_a_request_that_ends_in_the_middle_is_let_go(running, late):
+@pytest.mark.parametrize("on_device", [True, False])
+def test_a_request_that_ends_in_the_middle_is_let_go(running, on_device):
     """Its pages, and the round that was launched behind its last step."""
-    engine = running(Draft(step_s=0.02), executor=ahead, rounds=fakes.FakeRounds, late=late)
+    engine = running(Draft(step_s=0.02), executor=ahead, rounds=fakes.FakeRounds, on_device=on_device)
     asked = ask(engine, 3, 800, speculation=Speculation(kind="draft", adaptive=False, max_tokens=5))
     next(iter(asked))
     with fakes.held(engine):
@@ -224,7 +224,7 @@ def test_rounds_that_cannot_be_captured(running):
         def launch(self, places, steps, began):
             self.prepared += 1
 
-    engine = running(Draft(), executor=ahead, rounds=NoRounds, late=True)
+    engine = running(Draft(), executor=ahead, rounds=NoRounds, on_device=True)
     done = ask(engine, 3, speculation=Speculation(kind="draft", adaptive=False, max_tokens=5)).result(20)
     assert fakes.bare(done) == fakes.bare(ask(running(), 3).result(20))
     assert done.speculation.accepted == done.speculation.proposed > 40

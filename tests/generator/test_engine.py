@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from exl2nb.core.errors import ContextOverflow, DeviceError, EngineClosed, GenerationError, OptionError, OutOfMemory
-from exl2nb.generator import engine as engine_module
 from exl2nb.generator.handle import TICK_S
 
 from . import fakes
@@ -271,15 +270,14 @@ class TestThreads:
         assert engine.model.closed
         assert engine.cache.k == []
 
-    def test_an_idle_engine_holds_no_thread(self, monkeypatch, running):
-        monkeypatch.setattr(engine_module, "IDLE_S", 0.05)
-        engine = running()
+    def test_an_idle_engine_holds_no_thread(self, running):
+        engine = running(idle_s=0.05)
         for _ in range(3):
             engine.submit(greedy([5])).result()
             deadline = time.monotonic() + 5
-            while engine._thread is not None and time.monotonic() < deadline:
+            while engine.has_thread and time.monotonic() < deadline:
                 time.sleep(0.01)
-            assert engine._thread is None
+            assert not engine.has_thread, "the engine kept its thread without work"
 
     def test_close_while_running_and_waiting(self):
         engine = fakes.engine(fakes.FakeModel(step_s=0.005), max_sequences=1)

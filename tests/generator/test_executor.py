@@ -31,8 +31,8 @@ def test_one_request_runs_ahead(running):
     completion = engine.submit(greedy(prompt(1, 300), 40, top_logprobs=3)).result()
     assert ids(completion) == fakes.expected(engine.model, prompt(1, 300), 40)
     assert all(len(token.top) == 3 and token.rank == 1 for token in completion.tokens)
-    executor = engine._executor
-    assert executor.fed == 39
+    executor = engine.executor
+    assert executor.with_sources == 39
     assert executor.same >= 37
     assert executor.ahead >= 39
     assert engine.loop.steps == len(engine.model.steps) == 39 + sum(tokens > 1 for _, tokens in engine.model.steps)
@@ -71,7 +71,7 @@ def test_rows_the_device_cannot_draw_take_part(running):
     alone = running().submit(greedy([6], 10, temperature=1.0, top_k=7, seed=3)).result()
     assert host.result().tokens == alone.tokens
     assert ids(device.result()) == fakes.expected(engine.model, [5], 90)
-    assert engine._executor.fed > 20
+    assert engine.executor.with_sources > 20
 
 
 def test_crowd_in_a_small_cache(running):
@@ -90,13 +90,13 @@ def test_crowd_in_a_small_cache(running):
         assert ids(handle.result()) == fakes.expected(engine.model, text, count)
     assert engine.wait_idle()
     assert engine.loop.scheduler.preemptions > 0
-    assert engine._executor.fed > 50
+    assert engine.executor.with_sources > 50
     assert engine.pages.num_free == 7
 
 
 def test_a_failed_result_ends_its_requests_alone(running):
     engine = running()
-    engine._executor.fail_at[5] = RuntimeError("boom")
+    engine.executor.fail_at[5] = RuntimeError("boom")
     doomed = engine.submit(greedy([5], 50))
     with pytest.raises(GenerationError, match="boom"):
         doomed.result()
@@ -108,10 +108,10 @@ def test_close_and_exclusive_with_a_step_in_flight(running):
     handle = engine.submit(greedy([5], 3000))
     next(handle)
     with fakes.held(engine):
-        assert engine._executor.unread == 0
-        launches = engine._executor.launches
+        assert engine.executor.unread == 0
+        launches = engine.executor.launches
         time.sleep(0.02)
-        assert engine._executor.launches == launches
+        assert engine.executor.launches == launches
     next(handle)
     engine.close()
     with pytest.raises(EngineClosed):
@@ -127,6 +127,6 @@ def test_the_demo_model_gives_the_same_tokens(llm):
     with fakes.held(llm.engine):
         ahead = Engine(llm.model, llm.tokenizer, llm.model.cache_spec(2048), executor=fakes.DelayedExecutor)
         device = [handle.result() for handle in [ahead.submit(one) for one in requests]]
-        ahead._executor.model = ahead.model = fakes.FakeModel()  # the model belongs to the other engine
+        ahead.executor.model = ahead.model = fakes.FakeModel()  # the model belongs to the other engine
         ahead.close()
     assert [c.tokens for c in device] == [c.tokens for c in host]

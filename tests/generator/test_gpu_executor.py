@@ -3,7 +3,6 @@
 import random
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +11,17 @@ import exl2nb as ex
 from exl2nb.core.errors import OutOfMemory
 from exl2nb.generator import gpu_executor
 from exl2nb.generator.executor import Draw
-from exl2nb.generator.gpu_executor import IN_PROMPT, VERIFYING, GpuExecutor, biased, penalised, writable, write_bias, write_counts
+from exl2nb.generator.gpu_executor import (
+    IN_PROMPT,
+    CapturedSteps,
+    StepKind,
+    biased,
+    captured_sizes,
+    penalised,
+    writable,
+    write_bias,
+    write_counts,
+)
 from exl2nb.generator.speculation import Speculation
 from exl2nb.sampling.filters import ALL_TOKENS
 from exl2nb.sampling.params import SamplingParams
@@ -99,7 +108,7 @@ def load():
 
 def graphs(llm):
     """The steps that were captured, or None in the place of one that could not be."""
-    return vars(llm.engine.loop.executor)["_graphs"]
+    return llm.engine.executor.captured.graphs
 
 
 def answers(llm):
@@ -206,14 +215,14 @@ def test_steps_that_cannot_be_captured_run_all_the_same(captured, monkeypatch, c
 def test_a_full_gpu_is_named_and_ends_one_request(captured, monkeypatch):
     """A prompt's step asks for more than there is; what runs beside it goes on, and what comes after works."""
     with load() as llm:
-        forward = llm.model.forward_gpu
+        forward = llm.model.forward
 
         def greedy(batch, cache, **kwargs):
             if (batch.input_ids == 7).sum() > 20:
                 torch.empty(1 << 50, device="cuda", dtype=torch.uint8)
             return forward(batch, cache, **kwargs)
 
-        monkeypatch.setattr(llm.model, "forward_gpu", greedy)
+        monkeypatch.setattr(llm.model, "forward", greedy)
         beside = llm.stream(PROMPT[:20], max_tokens=400, ignore_eos=True, **KINDS[0])
         next(beside)
         words = r"a step of \d+ tokens in \d+ requests does not fit the GPU: 1048576.00 GiB more needed, [0-9.]+ of [0-9.]+ GiB are free"
@@ -246,7 +255,7 @@ def test_draft_tokens_in_captured_steps(gpu_llm, options):
         assert [t.id for t in together[i].tokens] == [t.id for t in one.tokens]
     if options not in (KINDS[0], KINDS[6]):  # which write what the prompts have not
         assert sum(one.speculation.proposed for one in guessed) > 0
-        captured = [graph for key, graph in graphs(gpu_llm).items() if key[1] > 0]
+        captured = [graph for kind, graph in graphs(gpu_llm).items() if kind.sequences]
         assert captured
         assert all(graph is not None for graph in captured)
 
@@ -259,7 +268,6 @@ def test_a_draft_model_draws_what_the_target_would():
     tokens share the random number's place in the cumulative sums, draft and target draw neighbours.
     """
     with ex.demo(progress=None, device="cuda", deterministic=True, draft=Path(ex.__file__).parent / "demo_model") as llm:
-        drafter = llm.engine.drafter
         kinds = [{"temperature": 0}, {"seed": 3, "top_p": 0.9}, {"seed": 5, "temperature": 0.8, "top_k": 30}]
         kinds.append({"seed": 6, "banned_tokens": [llm.generate(PROMPT, max_tokens=1, temperature=0).tokens[0].id]})
         for options in kinds:
@@ -274,45 +282,37 @@ def test_a_draft_model_draws_what_the_target_would():
         assert [[t.id for t in together[i].tokens] for i in range(8)] == [[t.id for t in tokens] for tokens in alone]
         accepted, proposed = (sum(getattr(together[i].speculation, name) for i in range(8)) for name in ("accepted", "proposed"))
         assert accepted == proposed > 100
-        made = vars(vars(drafter)["_rounds"])["_graphs"]
+        made = llm.engine.drafter.rounds.graphs
         assert made
         assert None not in made.values()
         assert any(graph.follows for graph in made.values()), "rounds behind the step that verifies the last"
 
 
-class Step(SimpleNamespace):
-    """Of so many tokens in so many sequences."""
-
-    @classmethod
-    def of(cls, tokens: int, sequences: int, pages: int = 1):
-        return cls(
-            same=False,
-            drafts=None,
-            batch=SimpleNamespace(context_lens=[9] * sequences, block_table=torch.zeros(sequences, pages), adapters=None),
-        )
-
-
-def test_steps_with_draft_tokens_are_kept_up_to_a_number(monkeypatch):
+def test_steps_with_draft_tokens_are_kept_up_to_a_number():
     """One that was not used for long makes room; what finds none is launched kernel by kernel; plain decode steps stay."""
-    monkeypatch.setattr(gpu_executor, "IDLE", 21)
-    monkeypatch.setattr(GpuExecutor, "_capture", lambda self, *key: SimpleNamespace(key=key, set=lambda *_: None))
-    executor = GpuExecutor(SimpleNamespace(draw_device="cpu", ranks=None, placement="cpu"), None)
-    draw = Draw(SamplerState(SamplingParams(temperature=0), [1]), 0, 0)
+    steps = CapturedSteps(most_verifying=16, idle_steps=21)
 
-    def run(tokens, sequences, pages=1):
-        return executor._graph(Step.of(tokens, sequences, pages), [draw] * tokens)
+    def run(rows, sequences, width=1):
+        return steps.get(StepKind(rows=rows, sequences=sequences, width=width), lambda kind: object())
 
-    plain = [run(count, count) for count in (1, 2, 4, 8, 16)]
+    plain = [run(rows, 0) for rows in (1, 2, 4, 8, 16)]
     first = run(2, 1)
-    shapes = [(tokens, pages) for pages in (1, 2, 4) for tokens in range(2, 9)]  # 21
-    made = [first, *(run(tokens, 1, pages) for tokens, pages in shapes[1:])]
-    assert None not in made[:VERIFYING]
-    assert made[VERIFYING:] == [None] * 5
-    assert executor.prepared == len(plain) + VERIFYING
-    assert run(3, 1) is made[1], "known"
-    replaced = run(2, 1, 8)
-    assert replaced is not None, "for the first one, which was not used for as long as that"
-    assert run(2, 1) not in (None, first), "captured again, for the one that is the oldest now"
+    shapes = [(rows, width) for width in (1, 2, 4) for rows in range(2, 9)]  # 21
+    made = [first, *(run(rows, 1, width) for rows, width in shapes[1:])]
+    assert None not in made[:16]
+    assert made[16:] == [None] * 5
+    assert steps.prepared == len(plain) + 16
+    assert run(3, 1) is made[1], "a known step was captured again"
+    assert run(2, 1, 8) is not None, "the first one, which was not used for long, made no room"
+    assert run(2, 1) not in (None, first), "the oldest step made no room"
     assert run(3, 1) is made[1]
-    assert [run(count, count) for count in (1, 2, 4, 8, 16)] == plain
-    assert len([key for key in executor._graphs if key[1]]) == VERIFYING
+    assert [run(rows, 0) for rows in (1, 2, 4, 8, 16)] == plain
+    assert len([kind for kind in steps.graphs if kind.sequences]) == 16
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sequences", "expected"),
+    [(1, 1, (1, 0)), (3, 3, (4, 0)), (9, 9, (16, 0)), (5, 1, (5, 1)), (5, 2, (8, 3)), (20, 9, (24, 17))],
+)
+def test_the_captured_step_that_takes_so_many(tokens, sequences, expected):
+    assert captured_sizes(tokens, sequences) == expected

@@ -5,6 +5,7 @@ import time
 import pytest
 
 from exl2nb.cache.spec import PAGE_SIZE
+from exl2nb.core.errors import GenerationError
 from exl2nb.generator.sequence import Sequence
 
 from . import fakes
@@ -95,7 +96,8 @@ def test_pages_of_a_failed_request_are_not_reused(running):
     engine, text = running(), prompt(1, 601)
     engine.model.nan_after = 600
     handle = ask(engine, text)
-    assert handle._channel.wait_end(10)
+    with pytest.raises(GenerationError):
+        handle.result(10)
     engine.model.nan_after = None
     assert right(engine, text) == 0
 

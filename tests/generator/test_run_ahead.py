@@ -1,6 +1,7 @@
 """The host executor one step ahead: texts are those of a request alone, whatever joins, leaves, fails or closes meanwhile."""
 
 import threading
+from collections import Counter
 
 import pytest
 import torch
@@ -45,11 +46,10 @@ def llm(loaded):
 
 
 @pytest.fixture
-def ahead(llm, monkeypatch):
-    """Rows of every step that ran ahead."""
-    steps, begin = [], llm.engine._executor._begin
-    monkeypatch.setattr(llm.engine._executor, "_begin", lambda batch, *rest: steps.append(len(batch.input_ids)) or begin(batch, *rest))
-    return steps
+def ahead(llm):
+    """Counts the steps that ran ahead since the test began, by rows."""
+    before = Counter(llm.engine.executor.ahead_steps)
+    return lambda: llm.engine.executor.ahead_steps - before
 
 
 def requests(count=8, tokens=24, **options):
@@ -73,11 +73,11 @@ def alone(llm, wanted):
 
 def test_as_alone(llm, ahead):
     expected = alone(llm, requests())
-    assert not ahead
+    assert not ahead()
     assert together(llm, requests()) == expected
-    assert len(ahead) > 20
-    assert set(ahead) <= set(range(AHEAD_ROWS, 9))
-    assert llm.engine._executor.lookahead == 0  # the last requests ran without
+    assert ahead().total() > 20
+    assert set(ahead()) <= set(range(AHEAD_ROWS, 9))
+    assert llm.engine.executor.lookahead == 0  # the last requests ran without
 
 
 def test_with_requests_that_the_host_draws(llm, ahead):
@@ -85,7 +85,7 @@ def test_with_requests_that_the_host_draws(llm, ahead):
     wanted = [*requests(7), {"prompt": "So", "temperature": 0, "repetition_penalty": 1.3, "max_tokens": 8}]
     expected = alone(llm, wanted)
     assert together(llm, wanted) == expected
-    assert len(ahead) > 10
+    assert ahead().total() > 10
 
 
 def test_requests_that_come_and_go_meanwhile(llm, ahead):
@@ -108,20 +108,18 @@ def test_requests_that_come_and_go_meanwhile(llm, ahead):
     other.join()
     assert [told(done[i]) for i in range(5)] == expected
     assert found["late"] == expected_late
-    assert len(ahead) > 40
+    assert ahead().total() > 40
 
 
-def test_one_thread_runs_nothing_ahead(monkeypatch):
+def test_one_thread_runs_nothing_ahead():
     """An engine that is given one thread starts no second one."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # the engine's thread takes over the number when it starts
     try:
         with ex.demo(progress=None, device="cpu", context=512, cache_tokens=4096) as llm:
             expected = alone(llm, requests(4, 6))
-            steps, begin = [], llm.engine._executor._begin
-            monkeypatch.setattr(llm.engine._executor, "_begin", lambda *step: steps.append(step) or begin(*step))
             assert together(llm, requests(4, 6)) == expected
-            assert not steps
+            assert not llm.engine.executor.ahead_steps, "a step ran ahead on an engine with one thread"
     finally:
         torch.set_num_threads(before)
 
@@ -134,23 +132,23 @@ def test_a_step_that_cannot_begin(llm, monkeypatch):
         raise RuntimeError("no thread to be had")
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm.engine._executor, "_begin", fail)
+        patch.setattr(llm.model, "draw_ahead", fail)
         assert together(llm, requests(4, 6)) == expected, "each by itself"
     assert together(llm, requests(4, 6)) == expected
 
 
-def test_a_broken_row_ends_its_request_alone(llm, ahead, monkeypatch):
+def test_a_broken_row_ends_its_request_alone(llm, monkeypatch):
     """What has no distribution becomes that request's error; the others' texts stay as they are."""
-    expected, begin, broken = alone(llm, requests(6, 20)), llm.engine._executor._begin, []
+    expected, begin, broken = alone(llm, requests(6, 20)), llm.model.draw_ahead, []
 
-    def damaged(batch, cache, draw, fed):
+    def damaged(batch, cache, draw, sources):
         if int(batch.context_lens[2]) > 12 and not broken:
             broken.append(True)
             for layer in cache.v:
                 layer[int(batch.block_table[2, 0])] = float("nan")
-        return begin(batch, cache, draw, fed)
+        return begin(batch, cache, draw, sources)
 
-    monkeypatch.setattr(llm.engine._executor, "_begin", damaged)
+    monkeypatch.setattr(llm.model, "draw_ahead", damaged)
     job = llm.batch(requests(6, 20))
     done = job.run()
     assert [told(done[i]) for i in (0, 1, 3, 4, 5)] == [expected[i] for i in (0, 1, 3, 4, 5)]

@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 from exl2nb.generator.batch import BatchBuilder
 from exl2nb.generator.pager import Pager
 from exl2nb.generator.request import Request
-from exl2nb.generator.scheduler import MAX_CHUNK, MIN_CHUNK, Scheduler
+from exl2nb.generator.scheduler import MIN_CHUNK, Scheduler
 from exl2nb.generator.sequence import Sequence
 from exl2nb.model import batch as model_batch
+from exl2nb.model.runner import GPU_CHUNKS, HOST_CHUNKS
 from exl2nb.sampling.draw import Sampled
 
 from . import fakes
@@ -33,7 +34,7 @@ def test_every_schedule_keeps_the_rules(data):
     pager = pager_of(data.draw(st.integers(4, 20)))
     pager.reuse, pages = data.draw(st.booleans()), pager.table
     scheduler = Scheduler(pager, max_sequences=data.draw(st.integers(1, 5)))
-    builder = BatchBuilder(max_tokens=MAX_CHUNK + 5, max_sequences=5, max_pages=20, page_size=SIZE)
+    builder = BatchBuilder(max_tokens=HOST_CHUNKS.max_tokens + 5, max_sequences=5, max_pages=20, page_size=SIZE)
     sizes = st.tuples(st.integers(1, 20), st.integers(1, 12))
     sequences = [sequence(*size) for size in data.draw(st.lists(sizes, min_size=1, max_size=12))]
     for one in sequences:
@@ -88,7 +89,7 @@ def check_batch(builder, spans, changes):
 def test_the_same_shape_is_the_same_batch():
     """Decoding allocates nothing."""
     scheduler = Scheduler(pager_of(8), max_sequences=2)
-    builder = BatchBuilder(max_tokens=MAX_CHUNK + 5, max_sequences=2, max_pages=8, page_size=SIZE)
+    builder = BatchBuilder(max_tokens=HOST_CHUNKS.max_tokens + 5, max_sequences=2, max_pages=8, page_size=SIZE)
     one = sequence(4, 20)
     scheduler.add(one)
     batches = []
@@ -104,7 +105,7 @@ def test_chunk_follows_the_speed():
     scheduler = Scheduler(pager_of(8), max_sequences=2)
     for _ in range(10):
         scheduler.measured(scheduler.chunk, scheduler.chunk / 20_000)
-    assert scheduler.chunk == MAX_CHUNK
+    assert scheduler.chunk == HOST_CHUNKS.max_tokens
     for _ in range(10):
         scheduler.measured(scheduler.chunk, scheduler.chunk / 100)
     assert scheduler.chunk == MIN_CHUNK
@@ -113,7 +114,7 @@ def test_chunk_follows_the_speed():
 
 
 def test_a_gpu_takes_whole_pieces_however_slow():
-    scheduler = Scheduler(pager_of(2000), max_sequences=8, max_chunk=2048)
+    scheduler = Scheduler(pager_of(2000), max_sequences=8, chunks=GPU_CHUNKS)
     assert scheduler.chunk == 2048
     scheduler.measured(2048, 10.0)
     assert scheduler.chunk == 2048
@@ -123,15 +124,15 @@ def test_a_gpu_takes_whole_pieces_however_slow():
         assert scheduler.chunk == want
     for speed, want in ((10_000, 1024), (30_000, 1024), (50_000, 2048), (10**6, 2048)):  # beside decodes, with one of few lengths
         scheduler.measured(speed, 1.0)
-        assert scheduler._budget(True) == want
+        assert scheduler.budget(decoding=True) == want
     scheduler.chunk = MIN_CHUNK  # also beside decodes
-    assert scheduler._budget(True) == MIN_CHUNK
+    assert scheduler.budget(decoding=True) == MIN_CHUNK
 
 
 def test_prompts_of_one_step():
     """A processor shares a step among the prompts; a GPU reads few of them at a time."""
-    for max_chunk, want in ((MAX_CHUNK, [32, 32]), (2048, [1024, 1024])):
-        scheduler = Scheduler(pager_of(2000), max_sequences=8, max_chunk=max_chunk)
+    for chunks, want in ((HOST_CHUNKS, [32, 32]), (GPU_CHUNKS, [1024, 1024])):
+        scheduler = Scheduler(pager_of(2000), max_sequences=8, chunks=chunks)
         for i in range(4):
             scheduler.add(Sequence(Request.of(range(3 + i, 2003 + i), where="test", max_tokens=1), TOKENIZER, context=10_000))
         assert [span.length for span in scheduler.schedule()] == want

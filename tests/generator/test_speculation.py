@@ -282,13 +282,19 @@ def test_acceptance_reads_well():
         ("fast", "speculation is 'fast'; expected one of auto, draft, ngram, off"),
         ({"kind": "ngram", "max_tokens": 8}, "max_tokens is 8; expected a number from 1 to 7"),
         ({"kind": "ngram", "max_tokens": 2.5}, "expected an integer"),
-        ({"kind": "ngram", "min_match": 5, "max_match": 4}, "max_match is 4; expected a number from 5"),
+        ({"kind": "ngram", "min_match": 17}, "min_match is 17; expected a number from 1 to 16"),
         ({"knd": 1}, "did you mean 'kind'"),
     ],
 )
 def test_bad_settings(value, words):
     with pytest.raises(OptionError, match=words):
         Request.of([1], where="test", speculation=value)
+
+
+def test_max_match_is_ignored_with_a_warning():
+    for make in (lambda: Speculation(min_match=5, max_match=4), lambda: Speculation.of({"min_match": 5, "max_match": 4})):
+        with pytest.warns(DeprecationWarning, match="max_match is ignored"):
+            assert make() == Speculation(min_match=5)
 
 
 def test_forms_of_the_speculation_option():
@@ -300,14 +306,11 @@ def test_it_sleeps_while_draft_tokens_do_not_pay(running):
     """A text that never repeats: few steps are thought about, all others run as without speculation; a copy wakes it."""
     model = fakes.FakeModel()
     engine = running(model)
-    asked, speculator = [], engine._speculator
-    propose = speculator._propose
-    speculator._propose = lambda sequences, count: (asked.append(len(sequences)), propose(sequences, count))
     quiet = engine.submit(fakes.greedy([5, 6, 7], 300, speculation="ngram")).result(20)
-    assert sum(asked) < 60
+    assert engine.stats().drafting_steps < 60
     assert fakes.ids(quiet) == fakes.expected(model, [5, 6, 7], 300)
     assert quiet.speculation.steps + quiet.speculation.plain_steps == 300 - quiet.speculation.accepted
-    speculator.times.seconds = lambda rows: 1.0 + 0.01 * rows
+    engine.step_times.seconds = lambda rows: 1.0 + 0.01 * rows
     turns = list(range(20, 60))
     model.logits_after = lambda ids: np.eye(1, fakes.VOCAB, 20 + len(ids) % 40 if len(ids) > 150 else len(ids) * 7 % 4000, np.float32)[0]
     copied = engine.submit(fakes.greedy(turns, 400, speculation="ngram")).result(20)
@@ -319,10 +322,8 @@ def test_a_batch_in_which_nothing_can_pay_runs_as_without(running):
     model = fakes.FakeModel()
     model.logits_after = lambda ids: np.eye(1, fakes.VOCAB, 20 + len(ids) % 40, np.float32)[0]
     engine = running(model, executor=lambda *args: fakes.DelayedExecutor(*args, stream=fakes.AtOnce()))
-    speculator, ahead, asked = engine._speculator, [], []
-    speculator.times.seconds = float
-    propose = speculator._propose
-    speculator._propose = lambda sequences, count: (asked.append(len(sequences)), propose(sequences, count))
+    ahead = []
+    engine.step_times.seconds = float
     for kind in ("off", "ngram"):
         before = engine.loop.executor.ahead
         with fakes.held(engine):
@@ -332,8 +333,8 @@ def test_a_batch_in_which_nothing_can_pay_runs_as_without(running):
         ahead.append(engine.loop.executor.ahead - before)
     assert sum(one.proposed for one in found) == 0
     assert ahead[1] >= ahead[0] - 8
-    assert len(asked) <= 8
-    speculator.times.seconds = lambda rows: 1.0 + 0.01 * rows
+    assert engine.stats().drafting_steps <= 8
+    engine.step_times.seconds = lambda rows: 1.0 + 0.01 * rows
     assert engine.submit(fakes.greedy([5, 6, 7], 200, speculation="ngram")).result(20).speculation.accepted > 100
 
 
@@ -354,7 +355,7 @@ def test_requests_without_it_run_ahead_after_one_with_it(running):
 def test_an_earlier_request_is_looked_at(running):
     model = fakes.FakeModel()
     engine = running(model)
-    engine._speculator.times.seconds = lambda rows: 1.0 + 0.01 * rows
+    engine.step_times.seconds = lambda rows: 1.0 + 0.01 * rows
     model.logits_after = lambda ids: np.eye(1, fakes.VOCAB, (int(ids[-1]) * 31 + 7) % 997 + 5, np.float32)[0]  # the same text, told again
     first, again, alone = (
         engine.submit(fakes.greedy([50], 120, speculation=Speculation(kind="ngram", earlier=earlier))).result(20)

@@ -28,8 +28,9 @@ from exl2nb.generator.batch import BatchBuilder
 from exl2nb.generator.loop import StepLoop
 from exl2nb.generator.pager import Pager
 from exl2nb.generator.request import Request
-from exl2nb.generator.scheduler import MAX_CHUNK, Scheduler
+from exl2nb.generator.scheduler import Scheduler
 from exl2nb.generator.sequence import Sequence
+from exl2nb.model.runner import HOST_CHUNKS
 from exl2nb.sampling.chain import sample_row
 from exl2nb.sampling.state import SamplerState
 
@@ -138,7 +139,7 @@ class Life(RuleBasedStateMachine):
         self.pager = Pager(PAGES, page_size=SIZE, copy=self.executor.copy)
         scheduler = Scheduler(self.pager, max_sequences=4)
         scheduler.chunk = 32
-        builder = BatchBuilder(max_tokens=MAX_CHUNK + 4 * 32, max_sequences=4, max_pages=PAGES + 4, page_size=SIZE)
+        builder = BatchBuilder(max_tokens=HOST_CHUNKS.max_tokens + 4 * 32, max_sequences=4, max_pages=PAGES + 4, page_size=SIZE)
         self.loop = StepLoop(scheduler, builder, self.executor)
         self.loop.speculator = Speculator()
         self.alive: list[tuple[Sequence, list]] = []
@@ -244,14 +245,14 @@ class Life(RuleBasedStateMachine):
         held = [page for s in (*self.loop.scheduler.running, *self.loop.scheduler.waiting) for page in s.pages]
         assert [table.count(page) for page in range(PAGES)] == [held.count(page) for page in range(PAGES)]
         assert table.num_free == PAGES - len(set(held))
-        assert sorted([*table._free, *table._cached]) == sorted(set(range(PAGES)) - set(held))
+        assert {page for page in range(PAGES) if table.state(page) != "used"} == set(range(PAGES)) - set(held)
 
     @invariant()
     def published_pages_hold_what_they_say(self):
         cells = self.cache.k[0].view(-1, SIZE)
         for page in range(PAGES):
             entry = self.pager.index.entry(page)
-            assert (entry is not None) == bool(self.pager.table._kept[page])
+            assert (entry is not None) == self.pager.table.kept(page)
             if entry is not None:
                 assert cells[page, : len(entry.tokens)].tolist() == entry.tokens.tolist()
                 assert entry.key is None or entry.key == chain_key(entry.parent, entry.tokens)

@@ -220,17 +220,19 @@ def test_the_older_generators(parts, generator):
     ids = parts[2].encode(PROMPT, add_bos=True)
     streaming.set_stop_conditions([])
     streaming.begin_stream_ex(ids, greedy(), return_probabilities=True)
-    chunks, count = [], 0
+    chunks, count, first = [], 0, None
     while count < 10:
         res = streaming.stream_ex()
         chunks.append(res["chunk"])
+        first = int(res["chunk_token_ids"].flatten()[0]) if not count and res["chunk_token_ids"].numel() else first
         count += res["chunk_token_ids"].shape[-1]
         assert not res["eos"] and res["probs"].shape == res["chunk_token_ids"].shape
     want = generator.generate(PROMPT, 60, add_bos=True, gen_settings=greedy(), completion_only=True)
     assert want.startswith("".join(chunks))
     assert streaming.sequence_ids.shape[-1] == ids.shape[-1] + count
+    streaming.set_stop_conditions([first])
     streaming.begin_stream_ex(ids, greedy())
-    streaming._jobs.clear_queue()
+    assert any(streaming.stream_ex()["eos"] for _ in range(20)), "a second stream did not end at its stop token"
 
 
 def test_async_jobs(parts):

@@ -231,7 +231,7 @@ def test_refusals(tmp_path, pair):
     with pytest.raises(ValueError, match="pre-quantized"):
         AutoModelForCausalLM.from_pretrained(DEMO, quantization_config=Exl2Config(bits=4))
     register()
-    hf_quantizer._expected.set(True)  # as after an EXL2 model that failed early: a plain one is read as ever
+    hf_quantizer.exl2_expected.set(True)  # as after an EXL2 model that failed early: a plain one is read as ever
     assert not any(isinstance(module, Exl2Linear) for module in AutoModelForCausalLM.from_pretrained(DEMO).modules())
     layer = next(module for module in made.modules() if isinstance(module, Exl2Linear))
     layer.blob, blob = None, layer.blob

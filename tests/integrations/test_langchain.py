@@ -9,6 +9,7 @@ from langchain_tests.integration_tests import ChatModelIntegrationTests
 from langchain_tests.unit_tests import ChatModelUnitTests
 from pydantic import BaseModel, ValidationError
 
+import exl2nb
 from exl2nb.core.errors import OptionError
 from exl2nb.integrations.langchain import ChatExl2, Exl2LLM, message_dict
 
@@ -141,11 +142,14 @@ def test_completion_model(llm):
     assert model.get_num_tokens("It was") == len(llm.tokenizer.encode("It was"))
 
 
-def test_loads_at_first_use_and_closes():
+def test_loads_at_first_use_and_closes(monkeypatch):
+    demo, made = exl2nb.demo, []
+    monkeypatch.setattr(exl2nb, "demo", lambda **options: made.append(demo(**options)) or made[-1])
     chat = ChatExl2(model="demo", template="chatml", max_tokens=2, load_options={"context": 256})
-    assert chat._own is None
+    assert not made, "the constructor loaded the model"
     chat.invoke("Hello")
-    own = chat.loaded()
+    (own,) = made
+    assert chat.loaded() is own
     assert own.context == 256
     chat.close()
     assert own.engine.closed

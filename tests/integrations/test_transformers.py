@@ -162,7 +162,7 @@ CUTS = {
 def test_our_sampler_draws_from_the_distribution_of_transformers(ours, theirs, one, monkeypatch):
     """Chi-square of first tokens against the probabilities that Transformers' processors leave; seeds are fixed."""
     draws = 1500
-    monkeypatch.setattr(transformers_door, "_Drawing", lambda *_, **__: pytest.fail("drawn by Transformers' processors"))
+    monkeypatch.setattr(transformers_door, "Drawing", lambda *_, **__: pytest.fail("drawn by Transformers' processors"))
     torch.manual_seed(3)
     made = ours.generate(**one, max_new_tokens=1, do_sample=True, num_return_sequences=draws, pad_token_id=0, **CUTS)[:, -1]
     seen = torch.bincount(made, minlength=4096).double()
@@ -196,7 +196,7 @@ def test_a_seed_of_torch_repeats_what_our_sampler_draws(ours, batch):
 
 
 def test_the_least_length_holds_in_our_sampler(ours, one, monkeypatch):
-    monkeypatch.setattr(transformers_door, "_Drawing", lambda *_, **__: pytest.fail("drawn by Transformers' processors"))
+    monkeypatch.setattr(transformers_door, "Drawing", lambda *_, **__: pytest.fail("drawn by Transformers' processors"))
     length, ends = one["input_ids"].shape[1], list(range(2, 4096))  # of 4096 tokens: it would end at once
     for least in ({"min_new_tokens": 7}, {"min_length": length + 7}):
         made = ours.generate(**one, max_new_tokens=20, do_sample=True, eos_token_id=ends, pad_token_id=0, **least)

@@ -17,14 +17,19 @@ from exl2nb.cache.pool import KVCache
 from exl2nb.cli.__main__ import main
 from exl2nb.core.errors import DeviceError, EngineClosed, OptionError
 from exl2nb.llm import plan
-from exl2nb.llm.plan import Budget, Sizes, SplitPlan, place_layers, read_devices
+from exl2nb.llm.memory import Formula
+from exl2nb.llm.plan import Budget, SplitPlan, place_layers, read_devices
+from exl2nb.llm.split_plan import KindFormula
 from exl2nb.model.batch import Batch
 from exl2nb.model.loader import load_model
 from exl2nb.model.split import Span, SplitModel
+from exl2nb.ops.placement import Placement
 
 DEMO = Path(ex.__file__).parent / "demo_model"
 LAYERS = 12
-EQUAL = Sizes([50, *[10] * LAYERS, 70], 1, 5)
+PARTS = (50, *[10] * LAYERS, 70)
+FORMULA = Formula(weights=0, page_tokens=1, page_bytes={"fp16": LAYERS}, chunk=1)
+EQUAL = KindFormula(parts=PARTS, read=PARTS, stream=5, lent=0, formula=FORMULA).at(context=1, batch=1, mode="fp16")
 SIZES = {"cpu": EQUAL, "cuda": EQUAL}
 
 
@@ -41,7 +46,7 @@ def split(request: pytest.FixtureRequest) -> ex.LLM:
 
 
 def _logits(model: object) -> torch.Tensor:
-    cache = KVCache(model.cache_spec(512), device=model.placement)
+    cache = KVCache(model.cache_spec(512), device=model.capabilities.placement)
     steps = [([*range(5, 105)], 0, "all"), *(([7 + i], 100 + i, "last") for i in range(3))]
     found = [model.forward(Batch.single(ids, start=start, pages=[0, 1], logit_rows=rows), cache) for ids, start, rows in steps]
     batch = Batch.single([3, 4, 5], start=103, pages=[0, 1], logit_rows="all", device=model.device)
@@ -68,7 +73,9 @@ def test_observers_see_every_point_of_the_whole_model(whole: ex.LLM, split: ex.L
     for model in (whole.model, split.model):
         found = {}
         model.forward_by_ops(
-            batch, KVCache(model.cache_spec(256), device=model.placement), lambda name, x, found=found: found.update({name: x.clone()})
+            batch,
+            KVCache(model.cache_spec(256), device=model.capabilities.placement),
+            lambda name, x, found=found: found.update({name: x.clone()}),
         )
         seen.append(found)
     assert [*seen[0]] == [*seen[1]]
@@ -120,7 +127,7 @@ def test_what_a_split_model_does_not_do_has_a_name(split: ex.LLM) -> None:
 
 
 def test_cache_pools_lie_by_layer() -> None:
-    cache = KVCache(ex.load(DEMO, device="cpu", progress=None).model.cache_spec(512), device=["cpu"] * LAYERS)
+    cache = KVCache(ex.load(DEMO, device="cpu", progress=None).model.cache_spec(512), device=Placement(("cpu",) * LAYERS))
     assert len(cache.k) == len(cache.v) == LAYERS
     assert cache.part(3, 5).k[0].data_ptr() == cache.k[3].data_ptr()
 
@@ -147,7 +154,7 @@ def test_any_budgets_leave_no_gap() -> None:
         assert [span.first for span in spans] == [0, *(span.last for span in spans[:-1])] and spans[-1].last == LAYERS
         for span in spans:
             budget = next(budget for budget in budgets if budget.device == span.device)
-            assert budget.bytes is None or sum(EQUAL.of(span.first, span.last)) <= budget.bytes
+            assert budget.bytes is None or EQUAL.total(span.first, span.last) <= budget.bytes
         shares = [rng.random() for _ in range(count)]
         spans = place_layers([Budget(f"cuda:{i}", share=x / sum(shares)) for i, x in enumerate(shares)], SIZES, LAYERS)
         assert len(spans) == count and spans[0].first == 0 and spans[-1].last == LAYERS
@@ -262,16 +269,16 @@ ON_GPU = {
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ON_GPU)
-def test_parts_on_a_gpu(name: str) -> None:
+def test_parts_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Close to the model on the GPU alone, the same bits however often, and captured steps give those of launched ones."""
     whole, split = load_model(DEMO, device="cuda"), load_model(DEMO, spans=ON_GPU[name])
     expected, found = _logits(whole).cpu(), _logits(split)
     assert found.device.type == "cpu"
     torch.testing.assert_close(found, expected, rtol=0, atol=0.02 * float(expected.std()))
     assert torch.equal(_logits(split), found)
-    whole_on_gpu = split.draw_device != "cpu"  # then the executor captures, see below
-    assert whole_on_gpu or any(part.captured and None not in part.captured.values() for part in split._parts)
-    split._graphed = False
+    whole_on_gpu = split.capabilities.captures  # then the executor captures, see below
+    assert whole_on_gpu or any(part.captured and None not in part.captured.values() for part in split.parts), "no step was captured"
+    split.graphed = False
     assert torch.equal(_logits(split), found)
 
 
@@ -284,8 +291,8 @@ def test_requests_on_a_gpu_in_parts(options: dict[str, object]) -> None:
         assert _texts(llm, prompts, temperature=0) == first
         drawn = [_texts(llm, prompts * 3, seed=3, top_k=40, presence_penalty=0.5) for _ in range(2)]
         assert drawn[0] == drawn[1]
-        graphs = getattr(llm.engine._executor, "_graphs", None)
-        assert (graphs is None) == (llm.model.draw_device == "cpu") and None not in (graphs or {}).values()
+        if llm.model.capabilities.captures:
+            assert None not in llm.engine.executor.captured.graphs.values(), "a step could not be captured"
         assert llm.score("The old man went to the sea.").total < 0
     with ex.load(DEMO, device="cuda", progress=None) as llm:
         alike = [a[:20] == b[:20] for a, b in zip(first, _texts(llm, prompts, temperature=0))]
@@ -336,8 +343,8 @@ def test_a_gpu_that_is_not_here_has_no_numbers(monkeypatch: pytest.MonkeyPatch) 
     """Beside one that is."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert [plan._is_here(gpu) for gpu in ("cuda", "cuda:0", "cuda:1", "cuda:12")] == [True, True, False, False]
-    assert plan._free("cuda:1") is None and plan._gpu_speed("cuda:1") is None
+    assert [plan.is_present(gpu) for gpu in ("cuda", "cuda:0", "cuda:1", "cuda:12")] == [True, True, False, False]
+    assert plan.free_bytes_on("cuda:1") is None and plan.gpu_read_speed("cuda:1") is None
 
 
 def test_moving_a_border_moves_whole_layers() -> None:

@@ -12,7 +12,7 @@ from exl2nb.core.errors import OptionError
 from exl2nb.generator.request import Request
 from exl2nb.llm.chat import CHAT_OPTIONS
 from exl2nb.llm.conversation import Conversation
-from exl2nb.llm.keywords import LOAD_DEFAULTS, LoadOptions
+from exl2nb.llm.keywords import LOAD_DEFAULTS
 from exl2nb.llm.options import ChatOptions, GenerateOptions, RequestOptions, SamplingOptions
 from exl2nb.llm.requests import STRUCTURES
 from exl2nb.sampling.params import SamplingParams
@@ -36,16 +36,15 @@ def test_every_option_is_taken(llm):
 
 def test_options_of_load_are_loads():
     """Of `demo` and `LLM.load`, too, with the same defaults."""
-    own = list(inspect.signature(ex.load).parameters.values())[1:-1]
-    assert list(LoadOptions.__annotations__) == [one.name for one in own]
-    assert {one.name: one.default for one in own if one.default is not None} == LOAD_DEFAULTS
+    own = list(inspect.signature(ex.load).parameters.values())[1:]
+    assert {one.name: one.default for one in own} == LOAD_DEFAULTS
     for function in (ex.demo, LLM.load):
         found = inspect.signature(function).parameters
         assert {one.name: one.default for one in own}.items() <= {name: one.default for name, one in found.items()}.items()
 
 
 def test_nothing_takes_nameless_options():
-    for function in (ex.demo, ex.convert, ex.measure, ex.sweep, LLM.load, LLM.render, LLM.conversation, Conversation):
+    for function in (ex.load, ex.demo, ex.convert, ex.measure, ex.sweep, LLM.load, LLM.render, LLM.conversation, Conversation):
         assert all(one.kind is not inspect.Parameter.VAR_KEYWORD for one in inspect.signature(function).parameters.values()), function
     with pytest.raises(OptionError, match="continue_final_message"):
         Conversation(SimpleNamespace(), continue_final_message=True)  # pyright: ignore[reportCallIssue]

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 import exl2nb as ex
 from exl2nb.core.errors import Exl2Error
-from exl2nb.eval.logits import logits
+from exl2nb.eval.rows import logits
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
 DEMO = Path(ex.__file__).parent / "demo_model"

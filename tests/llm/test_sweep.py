@@ -69,14 +69,14 @@ def test_events_count_bitrates(model: Path, swept: sweeps.Sweep) -> None:
 def test_processes_give_the_same_and_one_may_die(swept: sweeps.Sweep, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[subprocess.Popen[bytes]] = []
 
-    class Watched(sweeps._Process):
+    class Watched(sweeps.SweepProcess):
         def __init__(self, task: sweeps.Task) -> None:
             super().__init__(task)
             started.append(self.popen)
             if len(started) == 1:
                 threading.Timer(1.0, self.popen.kill).start()
 
-    monkeypatch.setattr(sweeps, "_Process", Watched)
+    monkeypatch.setattr(sweeps, "SweepProcess", Watched)
     assert numbers(ex.sweep(model, RATES, tmp_path, workers=2, **ASKED)) == numbers(swept)
     assert len(started) == 3, "one was started again"
     assert all(process.poll() is not None for process in started)

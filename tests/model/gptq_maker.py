@@ -159,8 +159,9 @@ def write_gptq(dense: Path, directory: Path, recipe: Recipe, *, shards: int = 1,
     for path in sorted(dense.glob("*.safetensors")):
         source |= load_file(path)
     with open_store(config, dense) as store:
-        homes = {part.source for name, part in store._parts.items() if name.endswith(".weight") and name.removesuffix(".weight") in keys}
-        biased = {part.source for name, part in store._parts.items() if name.endswith(".bias")}
+        names = store.names()
+        homes = {store.source(name) for name in names if name.endswith(".weight") and name.removesuffix(".weight") in keys}
+        biased = {store.source(name) for name in names if name.endswith(".bias")}
     out: dict[str, Tensor] = {}
     for n, (name, tensor) in enumerate(source.items()):
         stem = name.removesuffix(".weight")

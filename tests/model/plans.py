@@ -107,47 +107,42 @@ class ShapedProgram(PlannedProgram):
         self.parts: dict[int, tuple[int, list[layout.Part]]] = {}
         s, H, D = shape, shape.hidden, shape.head_dim
         self.shape = shape
-        self.embed(torch.empty(1, dtype=torch.float16).expand(s.vocab * s.ranks, H))
+        self.add(ops.EmbedOp(table=torch.empty(1, dtype=torch.float16).expand(s.vocab * s.ranks, H)))
         cos = torch.empty(256, D // 2)
-        heads = s.heads // s.ranks, s.kv_heads // s.ranks, D
-        widths = [heads[0] * D, heads[1] * D, heads[1] * D]
-        inner = s.inner // s.ranks
-        options: dict[str, Any] = {"norm_bias": self._bias(H, s.layer_norm), "layer_norm": s.layer_norm}
+        heads: dict[str, Any] = {"num_heads": s.heads // s.ranks, "num_kv_heads": s.kv_heads // s.ranks, "head_dim": D}
+        widths = [heads["num_heads"] * D, heads["num_kv_heads"] * D, heads["num_kv_heads"] * D]
+        inner, halves, norm_bias = s.inner // s.ranks, 2 if s.gated else 1, self._bias(H, s.layer_norm)
+        normed: dict[str, Any] = {"eps": 1e-5, "norm_bias": norm_bias, "layer_norm": s.layer_norm}
         for layer in range(s.layers):
-            qkv = self.matrix(H, *widths)
-            norms = (torch.empty(D), torch.empty(D)) if s.head_norms else (None, None)
-            self.norm_qkv_rope(
-                ops.QKVProjection(torch.empty(H), 1e-5, qkv, self._bias(sum(widths), s.bias), cos, cos, *heads, *norms, **options),
-                layer=layer,
-            )
-            self.paged_attention(layer=layer, scale=D**-0.5, window=s.window * (layer % 2))
+            rope: dict[str, Any] = {"cos": cos, "sin": cos}
+            if s.head_norms:
+                rope |= {"q_norm": torch.empty(D), "k_norm": torch.empty(D)}
+            qkv, bias = self.matrix(H, *widths), self._bias(sum(widths), s.bias)
+            self.add(ops.QkvOp(norm=torch.empty(H), blob=qkv, bias=bias, layer=layer, **normed, **rope, **heads))
+            self.add(ops.AttentionOp(layer=layer, scale=D**-0.5, window=s.window * (layer % 2)))
             post = torch.empty(H) if s.post_norm else None
-            up = self.matrix(H, *([inner] * (2 if s.gated else 1)))
-            norm = None if s.parallel else torch.empty(H)
-            if s.parallel:
-                self.norm_gate_up(torch.empty(H), 1e-5, up, aside=True, gated=s.gated, **options)
-            self.linear_residual(self.matrix(s.heads * D, H), self._bias(H, s.bias), norm=post)
+            o = ops.ResidualOp(blob=self.matrix(s.heads * D, H), bias=self._bias(H, s.bias), norm=post)
             if s.experts:
-                self.routed_mlp(self._moe(*s.experts))
+                self.add(o, self._moe(*s.experts))
                 continue
-            if not s.parallel:
-                self.norm_gate_up(norm, 1e-5, up, self._bias(inner * (2 if s.gated else 1), s.bias), gated=s.gated, **options)
-            self.linear_residual(self.matrix(inner, H), self._bias(H, s.bias), norm=post, aside=s.parallel)
-        if s.headed:
-            self.norm_head(torch.empty(H), 1e-5, self.matrix(H, s.vocab, bits=(6,)), **options)
-        else:
-            self.residual_out()
+            up, bias = self.matrix(H, *[inner] * halves), self._bias(inner * halves, s.bias)
+            gate_up = ops.GateUpOp(norm=torch.empty(H), blob=up, bias=bias, gated=s.gated, side=s.parallel, **normed)
+            self.add(*((gate_up, o) if s.parallel else (o, gate_up)))
+            self.add(ops.ResidualOp(blob=self.matrix(inner, H), bias=self._bias(H, s.bias), norm=post, side=s.parallel))
+        head = ops.HeadOp(norm=torch.empty(H), blob=self.matrix(H, s.vocab, bits=(6,)), **normed)
+        self.add(head if s.headed else ops.ResidualOutOp())
 
     def _bias(self, n: int, there: bool) -> Tensor | None:
         return torch.empty(n) if there else None
 
-    def _moe(self, count: int, top_k: int, inner: int) -> ops.Experts:
+    def _moe(self, count: int, top_k: int, inner: int) -> ops.RoutedOp:
         s, H = self.shape, self.shape.hidden
         shared: dict[str, Any] = {}
         if s.shared:
             shared = {"shared_up": self.matrix(H, s.shared, s.shared), "shared_down": self.matrix(s.shared, H)}
         up, down = zip(*((self.matrix(H, inner, inner), self.matrix(inner, H)) for _ in range(count)))
-        return ops.Experts(norm=torch.empty(H), eps=1e-5, router=self.hollow(H, [dense(count)]), up=up, down=down, top_k=top_k, **shared)
+        router = self.hollow(H, [dense(count)])
+        return ops.RoutedOp(norm=torch.empty(H), eps=1e-5, blob=router, up=up, down=down, top_k=top_k, **shared)
 
     def matrix(self, K: int, *outputs: int, bits: tuple[int, ...] | None = None) -> Tensor:
         """The blob of these matrices."""

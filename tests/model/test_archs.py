@@ -84,7 +84,7 @@ def test_fused_steps_on_threads_give_the_same_bits(name, quantised):
     model.forward(Batch.build([Span(ids=text[:-1], start=0, pages=[page]) for page, text in enumerate(texts)]), cache)
     batch = Batch.build([Span(ids=text[-1:], start=len(text) - 1, pages=[page]) for page, text in enumerate(texts)])
     assert same(model.forward(batch, cache), torch.cat(alone))
-    if model.runs_ahead:
+    if model.capabilities.draws_ahead:
         step = model.draw_ahead(batch, cache, (torch.tensor([[0.0, 0, 1, 0, 0]] * 6, dtype=torch.float64), 0, None))
         step.join()
         assert same(step.logits, torch.cat(alone))

@@ -11,7 +11,7 @@ from exl2nb.core.errors import ConfigError, UnknownArchitecture
 from exl2nb.model.archs import ARCHS, parse_config
 from exl2nb.model.archs.base import Wrapped
 from exl2nb.model.config import LIMITS
-from exl2nb.model.keys import ROPE_KEYS
+from exl2nb.model.fields import ROPE_KEYS
 from exl2nb.model.loader import load_model
 from exl2nb.model.rope import RopeOverride
 from exl2nb.model.vision.families import VISION_KEYS, read_vision

@@ -20,6 +20,7 @@ from exl2nb.model.gpu_memory import kept_by_layer
 from exl2nb.model.inspect import inspect
 from exl2nb.model.loader import load_model
 from exl2nb.model.split import Piece, Span, SplitModel
+from exl2nb.ops import RoutedOp
 
 from .zoo import build, build_wide, config_of, write, write_exl2, write_tokenizer
 
@@ -46,7 +47,7 @@ def spans_of(config, *cuts):
 
 def logits(model, mode="fp16"):
     """Of a prompt longer than a part's table at first, of single tokens, and of two sequences in one batch."""
-    cache = KVCache(model.cache_spec(512, mode=mode), device=model.placement)
+    cache = KVCache(model.cache_spec(512, mode=mode), device=model.capabilities.placement)
     ids = [5 + i % 80 for i in range(100)]
     found = [model.forward(Batch.single(ids, start=0, pages=[0], logit_rows="all"), cache)]
     found += [model.forward(Batch.single([7 + i], start=100 + i, pages=[0], logit_rows="last"), cache) for i in range(3)]
@@ -74,12 +75,12 @@ def test_every_sparse_layer_is_cut_behind_its_attention(tmp_path):
     directory = dense_and_sparse(tmp_path)
     model = load_model(directory, spans=spans_of(config_of(directory)), experts=True)
     span = Span("cpu", 0, 3)
-    assert model._pieces == [Piece(span, 0, 1, cut=True), Piece(span, 1, 3, cut=True), Piece(span, 3, 3)]
+    assert model.pieces == [Piece(span, 0, 1, cut=True), Piece(span, 1, 3, cut=True), Piece(span, 3, 3)]
     logits(model)
-    assert [[name for name, _ in part.program.steps if name == "routed_mlp"] for part in model._parts] == [[]] * 3
+    assert [[op for op in part.program.steps if isinstance(op, RoutedOp)] for part in model.parts] == [[]] * 3
     ends_dense = write("qwen3_moe", build("qwen3_moe", num_hidden_layers=2), tmp_path / "dense")
     model = load_model(ends_dense, spans=spans_of(config_of(ends_dense)), experts=True)
-    assert model._pieces == [Piece(Span("cpu", 0, 2), 0, 1, cut=True), Piece(Span("cpu", 0, 2), 1, 2)]
+    assert model.pieces == [Piece(Span("cpu", 0, 2), 0, 1, cut=True), Piece(Span("cpu", 0, 2), 1, 2)]
 
 
 def test_observers_see_every_point(directory):
@@ -87,7 +88,7 @@ def test_observers_see_every_point(directory):
     seen = []
     for model in (load_model(directory), load_model(directory, spans=spans_of(config_of(directory), 1), experts=True)):
         found = {}
-        cache = KVCache(model.cache_spec(256), device=model.placement)
+        cache = KVCache(model.cache_spec(256), device=model.capabilities.placement)
         model.forward_by_ops(batch, cache, lambda name, x, found=found: found.update({name: x.clone()}))
         seen.append(found)
     assert [*seen[0]] == [*seen[1]]
@@ -145,10 +146,10 @@ def test_parts_of_a_device_share_a_table(directory):
     """Also after one of them has grown; the text is the same."""
     model = load_model(directory, spans=spans_of(config_of(directory)), experts=True)
     logits(model)  # 100 rows
-    tables = {part.stream.data_ptr() for part in model._parts if part.stream is not None and not part.headed}
-    assert len(tables) <= 1 and len(model._taken_over["cpu"]) == 128
+    tables = {part.stream.data_ptr() for part in model.parts if part.stream is not None and not part.headed}
+    assert len(tables) <= 1 and len(model.stream_tables["cpu"]) == 128
     model.close()
-    assert not model._taken_over
+    assert not model.stream_tables
 
 
 def test_a_plan_says_so_in_words(tmp_path):

@@ -195,7 +195,7 @@ def test_many_sequences_write_what_one_writes(count):
     asked = {"max_tokens": 12, "temperature": 0, "ignore_eos": True, "top_logprobs": 2}
     with ex.load(FIXTURE, device="cuda", max_sequences=64, context=64, cache_tokens=64 * 256, progress=None) as llm:
         together = llm.generate(prompts, **asked)
-        assert any(rows == -(-count // 8) * 8 for rows, *_ in llm.engine._executor._graphs)
+        assert any(kind.rows == -(-count // 8) * 8 for kind in llm.engine.executor.captured.graphs)
         for prompt, one in zip(prompts, together):
             for token, other in zip(one.tokens, llm.generate(prompt, **asked).tokens):
                 if other.top[0].logprob - other.top[1].logprob < 0.05:
@@ -310,7 +310,7 @@ def test_a_sparse_model_decodes_in_graphs(tmp_path):
     model = load_model(folder, device="cuda", deterministic=True)
     with ex.load(folder, device="cuda", deterministic=True, context=64, progress=None) as llm:
         ids = llm.generate([5, 6, 7], max_tokens=24, temperature=0, ignore_eos=True).tokens
-        assert llm.engine._executor._graphs
+        assert llm.engine.executor.captured.graphs
         text = [5, 6, 7, *(token.id for token in ids)]
         assert logits(model, text).argmax(-1)[2:-1].tolist() == text[3:]
 

@@ -50,16 +50,16 @@ def plain(program, seed, rank):
     """Random parts of the layers' matrices, as persistent chains and stream-K GEMMs take them; q, k, v, gate and up have one each."""
     g = torch.Generator().manual_seed(seed)
     found = {}
-    for op, (name, arguments) in enumerate(program.steps):
-        if name not in ("norm_qkv_rope", "linear_residual", "norm_gate_up"):
+    for number, op in enumerate(program.steps):
+        if not isinstance(op, (ops.QkvOp, ops.ResidualOp, ops.GateUpOp)):
             continue
-        K, N = ops.shape(arguments["blob"])
-        firsts = [0, N // 2, N * 3 // 4] if name == "norm_qkv_rope" else [0, N // 2] if name == "norm_gate_up" else [0]
+        K, N = ops.shape(op.blob)
+        firsts = [0, N // 2, N * 3 // 4] if isinstance(op, ops.QkvOp) else [0, N // 2] if isinstance(op, ops.GateUpOp) else [0]
         parts = []
         for first, end in zip(firsts, [*firsts[1:], N]):
             a, b = torch.randn(K, rank, generator=g) * 0.3, torch.randn(rank, end - first, generator=g) * 0.3
             parts.append(LoraPart.of(a, b, 0.5 + torch.rand(rank, generator=g), first))
-        found[op] = LoraChange(parts=tuple(parts))
+        found[number] = LoraChange(parts=tuple(parts))
     return found
 
 

@@ -31,7 +31,7 @@ def folder(request, tmp_path_factory):
 
 
 def storages(model):
-    return {tensor.untyped_storage().data_ptr() for tensor in model._network.tensors()}
+    return {tensor.untyped_storage().data_ptr() for tensor in model.network.tensors()}
 
 
 def test_arena():
@@ -48,13 +48,13 @@ def test_arena():
 def test_every_tensor_that_stays_goes_into_the_arena(folder):
     """With the sizes that the CPU's tensors have; the loaded model computes the same bits."""
     plain, config = load_model(folder), config_of(folder)
-    arena = Arena(sum(aligned(tensor.nbytes) for tensor in plain._network.tensors()), "cpu")
+    arena = Arena(sum(aligned(tensor.nbytes) for tensor in plain.network.tensors()), "cpu")
     with open_store(config, folder) as store:
         builder = Builder(config, store, find_sources(config, store), widen=False, device="cpu", arena=arena)
         with Meter("load", total=config.num_layers + 2, unit="layers", sink=None) as meter:
             embedding, layers, head = builder.span(Span("cpu", 0, config.num_layers), meter)
         model = Model(config, Network(embedding, tuple(layers), head), context=64)
-    assert storages(model) == {arena._memory.untyped_storage().data_ptr()}
+    assert storages(model) == {arena.memory.untyped_storage().data_ptr()}
     batch = Batch.single(list(range(1, 20)), start=0, pages=[0], logit_rows="all")
     logits = [one.forward(batch, KVCache(one.cache_spec(256))) for one in (plain, model)]
     assert torch.equal(*logits)
@@ -65,7 +65,7 @@ def test_the_headers_tell_every_tensor(folder, monkeypatch):
     model, blobs = load_model(folder), []
     monkeypatch.setattr(gpu_memory, "blob_bytes", lambda parts: blobs.extend([parts] if parts else []) or 0)
     said = kept_bytes(config_of(folder), inspect(folder))
-    tensors = list(model._network.tensors())
+    tensors = list(model.network.tensors())
     assert said == sum(aligned(tensor.nbytes) for tensor in tensors if tensor.dtype != torch.uint8)
     assert len(blobs) == sum(tensor.dtype == torch.uint8 for tensor in tensors)
 

@@ -161,7 +161,7 @@ def test_close_frees_the_memory():
     model = load_model(DEMO)
     assert model.weight_bytes == pytest.approx(2 * 11.5e6, rel=0.02)
     all_logits(model, torch.arange(8))
-    alive = [weakref.ref(tensor) for tensor in model._network.tensors()]
+    alive = [weakref.ref(tensor) for tensor in model.network.tensors()]
     assert len(alive) == 1 + 12 * 6 + 2
     model.close()
     gc.collect()
@@ -213,7 +213,7 @@ def test_weights_of_a_small_model_share_memory(tmp_path, weights, monkeypatch):
     together = load_model(tmp_path, weights=weights)
     monkeypatch.setattr(loader, "SMALL_MODEL_BYTES", 0)
     apart = load_model(tmp_path, weights=weights)
-    ours, others = list(together._network.tensors()), list(apart._network.tensors())
+    ours, others = list(together.network.tensors()), list(apart.network.tensors())
     assert len({tensor.untyped_storage().data_ptr() for tensor in ours}) == 1
     assert len({tensor.untyped_storage().data_ptr() for tensor in others}) > 1
     assert all(torch.equal(a, b) for a, b in zip(ours, others, strict=True))

@@ -181,11 +181,11 @@ def test_tables_grow_with_use_not_with_the_config(tmp_path):
     assert model.context == 1 << 24
     cache, ids = KVCache(model.cache_spec(2304)), ids_of(131, 1, 2100)[0]
     first = run(model, ids[:50])
-    assert model._rows == 1024
+    assert model.rope_rows == 1024
     for start in range(0, 2100, 300):
         batch = Batch.single(ids[start : start + 300].tolist(), start=start, pages=list(range(9)), logit_rows="all")
         model.forward(batch, cache)
-    assert model._rows == 4096
+    assert model.rope_rows == 4096
     assert torch.equal(run(model, ids[:50]), first)
 
 

@@ -5,11 +5,13 @@ import json
 import pytest
 import torch
 
+from exl2nb.cache.pool import KVCache
 from exl2nb.cli import main
 from exl2nb.core.errors import ConfigError, EngineClosed, FormatError
 from exl2nb.io.shards import TensorStore
 from exl2nb.llm.plan import plan
 from exl2nb.model.archs import parse_config
+from exl2nb.model.batch import Batch
 from exl2nb.model.inspect import inspect
 from exl2nb.model.layers import RoutedMLP
 from exl2nb.model.layout import layer_linears, linears, modules
@@ -33,7 +35,7 @@ def test_a_token_reads_its_experts_and_no_others(tmp_path):
     by_hand = sum(sizes.values()) - embedding * 130 // 131 - experts * (moe.num_experts - moe.top_k) // moe.num_experts
     assert abs(model.bytes_per_token - by_hand) < 0.2 * by_hand  # blobs pad to tiles of 16 outputs and carry headers
     assert inspect(directory).token_bytes == by_hand
-    idle = [layer.mlp.unused_expert_bytes for layer in model._network.layers]
+    idle = [layer.mlp.unused_expert_bytes for layer in model.network.layers]
     assert model.bytes_per_token == model.weight_bytes - sum(idle) - embedding * 130 // 131
 
     token = torch.tensor([5])
@@ -58,13 +60,17 @@ def test_a_plan_counts_the_experts_of_a_token(tmp_path):
 
 
 def _visited(model, ids):
-    """Layer -> experts, as the routed layers report them."""
-    seen, call = [], RoutedMLP.__call__
-    RoutedMLP.__call__ = lambda self, x: seen.append(set(call(self, x).flatten().tolist()))
-    try:
-        run(model, ids, forward="forward_by_ops")
-    finally:
-        RoutedMLP.__call__ = call
+    """The experts that each routed layer chose, as a trace shows them."""
+    points = [name for name in model.points if name.endswith("hook_expert_indices")]
+    batch = Batch.single(ids.tolist(), start=0, pages=[0])
+    seen = []
+    model.trace(
+        batch,
+        KVCache(model.cache_spec(len(ids))),
+        wanted=frozenset(points),
+        seen=lambda point, value, start: seen.append(set(value.flatten().tolist())),
+    )
+    assert len(seen) == len(points), "a routed layer was not seen"
     return seen
 
 
@@ -77,10 +83,9 @@ def test_bench_reports_the_bytes_of_visited_experts(tmp_path, capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["experts_per_token"] == "3 of 7"
     model = load_model(directory)
-    assert model._network is not None
     visited = iter(_visited(model, torch.tensor([5])))
-    unread = model._network.embedding.table.nbytes * (model.config.vocab_size - 1) // model.config.vocab_size
-    for layer in model._network.layers:
+    unread = model.network.embedding.table.nbytes * (model.config.vocab_size - 1) // model.config.vocab_size
+    for layer in model.network.layers:
         if isinstance(layer.mlp, RoutedMLP):
             chosen = next(visited)
             assert len(chosen) == 3

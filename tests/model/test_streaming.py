@@ -27,11 +27,12 @@ from exl2nb.llm.load import _streaming
 from exl2nb.model import split, streaming
 from exl2nb.model.batch import Batch
 from exl2nb.model.batch import Span as Tokens
-from exl2nb.model.layers import RoutedMLP, tensors_of
+from exl2nb.model.layers import tensors_of
 from exl2nb.model.loader import load_model
 from exl2nb.model.model import Model, Span
+from exl2nb.model.runner import GPU_CHUNKS, HOST_CHUNKS
 from exl2nb.model.split import SplitModel
-from exl2nb.model.streaming import Buffers, ExpertStream, Image, Lanes, LayerStream, Streaming, lent_layers, together, with_lent, worth
+from exl2nb.model.streaming import Buffers, Image, Lanes, LayerStream, Streaming, lent_layers, together, with_lent, worth
 
 from .zoo import build, build_wide, config_of, write, write_exl2
 
@@ -39,11 +40,12 @@ DEMO = Path(ex.__file__).parent / "demo_model"
 ROWS = 65
 
 
-def halves(directory: Path, rows: int = ROWS, *, device: str = "cpu") -> SplitModel:
+def halves(directory: Path, rows: int = ROWS, *, device: str = "cpu", lanes: Lanes | None = None) -> SplitModel:
     """The first half of the layers on the host. device: of the second, and of long prompts."""
     layers = config_of(directory).num_layers
     spans = [Span("cpu", 0, (layers + 1) // 2), Span(device, (layers + 1) // 2, layers)]
-    model = load_model(directory, spans=spans, streaming=Streaming(device, rows))
+    how = Streaming(device, rows, lanes=Lanes if lanes is None else lambda device: lanes)
+    model = load_model(directory, spans=spans, streaming=how)
     assert isinstance(model, SplitModel)
     return model
 
@@ -83,9 +85,9 @@ def test_near_the_cpu_and_repeatable(mode: str) -> None:
     assert near(found, expected, 0.25 if coded else 0.03)
     assert (found - expected).abs().mean() < (0.01 if coded else 0.003) * expected.std()
     assert torch.equal(logits(model, mode), found)
-    assert [host.stream.rows for host in model._host.values()] == [ROWS]
+    assert [host.stream.rows for host in model.hosts.values()] == [ROWS]
     model.close()
-    assert not model._host
+    assert not model.hosts
 
 
 def test_few_tokens_stay_on_the_cpu() -> None:
@@ -103,13 +105,10 @@ def test_few_tokens_stay_on_the_cpu() -> None:
 # ---- layers that are lent while tokens are decoded
 
 
-def lending(monkeypatch: pytest.MonkeyPatch, lent: Sequence[int], *, rows: int = ROWS, lanes: Lanes | None = None) -> SplitModel:
+def lending(lent: Sequence[int], *, rows: int = ROWS, lanes: Lanes | None = None) -> SplitModel:
     """The demo model with ten layers on the host, of which these are lent."""
-    made = LayerStream.__init__
-    with monkeypatch.context() as patch:
-        patch.setattr(streaming, "lent_layers", lambda _: lent)
-        patch.setattr(LayerStream, "__init__", lambda self, layers, lent, how: made(self, layers, lent, how, lanes))
-        model = load_model(DEMO, spans=[Span("cpu", 0, 10), Span("cpu", 10, 12)], streaming=Streaming("cpu", rows))
+    how = Streaming("cpu", rows, lent=lent, lanes=Lanes if lanes is None else lambda device: lanes)
+    model = load_model(DEMO, spans=[Span("cpu", 0, 10), Span("cpu", 10, 12)], streaming=how)
     assert isinstance(model, SplitModel)
     return model
 
@@ -135,12 +134,12 @@ def test_which_layers_are_lent() -> None:
 
 
 @pytest.mark.parametrize("lent", [[2, 5], [1, 4, 5, 8], [1, 2, 3, 4, 5, 6]], ids=str)
-def test_lent_layers_have_their_bits(lent: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lent_layers_have_their_bits(lent: list[int]) -> None:
     """Whenever copies happen, and whatever was in the buffers before."""
     expected = logits(load_model(DEMO))
     late = Late()
     for lanes in (None, late):
-        model = lending(monkeypatch, lent, rows=1000, lanes=lanes)
+        model = lending(lent, rows=1000, lanes=lanes)
         assert torch.equal(logits(model), expected) and torch.equal(logits(model), expected)
         assert [span.first for span in model.spans if span.lent] == lent
     copied = sum(1 for kind, _ in late.log if kind == "copy")
@@ -148,15 +147,15 @@ def test_lent_layers_have_their_bits(lent: list[int], monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("mode", ["fp16", "q8"])
-def test_prompts_through_lent_layers(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_through_lent_layers(mode: str) -> None:
     """As without lending, whose layers compute the same here; they decode what the prompts left."""
-    plain = logits(lending(monkeypatch, []), mode)
+    plain = logits(lending([]), mode)
     late = Late()
     for lanes in (None, late):
-        model = lending(monkeypatch, [1, 4, 5, 8], lanes=lanes)
+        model = lending([1, 4, 5, 8], lanes=lanes)
         assert torch.equal(logits(model, mode), plain) and torch.equal(logits(model, mode), plain)
     assert len(late.waiting) <= 2, "what will be decoded with next"
-    model = lending(monkeypatch, [1, 4, 5, 8])
+    model = lending([1, 4, 5, 8])
     names: list[str] = []
     cache = model.new_cache(model.cache_spec(512))
     seen = model.forward_by_ops(Batch.single([7, 8, 9], start=0, pages=[0]), cache, lambda name, _: names.append(name))
@@ -166,17 +165,16 @@ def test_prompts_through_lent_layers(mode: str, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("lent", [[2, 5], [1, 4, 5, 8]], ids=str)
-def test_lent_layers_on_a_gpu(lent: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lent_layers_on_a_gpu(lent: list[int]) -> None:
     """Close to the model on the GPU alone, the same bits however often; captured steps give those of launched ones, in any order."""
     whole = load_model(DEMO, device="cuda")
-    monkeypatch.setattr(streaming, "lent_layers", lambda _: lent)
-    model = load_model(DEMO, spans=[Span("cpu", 0, 10), Span("cuda", 10, 12)], streaming=Streaming("cuda", ROWS))
+    model = load_model(DEMO, spans=[Span("cpu", 0, 10), Span("cuda", 10, 12)], streaming=Streaming("cuda", ROWS, lent=lent))
     assert isinstance(model, SplitModel) and "lent to cuda" in model.where
     for mode in ("fp16", "q4"):
         expected, found = logits(whole, mode).cpu(), logits(model, mode)
         assert (found - expected).abs().mean() < (0.02 if mode == "q4" else 0.005) * expected.std()
         assert torch.equal(logits(model, mode), found)
-    lent_parts = [part for part in model._parts if part.span.lent]
+    lent_parts = [part for part in model.parts if part.span.lent]
     assert len(lent_parts) == len(lent) and all(part.captured and None not in part.captured.values() for part in lent_parts)
     cache, plain = (model.new_cache(model.cache_spec(512)) for _ in range(2))
     prompt = Batch.single([*range(5, 95)], start=0, pages=[0])
@@ -184,7 +182,7 @@ def test_lent_layers_on_a_gpu(lent: list[int], monkeypatch: pytest.MonkeyPatch) 
         model.forward(prompt, each)
     for step in range(6):
         batch, found = Batch.single([9 + step], start=90 + step, pages=[0]), []
-        for each, model._graphed in ((cache, True), (plain, False)):
+        for each, model.graphed in ((cache, True), (plain, False)):
             found.append(model.forward(batch, each).clone())
         assert torch.equal(*found), step
     model.close()
@@ -192,37 +190,37 @@ def test_lent_layers_on_a_gpu(lent: list[int], monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_lent_layer_is_there_while_its_step_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels run once before a capture; what they took for a matrix would else be another layer's, of another layout."""
-    model = lending(monkeypatch, [1, 4, 5, 8], rows=1000)
+    model = lending([1, 4, 5, 8], rows=1000)
     logits(model)
     seen = []
 
     def held(part: split.Part, *_: object) -> None:
-        stream, number = model._lent[part.piece]
-        image, buffer = stream._images[number], stream._buffers.memory[number % 2]
+        stream, number = model.streamed[part.piece]
+        image, buffer = stream.images[number], stream.buffers.memory[number % 2]
         seen.append(torch.equal(buffer[: image.size], image.memory))
 
     monkeypatch.setattr(split, "capture", held)
     cache = model.new_cache(model.cache_spec(512))
-    for part in model._parts:
+    for part in model.parts:
         if part.span.lent:
-            model._captured(part, Batch.single([9], start=2, pages=[1]), cache.part(part.span.first, part.span.last))
+            model.captured_step(part, Batch.single([9], start=2, pages=[1]), cache.part(part.span.first, part.span.last))
     assert seen == [True] * 4
 
 
-def test_where_lent_layers_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = lending(monkeypatch, [2, 5])
+def test_where_lent_layers_are() -> None:
+    model = lending([2, 5])
     assert model.where == "layers 0 to 9 on cpu, of these 2, 5 lent to cpu, layers 10 to 11 on cpu"
-    assert len(model.placement) == 12 and [(host.first, host.last) for host in model._host.values()] == [(0, 5)]
+    assert len(model.capabilities.placement.layers) == 12 and [(host.first, host.last) for host in model.hosts.values()] == [(0, 5)]
     model.close()
-    assert not model._lent
+    assert not model.streamed
 
 
 def test_a_step_that_fails_leaves_lent_layers_usable(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = lending(monkeypatch, [1, 4, 5, 8], rows=1000)
+    model = lending([1, 4, 5, 8], rows=1000)
     expected = logits(model)
     for part in (1, 2, 5):
         with monkeypatch.context() as patch:
-            patch.setattr(type(model._parts[part].program), "run", _refuse)
+            patch.setattr(type(model.parts[part].program), "run", _refuse)
             with pytest.raises(RuntimeError, match="no memory"):
                 logits(model)
         assert torch.equal(logits(model), expected)
@@ -311,11 +309,7 @@ def test_experts_apart(name: str, tmp_path: Path) -> None:
     apart = (found[0] - expected[0]).abs().amax(1) / expected[0].std()
     assert apart.max() > 0 and (apart < 0.03).float().mean() > 0.9
     assert all(torch.equal(a, b) for a, b in zip(found, again))
-    late = load_model(directory, spans=spans, experts=True, streaming=Streaming("cpu", 20))
-    assert isinstance(late, SplitModel)
-    layers = enumerate(late._network.layers)
-    mlps = {number: layer.mlp for number, layer in layers if isinstance(layer.mlp, RoutedMLP)}
-    late._expert_streams["cpu"] = ExpertStream(mlps, Streaming("cpu", 20), lanes)
+    late = load_model(directory, spans=spans, experts=True, streaming=Streaming("cpu", 20, lanes=lambda device: lanes))
     assert all(torch.equal(a, b) for a, b in zip(of(late), found))
     assert lanes.log and not lanes.waiting
 
@@ -360,16 +354,9 @@ class Late(Lanes):
         return len(self.log)
 
 
-def stream_logits(lanes: Lanes | None, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
-    made = LayerStream.__init__
-    with monkeypatch.context() as patch:
-        patch.setattr(LayerStream, "__init__", lambda self, layers, lent, how: made(self, layers, lent, how, lanes))
-        return logits(halves(DEMO))
-
-
-def test_bits_do_not_depend_on_when_copies_happen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bits_do_not_depend_on_when_copies_happen() -> None:
     late = Late()
-    assert torch.equal(stream_logits(late, monkeypatch), stream_logits(None, monkeypatch))
+    assert torch.equal(logits(halves(DEMO, lanes=late)), logits(halves(DEMO)))
     assert not late.waiting, "what was begun was used"
 
 
@@ -403,7 +390,7 @@ def test_worth_is_arithmetic() -> None:
     assert worth(2 * 218 << 20, 218 << 20) == 84  # fp16
     assert worth(0, 0) == 65
     stream = LayerStream([together(load_model(DEMO).network_and_program[0].layers[0])], [], Streaming("cpu"))
-    assert stream.rows == worth(stream._buffers.images[0].size, sum(a * b for a, b in map(streaming.ops.shape, _blobs(stream))))
+    assert stream.rows == worth(stream.buffers.images[0].size, sum(a * b for a, b in map(streaming.ops.shape, _blobs(stream))))
 
 
 def _blobs(stream: LayerStream) -> list[torch.Tensor]:
@@ -422,7 +409,7 @@ def test_who_streams() -> None:
         with pytest.raises(OptionError, match="stream_from"):
             ex.load(DEMO, devices=["cpu", "cpu"], stream_from=wrong, progress=None)
     with ex.load(DEMO, devices=["cpu", "cpu"], stream_from=100, progress=None) as llm:
-        assert llm.model.prompt_device == "cpu" and llm.model.streaming is None
+        assert llm.model.capabilities.chunks is HOST_CHUNKS and llm.model.streaming is None
 
 
 def test_captured_steps_belong_to_one_cache(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -433,9 +420,9 @@ def test_captured_steps_belong_to_one_cache(monkeypatch: pytest.MonkeyPatch) -> 
     one, other = (model.new_cache(model.cache_spec(512)) for _ in range(2))
     batch = Batch.single([9], start=2, pages=[1])
     model.forward(batch, one)
-    part = model._parts[1]
+    part = model.parts[1]
     for cache in (one, one, other, other, one):
-        model._captured(part, batch, cache.part(6, 12))
+        model.captured_step(part, batch, cache.part(6, 12))
     assert [pools.k[0] is cache.k[6] for pools, cache in zip(made, (one, other, one), strict=True)] == [True] * 3
 
 
@@ -497,7 +484,7 @@ def test_inputs_of_captured_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [Tokens(ids=[5 + (7 * i + n) % 90 for i in range(n)], start=0, pages=[n % 4, n % 4 + 4]) for n in (255, 6, 20, 9)]
     both = [one.forward(Batch.build(prompts), cache) for one, cache in zip((whole, model), caches)]
     assert torch.equal(*both)
-    part = model._parts[1]
+    part = model.parts[1]
     part.gpu = kernels = _Kernels(part.program)  # pyright: ignore[reportAttributeAccessIssue]
     monkeypatch.setattr(torch.cuda, "graph", kernels.captured)
     lengths = [255, 6, 20, 9]
@@ -540,7 +527,7 @@ def test_a_plan_counts_the_buffers() -> None:
         more = with_.shares[1].work - without.shares[1].work
         assert more >= 2 * largest and with_.shares[0].work == without.shares[0].work
     apart = [Span("cpu", a, b) for a, b in pairwise((0, 6, 12))]
-    assert load_model(DEMO, spans=apart).prompt_device == "cpu"
+    assert load_model(DEMO, spans=apart).capabilities.chunks is HOST_CHUNKS
 
 
 # ---- on a GPU
@@ -625,9 +612,9 @@ def streaming_packed(blob: torch.Tensor, place: torch.Tensor) -> Any:
 def test_text_with_half_the_layers_on_the_host() -> None:
     text = "The old man went to the sea, and the sea was calm. " * 12
     with ex.load(DEMO, device="cpu", progress=None) as whole, ex.load(DEMO, gpu_layers=6, progress=None) as llm:
-        assert llm.model.prompt_device.startswith("cuda")
+        assert llm.model.capabilities.chunks is GPU_CHUNKS
         assert abs(llm.score(text).total - whole.score(text).total) < 0.02 * len(llm.score(text).tokens)
         answers = {llm.generate(text, max_tokens=8, temperature=0).text for _ in range(3)}
         assert len(answers) == 1
     with ex.load(DEMO, gpu_layers=6, stream_from=0, progress=None) as llm:
-        assert llm.model.prompt_device == "cpu"
+        assert llm.model.capabilities.chunks is HOST_CHUNKS

@@ -18,8 +18,6 @@ from .tiny import ids_of, twin
 from .tiny import save as save_tiny
 from .zoo import ZOO, build, build_wide, write, write_exl2
 
-DECODER = {"mistral3": "language_model", "gemma3-multimodal": "language_model"}
-
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):

@@ -5,7 +5,6 @@ import re
 import sys
 from pathlib import Path
 
-import nbformat
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
@@ -14,8 +13,8 @@ import notebook_memory
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 
 
-# The others are run by .ci/run, with everything else that is slow in a browser or a kernel.
-FIRST = ("01_quickstart", "07_speculation_and_batching")
+# The cheapest one. .ci/run runs the others, with everything else that is slow in a browser or a kernel.
+FIRST = ("07_speculation_and_batching",)
 
 
 def ids(path: Path) -> str:
@@ -24,6 +23,8 @@ def ids(path: Path) -> str:
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=ids)
 def test_committed_without_outputs(path):
+    import nbformat
+
     book = nbformat.read(path, as_version=4)
     nbformat.validate(book)
     code = [cell for cell in book.cells if cell.cell_type == "code"]
@@ -38,6 +39,7 @@ def test_committed_without_outputs(path):
     "path", [pytest.param(path, marks=[] if path.stem in FIRST else [pytest.mark.slow]) for path in NOTEBOOKS], ids=ids
 )
 def test_runs_headless_and_reads_without_a_kernel(path, tmp_path, monkeypatch):
+    import nbformat
     from nbconvert import HTMLExporter
 
     monkeypatch.setenv("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "2"))

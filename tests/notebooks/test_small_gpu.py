@@ -3,7 +3,6 @@
 import sys
 from pathlib import Path
 
-import nbformat
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -12,6 +11,8 @@ import small_gpu  # noqa: E402 - the line above finds it
 
 
 def test_notebook_08_takes_a_model_from_a_folder(tmp_path):
+    import nbformat
+
     book = nbformat.read(ROOT / "notebooks" / "08_colab.ipynb", as_version=4)
     small_gpu.without_download(book, tmp_path / "mine")
     code = "\n".join(cell.source for cell in book.cells if cell.cell_type == "code" and not cell.source.startswith("#"))
@@ -21,6 +22,8 @@ def test_notebook_08_takes_a_model_from_a_folder(tmp_path):
 
 
 def test_a_notebook_that_fails_is_a_row(tmp_path, monkeypatch):
+    import nbformat
+
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     cells = [nbformat.v4.new_code_cell(source) for source in ("x = 1", "raise MemoryError('full\\nof it')", "never")]
     path = tmp_path / "01_fails.ipynb"

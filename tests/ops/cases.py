@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from exl2nb import ops
-from exl2nb.cache.storage import STORAGES
+from exl2nb.cache.spec import STORAGES
 from exl2nb.ops import kv_codes, reference
+from exl2nb.ops.interpreter import CpuBackend, Inputs, interpret
 
 P = 256
 NAMES = ("ids", "positions", "slots", "block_table", "cu_seqlens", "context_lens", "logit_rows")
@@ -153,38 +154,36 @@ class Net:
         """Fresh K and V pools of `storages`, filled with values that would show if they were read."""
         return tuple([new_pool(kind, self.pages, self.kv_heads, self.head_dim) for _ in range(self.layers)] for kind in self.storages)
 
-    def projection(self, w: dict) -> ops.QKVProjection:
+    def projection(self, w: dict, layer: int = 0) -> ops.QkvOp:
         """The first half of a layer's attention."""
-        heads = (self.heads, self.kv_heads, self.head_dim)
-        return ops.QKVProjection(w["norm1"], 1e-5, w["qkv"], w["qkv_bias"], self.cos, self.sin, *heads, w["q_norm"], w["k_norm"])
+        heads = {"num_heads": self.heads, "num_kv_heads": self.kv_heads, "head_dim": self.head_dim}
+        return ops.QkvOp(
+            norm=w["norm1"], eps=1e-5, blob=w["qkv"], bias=w["qkv_bias"], cos=self.cos, sin=self.sin, **heads, q_norm=w["q_norm"],
+            k_norm=w["k_norm"], layer=layer,
+        )  # fmt: skip
 
     def build(self) -> ops.Program:
         """The whole step as a program."""
         p = ops.Program(self.device)
-        p.embed(self.table)
+        p.add(ops.EmbedOp(table=self.table))
         for i, w in enumerate(self.weights):
-            p.norm_qkv_rope(self.projection(w), layer=i)
-            p.paged_attention(layer=i, scale=self.head_dim**-0.5, window=self.window, softcap=self.softcap)
-            p.linear_residual(w["o"], w["o_bias"])
-            p.norm_gate_up(w["norm2"], 1e-5, w["gate_up"], w["gu_bias"])
-            p.linear_residual(w["down"])
-        if self.headed:
-            p.norm_head(self.norm, 1e-5, self.head)
-        else:
-            p.residual_out()
+            p.add(self.projection(w, i))
+            p.add(ops.AttentionOp(layer=i, scale=self.head_dim**-0.5, window=self.window, softcap=self.softcap))
+            p.add(ops.ResidualOp(blob=w["o"], bias=w["o_bias"]))
+            p.add(ops.GateUpOp(norm=w["norm2"], eps=1e-5, blob=w["gate_up"], bias=w["gu_bias"]))
+            p.add(ops.ResidualOp(blob=w["down"]))
+        p.add(ops.HeadOp(norm=self.norm, eps=1e-5, blob=self.head) if self.headed else ops.ResidualOutOp())
         return p
 
-    def run(self, ids, positions, slots, block_table, cu_seqlens, context_lens, logit_rows, k_pools, v_pools) -> Tensor:
-        """The same step, op by op."""
-        x = ops.embed(self.table, ids)
-        for i, w in enumerate(self.weights):
-            q = ops.norm_qkv_rope(x, self.projection(w), positions, slots, k_pools[i], v_pools[i])
-            tables = (block_table, cu_seqlens, context_lens)
-            a = ops.paged_attention(q, k_pools[i], v_pools[i], *tables, scale=self.head_dim**-0.5, window=self.window, softcap=self.softcap)
-            ops.linear_residual(x, a, w["o"], w["o_bias"])
-            a = ops.norm_gate_up(x, w["norm2"], 1e-5, w["gate_up"], w["gu_bias"])
-            ops.linear_residual(x, a, w["down"])
-        return ops.norm_head(x[logit_rows.long()].contiguous(), self.norm, 1e-5, self.head)
+    def run(self, *arguments) -> Tensor:
+        """The same step, op by op. The arguments are those of `Program.run`."""
+        return op_by_op(self.program, *arguments)
+
+
+def op_by_op(program, *arguments) -> Tensor:
+    """A program's step through the compiled single ops. The arguments are those of `Program.run`."""
+    *batch, k_pools, v_pools = arguments
+    return interpret(program.steps, CpuBackend(Inputs(*batch), k_pools, v_pools))
 
 
 def new_pool(storage: str, pages: int, heads: int, head_dim: int, *, page: int = P, fill: float = 1e3) -> Tensor:

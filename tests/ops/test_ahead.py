@@ -5,7 +5,7 @@ import torch
 
 from exl2nb import ops
 from exl2nb.ops._library import REFERENCES
-from exl2nb.ops.ahead import MOST_ROWS
+from exl2nb.ops.draw import MOST_ROWS
 
 from .cases import NAMES, Net, P, batch, i32, prompts, same_bits, single
 

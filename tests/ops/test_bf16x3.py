@@ -77,7 +77,7 @@ def test_large_linears_go_there_and_their_gradients(monkeypatch):
     monkeypatch.setattr(bf16x3, "product", lambda x, y: seen.append((x.shape, y.shape)) or x @ y)
     x, weight, bias = torch.randn(2, 5, 8, requires_grad=True), torch.randn(13, 8), torch.randn(13)
     plain = F.linear(x, weight, bias)
-    with bf16x3._LargeLinears():
+    with bf16x3.LargeLinears():
         small = F.linear(x[:1, :1], weight)
         made = F.linear(x, weight, bias)
     assert seen == [((10, 8), (8, 13))]
@@ -87,7 +87,7 @@ def test_large_linears_go_there_and_their_gradients(monkeypatch):
     torch.testing.assert_close(torch.autograd.grad(made, x, upper), torch.autograd.grad(plain, x, upper))
     assert len(seen) == 2
     weight.requires_grad_(True)
-    with bf16x3._LargeLinears():
+    with bf16x3.LargeLinears():
         made = F.linear(x, weight, bias)
     wanted = torch.autograd.grad(F.linear(x, weight, bias), [x, weight], upper)
     for found, one in zip(torch.autograd.grad(made, [x, weight], upper), wanted):

@@ -53,13 +53,14 @@ def test_a_step_names_the_op_that_failed():
     """A program whose layers the cache does not have."""
     H, D = 64, 64
     program = ops.Program("cuda")
-    program.embed(torch.randn(8, H).cuda())
+    program.add(ops.EmbedOp(table=torch.randn(8, H).cuda()))
     qkv, nothing = ops.pack_dense(torch.randn(3 * D, H).cuda()), ops.pack_dense(torch.zeros(H, D).cuda())
+    still = dict(zip(("cos", "sin"), torch.zeros(2, 8, 0).cuda()))
     for layer in (0, 3):
-        program.norm_qkv_rope(ops.QKVProjection(None, 1e-5, qkv, None, *torch.zeros(2, 8, 0).cuda(), 1, 1, D), layer=layer)
-        program.paged_attention(layer=layer, scale=0.1)
-        program.linear_residual(nothing)
-    program.norm_head(None, 0.0, ops.pack_dense(torch.eye(H).cuda()))
+        program.add(ops.QkvOp(eps=1e-5, blob=qkv, **still, num_heads=1, num_kv_heads=1, head_dim=D, layer=layer))
+        program.add(ops.AttentionOp(layer=layer, scale=0.1))
+        program.add(ops.ResidualOp(blob=nothing))
+    program.add(ops.HeadOp(blob=ops.pack_dense(torch.eye(H).cuda())))
     stepper = gpu.StepKernels(program.code, 2, torch.device("cuda"))
     pools = [torch.zeros(1, 1, 256, D, dtype=torch.float16, device="cuda") for _ in range(2)]
     one = torch.zeros(1, dtype=torch.int32, device="cuda")

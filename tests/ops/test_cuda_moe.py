@@ -80,11 +80,12 @@ class Sparse:
         qkv = ops.pack_dense(vector(3 * D, H).cuda() * H**-0.5)
         nothing = ops.pack_dense(torch.zeros(H, D).cuda())
         p = self.program = ops.Program("cuda")
-        p.embed(self.table.cuda())
+        p.add(ops.EmbedOp(table=self.table.cuda()))
+        still = dict(zip(("cos", "sin"), torch.zeros(2, 16, 0).cuda()))
         for _ in range(2):  # twice, so that what the first leaves for the second's input is seen
-            p.norm_qkv_rope(ops.QKVProjection(self.norm.cuda(), 1e-5, qkv, None, *torch.zeros(2, 16, 0).cuda(), 1, 1, D), layer=0)
-            p.paged_attention(layer=0, scale=0.1)
-            p.linear_residual(nothing)
+            p.add(ops.QkvOp(norm=self.norm.cuda(), eps=1e-5, blob=qkv, **still, num_heads=1, num_kv_heads=1, head_dim=D))
+            p.add(ops.AttentionOp(scale=0.1))
+            p.add(ops.ResidualOp(blob=nothing))
             post_norm = None if self.post is None else self.post.cuda()
             router = ops.pack_dense(self.router.cuda())
             norm_bias = None if self.bias is None else self.bias.cuda()
@@ -96,8 +97,8 @@ class Sparse:
                 "post_eps": 1e-6,
                 **self.options,
             }
-            p.routed_mlp(ops.Experts(router=router, **blobs, **layer))
-        p.norm_head(None, 0.0, ops.pack_dense(torch.eye(H).cuda()))
+            p.add(ops.RoutedOp(blob=router, **blobs, **layer))
+        p.add(ops.HeadOp(blob=ops.pack_dense(torch.eye(H).cuda())))
         self.pools = [torch.zeros(POOL, dtype=torch.float16, device="cuda") for _ in range(2)]
 
     def step(self, ids, *, capacity=None):
@@ -126,7 +127,7 @@ class Sparse:
         gate = None if self.gate is None else self.gate.T.float()
         shared = {"shared_up": wide, "shared_down": narrow, "shared_gate": gate}
         layer = {"norm": self.norm, "norm_bias": self.bias, "eps": 1e-5, "post_norm": self.post, "post_eps": 1e-6, **self.options, **shared}
-        experts = ops.Experts(router=self.router.T.float(), up=self.up, down=self.down, **layer)
+        experts = ops.RoutedOp(blob=self.router.T.float(), up=self.up, down=self.down, **layer)
         for _ in range(layers):
             reference.routed_mlp(x, experts)
         return x
@@ -187,7 +188,7 @@ def test_what_no_token_chose_is_not_read():
     """Strips of every other expert are overwritten after the first step: a kernel that read them would compute something else."""
     layer = Sparse(12, 2, renormalize=1.0)
     good = layer.step([3])
-    experts = next(arguments["experts"] for name, arguments in layer.program.steps if name == "routed_mlp")
+    experts = next(op for op in layer.program.steps if isinstance(op, ops.RoutedOp))
     chosen = set()
     for done in range(2):
         x = reference.norm(layer.truth([3], done), layer.norm, 1e-5, None, False)
@@ -204,7 +205,7 @@ def test_what_no_token_chose_is_not_read():
 
 def test_an_expert_in_one_piece_is_refused():
     p = ops.Program("cuda")
-    p.embed(torch.zeros(4, H).cuda())
+    p.add(ops.EmbedOp(table=torch.zeros(4, H).cuda()))
     whole, down = ops.pack_dense(torch.zeros(2 * INNER, H).cuda()), ops.pack_dense(torch.zeros(H, INNER).cuda())
     with pytest.raises(RuntimeError, match="in two parts"):
-        p.routed_mlp(ops.Experts(norm=None, eps=0.0, router=ops.pack_dense(torch.zeros(1, H).cuda()), up=[whole], down=[down], top_k=1))
+        p.add(ops.RoutedOp(blob=ops.pack_dense(torch.zeros(1, H).cuda()), up=[whole], down=[down], top_k=1))

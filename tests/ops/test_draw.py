@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from exl2nb.ops import draw, draw_rows, mask, mask_logits, reference
+from exl2nb.ops import draw_rows, mask_logits, reference
+from exl2nb.ops._library import REFERENCES
 
 NEUTRAL = (1.0, 0.0, 1.0, 0.0)
 CUTS = [
@@ -44,7 +45,7 @@ def test_against_the_reference(vocab, share):
     for spread, cuts in itertools.product((0.3, 3.0), CUTS):
         x, bits = rows(6, vocab, spread=spread), None if share is None else masks(6, vocab, share)
         settings = torch.tensor([[*cuts, u] for u in (0.0, 0.11, 0.37, 0.62, 0.93, 0.999)], dtype=torch.float64)
-        got, wanted = draw_rows(x, settings, bits), draw._draw_rows(x, settings, bits)
+        got, wanted = draw_rows(x, settings, bits), REFERENCES["draw_rows"](x, settings, bits)
         assert torch.equal(got[:, [0, 2, 3]], wanted[:, [0, 2, 3]]), cuts
         assert torch.allclose(got[:, 1], wanted[:, 1], atol=2e-5)
 
@@ -64,7 +65,7 @@ def test_columns_beyond_the_last_token(vocab, columns, share):
         x, bits = likely_padding(6, vocab, columns), None if share is None else masks(6, vocab, share)
         short = None if bits is None else bits[:, : -(-columns // 32)].contiguous()
         settings = torch.tensor([[*cuts, u] for u in (0.0, 0.11, 0.37, 0.62, 0.93, 0.999)], dtype=torch.float64)
-        got, wanted = (op(x, settings, bits, 2, columns) for op in (draw_rows, draw._draw_rows))
+        got, wanted = (op(x, settings, bits, 2, columns) for op in (draw_rows, REFERENCES["draw_rows"]))
         assert torch.equal(got[:, [0, 2, 3, 4, 6]], wanted[:, [0, 2, 3, 4, 6]]), cuts
         assert torch.allclose(got[:, 1::2], wanted[:, 1::2], atol=2e-5)
         alone = draw_rows(x[:, :columns].contiguous(), settings, short)
@@ -82,7 +83,7 @@ def test_columns_of_the_whole_row_change_nothing():
         wanted = draw_rows(x, settings, mask_bits, 3)
         for columns in (None, 5001, 10**9):
             assert torch.equal(draw_rows(x, settings, mask_bits, 3, columns), wanted)
-            assert torch.equal(draw._draw_rows(x, settings, mask_bits, 3, columns)[:, 0], wanted[:, 0])
+            assert torch.equal(REFERENCES["draw_rows"](x, settings, mask_bits, 3, columns)[:, 0], wanted[:, 0])
 
 
 def test_padding_alone_is_no_choice():
@@ -94,7 +95,7 @@ def test_padding_alone_is_no_choice():
     bits[1, 2], bits[1, 3] = -(1 << 26), 0b1111  # 90 to 99
     for cuts in (NEUTRAL, (0.0, 0.0, 1.0, 0.0)):
         settings = torch.tensor([[*cuts, 0.5]] * 3, dtype=torch.float64)
-        for op in (draw_rows, draw._draw_rows):
+        for op in (draw_rows, REFERENCES["draw_rows"]):
             found = op(x, settings, bits, 0, 90)
             assert found[:, 0].tolist() == [-2, -2, -1]
             assert found[:2, 3].tolist() == [90, 0]
@@ -111,7 +112,7 @@ def test_alternatives(vocab):
         -torch.arange(float(vocab)).repeat(11, 1),
     ):
         for top in {min(top, vocab) for top in (1, 6, 16, 20, 100)}:
-            got, wanted = draw_rows(x, settings, None, top), draw._draw_rows(x, settings, None, top)
+            got, wanted = draw_rows(x, settings, None, top), REFERENCES["draw_rows"](x, settings, None, top)
             assert torch.equal(got[:, :4], draw_rows(x, settings, None))
             assert torch.equal(got[:, 4::2], wanted[:, 4::2])
             assert torch.allclose(got[:, 5::2], wanted[:, 5::2], atol=2e-5)
@@ -122,7 +123,7 @@ def test_a_large_vocabulary(cuts):
     """More candidates than are sorted, so that their leading bits are compared first."""
     x = rows(2, 128_256, seed=3, spread=2.0)
     settings = torch.tensor([[*cuts, 0.31], [*cuts, 0.77]], dtype=torch.float64)
-    assert torch.equal(draw_rows(x, settings, None)[:, 0], draw._draw_rows(x, settings, None)[:, 0])
+    assert torch.equal(draw_rows(x, settings, None)[:, 0], REFERENCES["draw_rows"](x, settings, None)[:, 0])
 
 
 def test_frequencies():
@@ -167,10 +168,10 @@ def test_rows_without_a_distribution_or_a_choice():
     bits[4, 0] = 1 << 25  # allowed, but its logit is -inf
     for cuts in (NEUTRAL, (0.0, 0.0, 1.0, 0.0)):
         settings = torch.tensor([[*cuts, 0.5]] * 5, dtype=torch.float64)
-        for got in (draw_rows(x, settings, bits), draw._draw_rows(x, settings, bits)):
+        for got in (draw_rows(x, settings, bits), REFERENCES["draw_rows"](x, settings, bits)):
             assert got[:, 0].tolist() == [-1, -1, -1, -2, -2]
             assert all(map(math.isnan, got[:, 1]))
-        for op in (draw_rows, draw._draw_rows):
+        for op in (draw_rows, REFERENCES["draw_rows"]):
             assert op(x, settings, bits, 2)[:, 4:].eq(-1).all()
 
 
@@ -194,7 +195,7 @@ def test_greedy_where_quotients_overflow(cuts, size):
     x = torch.full((1, 700), size)
     x[0, 5] += 1e29
     settings = torch.tensor([[1e-9, *cuts, 0.3]], dtype=torch.float64)
-    for found in (draw_rows(x, settings, None), draw._draw_rows(x, settings, None)):
+    for found in (draw_rows(x, settings, None), REFERENCES["draw_rows"](x, settings, None)):
         assert found[0].tolist()[::2] == [5, 1]
 
 
@@ -223,7 +224,7 @@ def test_wrong_arguments_are_named(change, words):
         "columns": None,
         **change,
     }
-    for op in (draw_rows, draw._draw_rows):
+    for op in (draw_rows, REFERENCES["draw_rows"]):
         with pytest.raises((RuntimeError, ValueError), match=words):
             op(*given.values())
 
@@ -280,6 +281,6 @@ def test_mask_keeps_nan_and_infinity():
     ],
 )
 def test_masks_that_do_not_fit(logits, bits, words):
-    for op in (mask_logits, mask._mask_logits):
+    for op in (mask_logits, REFERENCES["mask_logits"]):
         with pytest.raises((RuntimeError, ValueError), match=words):
             op(logits, bits)

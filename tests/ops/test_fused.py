@@ -8,7 +8,7 @@ import torch
 from exl2nb import ops
 from exl2nb.ops._library import REFERENCES
 
-from .cases import P, exl2, i32, new_pool, same_bits, single
+from .cases import P, exl2, i32, new_pool, op_by_op, same_bits, single
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 NORMS = {"rms": (True, False, False), "layer": (True, False, True), "layer with bias": (True, True, True), "none": (False, False, False)}
@@ -52,8 +52,9 @@ def test_norm_qkv_rope(norm_kind, head_norms, shape, storage, T):
     positions, slots = torch.randperm(600, generator=g)[:T].int(), torch.randperm(3 * P, generator=g)[:T].int()
     pools = [new_pool(storage, 3, Hkv, D, fill=0.0) for _ in range(4)]
     heads = {"num_heads": Hq, "num_kv_heads": Hkv, "head_dim": D, "q_norm": q_norm, "k_norm": k_norm}
-    layer = ops.QKVProjection(norm, 1e-5, blob, bias, angles.cos(), angles.sin(), **heads, interleaved=interleaved, clip=clip, **options)
-    q = ops.norm_qkv_rope(x, layer, positions, slots, *pools[:2])
+    turned = {"cos": angles.cos(), "sin": angles.sin(), "interleaved": interleaved}
+    layer = ops.QkvOp(norm=norm, eps=1e-5, blob=blob, bias=bias, **turned, **heads, clip=clip, **options)
+    q = layer(x, positions, slots, *pools[:2])
     where = (angles.cos(), angles.sin(), positions, slots, *pools[2:])
     close(q, REFERENCES["norm_qkv_rope"](x, norm, 1e-5, blob, bias, *where, *heads.values(), *options.values(), interleaved, clip))
     for ours, expected in zip(pools[:2], pools[2:]):
@@ -71,8 +72,9 @@ def test_half_pools_round_to_nearest_even():
     angles = torch.rand(9, D // 2, generator=g)
     pools = {dtype: [torch.zeros(1, Hkv, P, D, dtype=dtype) for _ in range(2)] for dtype in (torch.float16, torch.float32)}
     for k, v in pools.values():
-        layer = ops.QKVProjection(torch.ones(H), 1e-6, blob, None, angles.cos(), angles.sin(), 2 * Hkv, Hkv, D)
-        ops.norm_qkv_rope(x, layer, i32([0, 1, 2, 3, 8]), i32([9, 4, 3, 0, 7]), k, v)
+        heads = {"num_heads": 2 * Hkv, "num_kv_heads": Hkv, "head_dim": D}
+        layer = ops.QkvOp(norm=torch.ones(H), eps=1e-6, blob=blob, cos=angles.cos(), sin=angles.sin(), **heads)
+        layer(x, i32([0, 1, 2, 3, 8]), i32([9, 4, 3, 0, 7]), k, v)
     for half, full in zip(*pools.values()):
         assert torch.equal(half, full.half())
 
@@ -84,9 +86,10 @@ def test_out_of_range_indices_raise_and_write_nothing(name, value):
     k, v = torch.zeros(3, 1, P, D), torch.zeros(3, 1, P, D)
     where = {"positions": i32([0, 1]), "slots": i32([0, 1])}
     where[name][1] = value
-    layer = ops.QKVProjection(torch.ones(H), 1e-5, blob, None, torch.ones(600, 8), torch.ones(600, 8), 1, 1, D)
+    tables = {"cos": torch.ones(600, 8), "sin": torch.ones(600, 8)}
+    layer = ops.QkvOp(norm=torch.ones(H), eps=1e-5, blob=blob, **tables, num_heads=1, num_kv_heads=1, head_dim=D)
     with pytest.raises(RuntimeError, match=f"norm_qkv_rope: a {name[:-1]} is {value}; expected 0 to"):
-        ops.norm_qkv_rope(torch.randn(2, H), layer, where["positions"], where["slots"], k, v)
+        layer(torch.randn(2, H), where["positions"], where["slots"], k, v)
     assert (k == 0).all()
     assert (v == 0).all()
 
@@ -101,7 +104,7 @@ def test_norm_gate_up(kind, gated, activation, M, I):  # noqa: E741
     blob = ops.pack_concat([ops.pack_dense(torch.randn(I, 64, generator=g)) for _ in range(1 + gated)])
     x, bias = 3 + torch.randn(M, 64, generator=g), torch.randn((1 + gated) * I, generator=g)
     norm, options = norm_of(kind, 64, g)
-    y = ops.norm_gate_up(x, norm, 1e-6, blob, bias, activation=activation, gated=gated, **options)
+    y = ops.GateUpOp(norm=norm, eps=1e-6, blob=blob, bias=bias, activation=activation, gated=gated, **options)(x)
     assert y.shape == (M, I)
     close(y, REFERENCES["norm_gate_up"](x, norm, 1e-6, blob, bias, ACTIVATIONS.index(activation), *options.values(), gated))
 
@@ -113,7 +116,7 @@ def test_activations_far_out():
     blob = ops.pack_dense(torch.zeros(2 * n, 1))
     bias = torch.cat([gates, torch.ones(n)])
     for index, name in enumerate(ACTIVATIONS):
-        y = ops.norm_gate_up(torch.ones(1, 1), torch.ones(1), 1e-6, blob, bias, activation=name)
+        y = ops.GateUpOp(norm=torch.ones(1), eps=1e-6, blob=blob, bias=bias, activation=name)(torch.ones(1, 1))
         expected = REFERENCES["norm_gate_up"](torch.ones(1, 1), torch.ones(1), 1e-6, blob, bias, index)
         torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-6)
 
@@ -121,7 +124,7 @@ def test_activations_far_out():
 def test_norm_gate_up_through_exl2():
     blob = ops.pack_concat([ops.pack_exl2(*exl2(256, 96, [(4, 128), (3, 128)], seed=s, scale=0.2)) for s in (1, 2)])
     x, norm = torch.randn(9, 256, generator=torch.Generator().manual_seed(0)), torch.ones(256)
-    close(ops.norm_gate_up(x, norm, 1e-5, blob), REFERENCES["norm_gate_up"](x, norm, 1e-5, blob, None, 0), 1e-3)
+    close(ops.GateUpOp(norm=norm, eps=1e-5, blob=blob)(x), REFERENCES["norm_gate_up"](x, norm, 1e-5, blob, None, 0), 1e-3)
 
 
 @pytest.mark.parametrize("kind", NORMS)
@@ -133,7 +136,7 @@ def test_norm_head(kind, coded, R):
     blob = ops.pack_exl2(*exl2(128, 128, [(8, 32), (6, 96)], scale=0.2), out_features=101) if coded else dense
     x, bias = 3 + torch.randn(R, 128, generator=g), torch.randn(101, generator=g)
     norm, options = norm_of(kind, 128, g)
-    y = ops.norm_head(x, norm, 1e-5, blob, bias, **options)
+    y = ops.HeadOp(norm=norm, eps=1e-5, blob=blob, bias=bias, **options)(x)
     assert y.shape == (R, 101)
     if R:
         close(y, REFERENCES["norm_head"](x, norm, 1e-5, blob, bias, *options.values()), 1e-3 if coded else 2e-5)
@@ -142,7 +145,7 @@ def test_norm_head(kind, coded, R):
 def test_layer_norm_is_torchs():
     g = torch.Generator().manual_seed(0)
     x, weight, bias = 100 + torch.randn(3, 50, generator=g), torch.rand(50, generator=g), torch.randn(50, generator=g)
-    y = ops.norm_head(x, weight, 1e-5, ops.pack_dense(torch.eye(50)), norm_bias=bias, layer_norm=True)
+    y = ops.HeadOp(norm=weight, eps=1e-5, blob=ops.pack_dense(torch.eye(50)), norm_bias=bias, layer_norm=True)(x)
     torch.testing.assert_close(y, torch.nn.functional.layer_norm(x, (50,), weight, bias, 1e-5), rtol=1e-4, atol=1e-4)
 
 
@@ -155,7 +158,7 @@ def test_linear_residual(norm, scale, M):
     bias, weight = torch.randn(50, generator=g), torch.rand(50, generator=g) if norm else None
     ours = torch.randn(M, 50, generator=g)
     expected = ours.clone()
-    ops.linear_residual(ours, x, blob, bias, norm=weight, eps=1e-5, scale=scale)
+    ops.ResidualOp(blob=blob, bias=bias, norm=weight, eps=1e-5, scale=scale)(ours, x)
     REFERENCES["linear_residual"](expected, x, blob, bias, weight, 1e-5, scale)
     close(ours, expected)
 
@@ -164,19 +167,20 @@ def test_linear_residual(norm, scale, M):
 def test_embed(dtype):
     table, places = torch.randn(11, 37).to(dtype), torch.randn(6, 37).to(dtype)
     ids, positions = i32([0, 10, 3]), i32([5, 0, 2])
-    assert torch.equal(ops.embed(table, ids), table[ids.long()].float())
-    got = ops.embed(table, ids, scale=6.5, position_table=places, positions=positions)
+    assert torch.equal(ops.EmbedOp(table=table)(ids), table[ids.long()].float())
+    placed = ops.EmbedOp(table=table, scale=6.5, position_table=places)
+    got = placed(ids, positions)
     close(got, table[ids.long()].float() * 6.5 + places[positions.long()].float())
     for bad in (-1, 11):
         with pytest.raises(RuntimeError, match=f"embed: a token id is {bad}; expected 0 to 10"):
-            ops.embed(table, i32([0, bad]))
+            ops.EmbedOp(table=table)(i32([0, bad]))
     for bad in (-1, 6):
         with pytest.raises(RuntimeError, match=f"embed: a position is {bad}; expected 0 to 5"):
-            ops.embed(table, ids, position_table=places, positions=i32([0, 1, bad]))
+            placed(ids, i32([0, 1, bad]))
 
 
 def everything(*, parallel):
-    """A program with every feature, and the same op by op."""
+    """A program with every feature, and pools for it."""
     g = torch.Generator().manual_seed(3)
     H, D, Hq, Hkv, I, V = 32, 16, 2, 1, 48, 19  # noqa: E741
     table, places = torch.randn(V, H, generator=g), torch.randn(600, H, generator=g)
@@ -191,43 +195,24 @@ def everything(*, parallel):
     mlp = {"activation": "gelu", "gated": False, **options}
     added = {"norm": post, "eps": 1e-6, "scale": 0.4}
     program = ops.Program()
-    program.embed(table, scale=3.0, position_table=places)
-    projection = ops.QKVProjection(norm, 1e-5, qkv, None, angles.cos(), angles.sin(), **heads, **options)
-    program.norm_qkv_rope(projection, layer=0)
-    program.paged_attention(layer=0, scale=0.25)
-    if parallel:
-        program.norm_gate_up(norm, 1e-5, up, aside=True, **mlp)
-        program.linear_residual(o, **added)
-    else:
-        program.linear_residual(o, **added)
-        program.norm_gate_up(norm, 1e-5, up, **mlp)
-    program.linear_residual(down, aside=parallel, **added)
-    program.norm_head(norm, 1e-5, head, **options)
-
-    def step(ids, positions, slots, block_table, cu_seqlens, context_lens, rows, k_pools, v_pools):
-        x = ops.embed(table, ids, scale=3.0, position_table=places, positions=positions)
-        q = ops.norm_qkv_rope(x, projection, positions, slots, k_pools[0], v_pools[0])
-        mixed = ops.paged_attention(q, k_pools[0], v_pools[0], block_table, cu_seqlens, context_lens, scale=0.25)
-        if parallel:
-            inner = ops.norm_gate_up(x, norm, 1e-5, up, **mlp)
-            ops.linear_residual(x, mixed, o, **added)
-        else:
-            ops.linear_residual(x, mixed, o, **added)
-            inner = ops.norm_gate_up(x, norm, 1e-5, up, **mlp)
-        ops.linear_residual(x, inner, down, **added)
-        return ops.norm_head(x[rows.long()].contiguous(), norm, 1e-5, head, **options)
-
-    return program, step, lambda: ([torch.zeros(3, Hkv, P, D)], [torch.zeros(3, Hkv, P, D)])
+    program.add(ops.EmbedOp(table=table, scale=3.0, position_table=places))
+    program.add(ops.QkvOp(norm=norm, eps=1e-5, blob=qkv, cos=angles.cos(), sin=angles.sin(), **heads, **options))
+    program.add(ops.AttentionOp(scale=0.25))
+    inside = [ops.ResidualOp(blob=o, **added), ops.GateUpOp(norm=norm, eps=1e-5, blob=up, side=parallel, **mlp)]
+    program.add(*(reversed(inside) if parallel else inside))
+    program.add(ops.ResidualOp(blob=down, side=parallel, **added))
+    program.add(ops.HeadOp(norm=norm, eps=1e-5, blob=head, **options))
+    return program, lambda: ([torch.zeros(3, Hkv, P, D)], [torch.zeros(3, Hkv, P, D)])
 
 
 @pytest.mark.parametrize("parallel", [False, True])
 def test_program_equals_op_by_op(parallel):
-    program, step, pools = everything(parallel=parallel)
+    program, pools = everything(parallel=parallel)
     mine, theirs, slow = pools(), pools(), pools()
     for start, end in itertools.pairwise((0, 260, 261)):
         batch = single(start, [i % 19 for i in range(start, end)], [2, 0])
         logits = program.run(*batch, *mine)
-        assert torch.equal(logits, step(*batch, *theirs))
+        assert torch.equal(logits, op_by_op(program, *batch, *theirs))
         close(logits, REFERENCES["decode_step"](program.code, *batch, *slow))
     assert same_bits(mine[0] + mine[1], theirs[0] + theirs[1])
 
@@ -235,20 +220,20 @@ def test_program_equals_op_by_op(parallel):
 def test_wrong_arguments_are_named():
     blob, x, norm = ops.pack_dense(torch.randn(32, 32)), torch.randn(2, 32), torch.ones(32)
     with pytest.raises(ValueError, match="silu, gelu, gelu_tanh"):
-        ops.norm_gate_up(x, norm, 1e-6, blob, activation="relu6")
+        ops.GateUpOp(norm=norm, eps=1e-6, blob=blob, activation="relu6")
     with pytest.raises(RuntimeError, match="norm_head: norm_bias without norm"):
-        ops.norm_head(x, None, 1e-5, blob, norm_bias=norm, layer_norm=True)
+        ops.HeadOp(eps=1e-5, blob=blob, norm_bias=norm, layer_norm=True)(x)
     with pytest.raises(RuntimeError, match="linear_residual: norm is float32"):
-        ops.linear_residual(x.clone(), x, blob, norm=torch.ones(31))
+        ops.ResidualOp(blob=blob, norm=torch.ones(31))(x.clone(), x)
     program = ops.Program()
-    program.embed(torch.randn(5, 32))
-    tables = (torch.ones(9, 8), torch.ones(9, 8))
+    program.add(ops.EmbedOp(table=torch.randn(5, 32)))
+    made = {"cos": torch.ones(9, 8), "sin": torch.ones(9, 8), "num_heads": 2, "num_kv_heads": 1, "head_dim": 16}
     wide = ops.pack_dense(torch.randn(64, 32))
     with pytest.raises(ValueError, match=r"head norm is .*expected \(16,\), \(2, 16\) or \(32,\)"):
-        program.norm_qkv_rope(ops.QKVProjection(norm, 1e-5, wide, None, *tables, 2, 1, 16, q_norm=torch.ones(8)), layer=0)
+        program.add(ops.QkvOp(norm=norm, eps=1e-5, blob=wide, **made, q_norm=torch.ones(8)))
     with pytest.raises(ValueError, match="linear_residual: norm is"):
-        program.linear_residual(blob, norm=torch.ones(31))
-    program.linear_residual(blob, aside=True)
-    program.norm_head(norm, 1e-5, blob)
+        program.add(ops.ResidualOp(blob=blob, norm=torch.ones(31)))
+    program.add(ops.ResidualOp(blob=blob, side=True))
+    program.add(ops.HeadOp(norm=norm, eps=1e-5, blob=blob))
     with pytest.raises(RuntimeError, match="nothing to add to the residual"):
         program.run(*single(0, [1], [0]), [torch.zeros(1, 1, P, 16)], [torch.zeros(1, 1, P, 16)])

@@ -1,5 +1,7 @@
 """The ops of GPTQ: the kernels against their reference, block by block, options side by side; the same on a GPU."""
 
+import functools
+
 import pytest
 import torch
 
@@ -34,6 +36,14 @@ def problem(k, n, *, coupled=0, seed=0, device="cpu"):
     return [part.to(device) for part in (stored, factor.upper, columns)], [part.to(device) for part in rest]
 
 
+@functools.cache
+def reference(layout, coupled):
+    """Arguments for 48 columns, and what the reference makes of them; seconds, so each is made once."""
+    table = LAYOUTS[layout]
+    arguments, rest = problem(sum(rows for _, rows in table), 48, coupled=coupled)
+    return arguments, rest, REFERENCES["gptq_quantize"](*arguments, flat(table), *rest)
+
+
 def flat(table):
     return torch.tensor([value for pair in table for value in pair], dtype=torch.int32)
 
@@ -55,11 +65,11 @@ def test_blocks_end_where_every_option_has_an_end():
     assert [(first, end) for first, end, _ in blocks([[(4, 96)] * 2, [(4, 64)] * 3])] == [(0, 192)]
 
 
-@pytest.mark.parametrize("table", LAYOUTS.values(), ids=LAYOUTS.keys())
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("coupled", [0, 16, 48])
-def test_the_cpu_kernel_is_the_reference(table, coupled):
-    arguments, rest = problem(sum(rows for _, rows in table), 48, coupled=coupled)
-    made, wanted = (run(*arguments, flat(table), *rest) for run in (gptq_quantize, REFERENCES["gptq_quantize"]))
+def test_the_cpu_kernel_is_the_reference(layout, coupled):
+    arguments, rest, wanted = reference(layout, coupled)
+    made = gptq_quantize(*arguments, flat(LAYOUTS[layout]), *rest)
     assert (made.codes != wanted[0]).float().mean() < 0.02
     check_alike(made, wanted, columns=0.9 if not coupled else 0.5, tokens=0.01 if not coupled else 0.02)
     if not coupled:
@@ -68,15 +78,14 @@ def test_the_cpu_kernel_is_the_reference(table, coupled):
         torch.testing.assert_close(made.loss[:, same], wanted[3][:, same], rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("table", LAYOUTS.values(), ids=LAYOUTS.keys())
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("coupled", [0, 16])
 @pytest.mark.parametrize("span", [1, 200, 512])
-def test_block_by_block_is_row_by_row(monkeypatch, table, coupled, span):
+def test_block_by_block_is_row_by_row(monkeypatch, layout, coupled, span):
     monkeypatch.setattr(gptq_blocks, "SPAN_ROWS", span)
     monkeypatch.setattr(gptq_blocks, "BLOCK_ROWS", 64)
-    k = sum(rows for _, rows in table)
-    arguments, rest = problem(k, 48, coupled=coupled)
-    made, wanted = (run(*arguments, flat(table), *rest) for run in (quantize_in_blocks, REFERENCES["gptq_quantize"]))
+    arguments, rest, wanted = reference(layout, coupled)
+    made = quantize_in_blocks(*arguments, flat(LAYOUTS[layout]), *rest)
     check_alike(made, wanted, columns=0.8)
 
 

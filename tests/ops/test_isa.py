@@ -46,23 +46,24 @@ def digest() -> str:
     x = randn(3, 96, seed=2)
     for activation in ("silu", "gelu", "gelu_tanh"):
         gate_up = ops.pack_dense(randn(140, 96, seed=3))
-        take(ops.norm_gate_up(x, torch.ones(96), 1e-5, gate_up, activation=activation))
+        take(ops.GateUpOp(norm=torch.ones(96), eps=1e-5, blob=gate_up, activation=activation)(x))
     for norm in (torch.ones(96), None):
         up = ops.pack_dense(randn(70, 96, seed=4))
-        take(ops.norm_gate_up(x, norm, 1e-5, up, activation="gelu", gated=False, layer_norm=norm is not None))
+        take(ops.GateUpOp(norm=norm, eps=1e-5, blob=up, activation="gelu", gated=False, layer_norm=norm is not None)(x))
     qkv = ops.pack_dense(randn(4 * 24, 96, seed=5))
     experts = [ops.pack_dense(randn(n, k, seed=n)) for k, n in [(96, 48), (24, 96)] * 4]
     router = ops.pack_dense(randn(4, 96, seed=6))
     shared = {"shared_up": experts[0], "shared_down": experts[1], "shared_gate": ops.pack_dense(torch.ones(1, 96))}
-    layer = {"norm": torch.ones(96), "eps": 1e-5, "router": router, "up": experts[::2], "down": experts[1::2]}
-    take(ops.routed_mlp(y := x.clone(), ops.Experts(**layer, top_k=2, renormalize=2.0, **shared)))
+    layer = {"norm": torch.ones(96), "eps": 1e-5, "blob": router, "up": experts[::2], "down": experts[1::2]}
+    take(ops.RoutedOp(**layer, top_k=2, renormalize=2.0, **shared)(y := x.clone()))
     take(y)
     angles = torch.arange(54).view(9, 6) * 0.1
     for full in (False, True):
         pools = [torch.zeros(1, 1, 256, 24, dtype=torch.float16) for _ in range(2)]
         options = {"q_norm": torch.ones(48 if full else 24), "layer_norm": not full, "interleaved": full, "clip": 2.0}
-        layer = ops.QKVProjection(torch.ones(96), 1e-5, qkv, None, angles.cos(), angles.sin(), 2, 1, 24, **options)
-        take(ops.norm_qkv_rope(x, layer, torch.arange(3).int(), torch.arange(3).int(), *pools))
+        tables = {"cos": angles.cos(), "sin": angles.sin()}
+        layer = ops.QkvOp(norm=torch.ones(96), eps=1e-5, blob=qkv, **tables, num_heads=2, num_kv_heads=1, head_dim=24, **options)
+        take(layer(x, torch.arange(3).int(), torch.arange(3).int(), *pools))
         take(pools[0])
     for options in (
         {},

@@ -38,14 +38,14 @@ def compiler(monkeypatch, tmp_path):
     found = Compiler()
     monkeypatch.setenv("EXL2NB_KERNEL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(kernel_code, "nvrtc", lambda: found)
-    monkeypatch.setattr(kernel_code, "_codes", {})
+    monkeypatch.setattr(kernel_code, "compiled_codes", {})
     return found
 
 
 @pytest.fixture
 def again(monkeypatch):
     """Forget what is in memory, as a new process would."""
-    return lambda: monkeypatch.setattr(kernel_code, "_codes", {})
+    return lambda: monkeypatch.setattr(kernel_code, "compiled_codes", {})
 
 
 def test_a_file_of_plain_kernels_is_one_program(compiler):
@@ -125,7 +125,7 @@ def test_threads_that_want_one_kernel_compile_it_once(compiler):
 
 
 PROCESS = """
-import resource, sys, time
+import sys, time
 from pathlib import Path
 from exl2nb.ops import kernel_code
 from exl2nb.ops.kernel_code import KernelId
@@ -140,12 +140,10 @@ class Compiler:
         return b"code" * 50_000
 
 kernel_code.nvrtc = Compiler
-if len(sys.argv) > 4:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[4]), int(sys.argv[4])))
 code = kernel_code.code_of(KernelId("gemm/skinny/skinny_gemm.cuh", "skinny_gemm<0, true>"), 9, 0)
 print(len(code))
 """
-"""A process with an imitated compiler. Arguments: folder, its name, the name it waits for, the most bytes that a file may have."""
+"""A process with an imitated compiler. Arguments: folder, its name, the name it waits for."""
 
 
 def start(tmp_path, *arguments):
@@ -160,17 +158,24 @@ def test_two_processes_that_compile_at_once_leave_one_whole_file(compiler, tmp_p
     assert said == [("200000\n", "")] * 2
     assert (tmp_path / "a").exists() and (tmp_path / "b").exists()
     (path,) = (tmp_path / "cache").iterdir()
-    assert kernel_code._load(path) == b"code" * 50_000
+    assert kernel_code.read_cached(path) == b"code" * 50_000
     assert kernel_code.code_of(SKINNY, 9, 0) == b"code" * 50_000
     assert compiler.compiled == []
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no RLIMIT_FSIZE")
-def test_a_full_disk_costs_the_cache_alone(tmp_path):
+def test_a_full_disk_costs_the_cache_alone(compiler, tmp_path, monkeypatch, caplog):
     """The kernel is there, a warning is logged, and no part of a file stays."""
-    out, err = start(tmp_path, "a", "a", "4096").communicate(timeout=100)
-    assert out == "200000\n"
-    assert "compiled kernels are not kept" in err
+    import resource
+
+    monkeypatch.setattr(compiler, "compile", lambda kernel, arch: b"code" * 50_000)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        assert len(kernel_code.code_of(SKINNY, 9, 0)) == 200_000
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "compiled kernels are not kept" in caplog.text
     assert list((tmp_path / "cache").iterdir()) == []
 
 
@@ -200,7 +205,7 @@ def test_the_library_gets_code_and_symbol_or_the_reason(compiler, monkeypatch):
     import ctypes
 
     code, text = ctypes.c_void_p(), ctypes.c_void_p()
-    ask = lambda one: kernel_code._answer(one.source.encode(), one.name.encode(), 9, 0, ctypes.byref(code), ctypes.byref(text))  # noqa: E731
+    ask = lambda one: kernel_code.compiler_answer(one.source.encode(), one.name.encode(), 9, 0, ctypes.byref(code), ctypes.byref(text))  # noqa: E731
     assert ask(ROPE) == 0
     assert ctypes.string_at(text.value) == b"_ZN6exl2nb16rope_append_rowsE"
     assert ctypes.string_at(code.value).startswith(b".visible .entry")
@@ -209,7 +214,7 @@ def test_the_library_gets_code_and_symbol_or_the_reason(compiler, monkeypatch):
 
 
 def test_without_nvrtc_or_headers_it_says_what_to_install(monkeypatch, tmp_path):
-    monkeypatch.setattr(kernel_code, "_libraries", lambda: [str(tmp_path / "libnvrtc.so.13")])
+    monkeypatch.setattr(kernel_code, "nvrtc_candidates", lambda: [str(tmp_path / "libnvrtc.so.13")])
     with pytest.raises(NoCompiler, match=r"NVRTC was not found .* pip install nvidia-cuda-nvrtc"):
         kernel_code.Nvrtc()
 
@@ -240,8 +245,8 @@ def library(monkeypatch, tmp_path):
     )
     (tmp_path / "include").mkdir()
     (tmp_path / "include" / "cuda_fp16.h").touch()
-    monkeypatch.setattr(kernel_code, "_libraries", lambda: ["libnvrtc.so.12"])
-    monkeypatch.setattr(kernel_code, "_nvidia_folders", lambda kind: [tmp_path / kind])
+    monkeypatch.setattr(kernel_code, "nvrtc_candidates", lambda: ["libnvrtc.so.12"])
+    monkeypatch.setattr(kernel_code, "nvidia_folders", lambda kind: [tmp_path / kind])
     monkeypatch.setattr(kernel_code.ctypes, "CDLL", lambda name: found)
     return found
 
@@ -322,12 +327,12 @@ def ready(compiler, monkeypatch, tmp_path):
     def write(made_from=digest, version="12.8"):
         row = (SKINNY.source, SKINNY.name, "symbol", "0.xz", hashlib.sha256(b"ready").hexdigest(), "7", "5")
         (folder / "index.txt").write_text(f"{made_from}\n{version}\n" + "\t".join(row) + "\n")
-        kernel_code._ready.cache_clear()
+        kernel_code.ready_made.cache_clear()
         return folder
 
     yield write
-    kernel_code._ready.cache_clear()
-    kernel_code._unpacked.cache_clear()
+    kernel_code.ready_made.cache_clear()
+    kernel_code.unpacked_code.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def written(x, kinds):
     pools = [new_pool(kind, 1, heads, D) for kind in kinds]
     still = torch.ones(1, 0)
     where = (torch.zeros(T, dtype=torch.int32), torch.arange(3, 3 + T).int(), *pools)
-    ops.norm_qkv_rope(x.reshape(T, -1), ops.QKVProjection(None, 0.0, blob, None, still, still, heads, heads, D), *where)
+    ops.QkvOp(blob=blob, cos=still, sin=still, num_heads=heads, num_kv_heads=heads, head_dim=D)(x.reshape(T, -1), *where)
     return pools
 
 

@@ -42,8 +42,8 @@ def quantisation():
 
 def experts():
     matrices = {"up": [blob(N=128)] * 3, "down": [blob()] * 3, "shared_up": blob(N=128), "shared_down": blob(), "shared_gate": blob(N=32)}
-    matrices |= {"router": ops.pack_dense(torch.randn(3, 64)), "shared_gate": ops.pack_dense(torch.randn(1, 64))}
-    return (torch.randn(3, 64), *ops.Experts(norm=torch.ones(64), eps=1e-5, top_k=2, **matrices).arguments())
+    matrices |= {"blob": ops.pack_dense(torch.randn(3, 64)), "shared_gate": ops.pack_dense(torch.randn(1, 64))}
+    return ops.RoutedOp(norm=torch.ones(64), eps=1e-5, top_k=2, **matrices).arguments(torch.randn(3, 64))
 
 
 def rotation(T=3, D=16):

@@ -58,11 +58,11 @@ def machine(monkeypatch):
         found = _load.Libraries(Path("cpu.so"), how["built"], ("cpu", "cuda") if how["loaded"] else ("cpu",), "avx2", "")
         monkeypatch.setattr(_load, "load", lambda: found)
         monkeypatch.setattr(ops, "libraries", lambda: found)
-        _load._warn.cache_clear()
+        _load.warn_once.cache_clear()
         return found
 
     yield become
-    _load._warn.cache_clear()
+    _load.warn_once.cache_clear()
 
 
 @pytest.mark.parametrize("name", MACHINES)
@@ -73,7 +73,7 @@ def test_what_is_wrong_and_what_to_do(machine, name):
     assert found in problem.found
     assert todo in problem.todo
     assert problem.gpu == there
-    (check,) = doctor._cuda()
+    (check,) = doctor.diagnose("cuda")
     assert check.state == ("warning" if there else "note")
     assert not there or (todo in check.todo and found in check.found)
 
@@ -116,6 +116,6 @@ def test_this_gpu_can_be_used():
     assert gpu.device_error() == ""
     assert _load.hardware()
     assert (_load.driver() or (0, 0)) > (0, 0)
-    (check,) = doctor._cuda()
+    (check,) = doctor.diagnose("cuda")
     assert check.state == "ok"
     assert torch.cuda.get_device_name(0) in check.found

@@ -21,17 +21,16 @@ def adapter(program, seed, *, rank=5, gain=False, norms=False):
         return LoraPart.of(0.3 * a, 0.3 * b, 0.5 + torch.rand(rank, generator=g), first)
 
     found = {}
-    for op, (name, arguments) in enumerate(program.steps):
-        if name == "embed":
-            vocab, width = arguments["table"].shape
-            found[op] = LoraChange(parts=(part(vocab, width),))
+    for number, op in enumerate(program.steps):
+        if isinstance(op, ops.EmbedOp):
+            found[number] = LoraChange(parts=(part(op.vocab, op.width),))
             continue
-        if name == "paged_attention":
+        if isinstance(op, ops.AttentionOp):
             continue
-        K, N = ops.shape(arguments["blob"])
-        parts = (part(K, N // 2), part(K, 19, N - 19)) if name == "norm_qkv_rope" else (part(K, N),)
-        norm = arguments["norm"]
-        found[op] = LoraChange(
+        K, N = ops.shape(op.blob)
+        parts = (part(K, N // 2), part(K, 19, N - 19)) if isinstance(op, ops.QkvOp) else (part(K, N),)
+        norm = op.norm
+        found[number] = LoraChange(
             parts=parts,
             gain=0.2 * torch.randn(N, generator=g) if gain else None,
             bias=0.2 * torch.randn(N, generator=g) if gain else None,
@@ -156,8 +155,8 @@ def test_what_does_not_fit_is_refused():
 def test_which_tables_products_take():
     """Those that change matrices of layers alone, by parts in columns of eights."""
     program = Net(layers=1, scale=0.1).program
-    qkv = next(op for op, (name, _) in enumerate(program.steps) if name == "norm_qkv_rope")
-    K, N = ops.shape(program.steps[qkv][1]["blob"])
+    qkv = next(number for number, op in enumerate(program.steps) if isinstance(op, ops.QkvOp))
+    K, N = ops.shape(program.steps[qkv].blob)
 
     def fits(rank=4, columns=N, first=0, parts=1, op=qkv, **more):
         part = LoraPart.of(torch.ones(K, rank), torch.ones(rank, columns), torch.ones(rank), first)

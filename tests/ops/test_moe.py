@@ -25,7 +25,7 @@ def experts(*, dense=False, count=E, shared=0, gate=True, seed=0):
         return ops.pack_dense((torch.randn(n, H, generator=g) * H**-0.5).half())
 
     found = {
-        "router": row(count),
+        "blob": row(count),
         "up": [ops.pack_concat([matrix(H, INNER), matrix(H, INNER)]) for _ in range(count)],
         "down": [matrix(INNER, H) for _ in range(count)],
     }
@@ -55,11 +55,11 @@ def case(options):
 
 
 def routed(x, a, norm=NORM):
-    return ops.routed_mlp(x, ops.Experts(norm=norm, eps=1e-5, **a))
+    return ops.RoutedOp(norm=norm, eps=1e-5, **a)(x)
 
 
 def positional(x, norm, eps, a):
-    return (x, *ops.Experts(norm=norm, eps=eps, **a).arguments())
+    return ops.RoutedOp(norm=norm, eps=eps, **a).arguments(x)
 
 
 @pytest.mark.parametrize("norm", [NORM, None], ids=["norm", "plain"])
@@ -103,7 +103,7 @@ def test_only_chosen_experts_are_read():
 
 def test_equal_weights_choose_the_first():
     a = experts(dense=True) | {"top_k": 3}
-    a["router"] = ops.pack_dense(torch.zeros(E, H))
+    a["blob"] = ops.pack_dense(torch.zeros(E, H))
     assert routed(rows(2), a).tolist() == [[0, 1, 2]] * 2
 
 
@@ -122,7 +122,7 @@ WRONG = {
     "top_k is 7": {"top_k": 7},
     "top_k is 0": {"top_k": 0},
     "down": {"down": []},
-    "5; expected 6": {"router": ops.pack_dense(torch.zeros(5, 5))},
+    "5; expected 6": {"blob": ops.pack_dense(torch.zeros(5, 5))},
     "expected \\(64, 208\\)": {"down": [ops.pack_dense(torch.zeros(H, INNER + 8))] * E},
     "activation is": {"activation": "relu"},
     "shared": {"shared_down": ops.pack_dense(torch.zeros(H, 32))},
@@ -136,6 +136,6 @@ def test_wrong_arguments_are_named(words):
     with pytest.raises((RuntimeError, ValueError), match="routed_mlp"):
         routed(rows(2), a)
     program = ops.Program()
-    program.embed(torch.zeros(9, H))
+    program.add(ops.EmbedOp(table=torch.zeros(9, H)))
     with pytest.raises(ValueError, match=words):
-        program.routed_mlp(ops.Experts(norm=NORM, eps=1e-5, **a))
+        program.add(ops.RoutedOp(norm=NORM, eps=1e-5, **a))

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from exl2nb import ops
-from exl2nb.cache.storage import STORAGES
+from exl2nb.cache.spec import STORAGES
 from exl2nb.core.errors import FormatError
 from exl2nb.ops.kv_codes import FORMATS
-from exl2nb.ops.program import SCHEMA, check_schema
+from exl2nb.ops.records import SCHEMA, check_schema
 
 from .cases import NAMES, Net, P, batch, i32, prompts, same_bits, single
 
@@ -169,18 +169,18 @@ def test_a_wrong_program_is_refused(change, message):
 def test_program_checks_what_it_is_given():
     net, p = Net(), ops.Program()
     with pytest.raises(ValueError, match="table dtype"):
-        p.embed(net.table.double())
-    p.embed(net.table)
+        ops.EmbedOp(table=net.table.double())
+    p.add(ops.EmbedOp(table=net.table))
     with pytest.raises(ValueError, match="norm is"):
-        p.norm_head(torch.ones(63), 1e-5, net.head)
+        p.add(ops.HeadOp(norm=torch.ones(63), eps=1e-5, blob=net.head))
     with pytest.raises(ValueError, match="dtype of a norm"):
-        p.norm_head(torch.ones(64).half(), 1e-5, net.head)
+        p.add(ops.HeadOp(norm=torch.ones(64).half(), eps=1e-5, blob=net.head))
     with pytest.raises(ValueError, match="outputs of the blob"):
-        p.linear_residual(net.head)
+        p.add(ops.ResidualOp(blob=net.head))
     with pytest.raises(ValueError, match="contiguous"):
-        p.norm_head(torch.ones(128)[::2], 1e-5, net.head)
+        p.add(ops.HeadOp(norm=torch.ones(128)[::2], eps=1e-5, blob=net.head))
     with pytest.raises(ValueError, match="activation"):
-        p.norm_gate_up(torch.ones(64), 1e-5, net.weights[0]["gate_up"], activation="tanh")
+        ops.GateUpOp(norm=torch.ones(64), eps=1e-5, blob=net.weights[0]["gate_up"], activation="tanh")
 
 
 def library_schema() -> str:

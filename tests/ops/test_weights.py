@@ -103,7 +103,7 @@ def test_bias_and_residual():
     blob = ops.pack_exl2(*exl2(128, 64, [(4, 128)]), out_features=51)
     x, bias, residual = torch.randn(3, 128), torch.randn(51), torch.randn(3, 51)
     out = residual.clone()
-    ops.linear_residual(out, x, blob, bias)
+    ops.ResidualOp(blob=blob, bias=bias)(out, x)
     assert torch.equal(out, residual + ops.linear(x, blob, bias))
     assert torch.equal(ops.linear(x, blob, bias), ops.linear(x, blob) + bias)
     expected = residual.clone()

@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 
 from exl2nb.core.errors import OptionError
-from exl2nb.sampling.params import INTEGERS, PRESETS, RANGES, SamplingParams
+from exl2nb.sampling.params import OPTIONS, PRESETS, SamplingParams
 
 BAD_VALUES = {
     "temperature": [-0.1, float("nan"), "hot"],
@@ -34,10 +34,10 @@ def test_bad_values_are_named(name, value):
         SamplingParams(**{name: value})
 
 
-@pytest.mark.parametrize("name", [*RANGES, *INTEGERS])
+@pytest.mark.parametrize("name", [name for name, one in OPTIONS.items() if one.kind in (int, float)])
 def test_every_number_has_its_range(name):
-    low, high = {**RANGES, **INTEGERS}[name]
-    for value in (low - 1, high + 1, "1", None):
+    low, high = OPTIONS[name].range
+    for value in (low - 1, high + 1, "1", *([] if OPTIONS[name].optional else [None])):
         with pytest.raises(OptionError, match=name):
             SamplingParams(**{name: value})
 
@@ -65,19 +65,9 @@ def test_contradicting_settings_and_bad_orders(kwargs, message):
 
 def test_every_field_has_a_range_or_a_check():
     """A field added without a check would take anything."""
-    checked = {
-        *RANGES,
-        *INTEGERS,
-        "temperature_last",
-        "mirostat",
-        "penalty_prompt",
-        "xtc_ignore",
-        "dry_breakers",
-        "logit_bias",
-        "banned_tokens",
-    }
-    checked |= {"allowed_tokens", "seed", "order", "post_sampling"}
-    assert checked == {f.name for f in dataclasses.fields(SamplingParams)}
+    assert list(OPTIONS) == [f.name for f in dataclasses.fields(SamplingParams)], "a field is not declared with `option`"
+    free = {name for name, one in OPTIONS.items() if one.kind is None}
+    assert free <= BAD_VALUES.keys() | {"order"}, "a field of its own type needs a check of its own, and bad values above"
 
 
 def test_unknown_keyword_names_the_nearest():

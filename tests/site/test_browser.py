@@ -14,6 +14,7 @@ import pytest
 
 import exl2nb as ex
 from exl2nb.sampling.draw import uniform
+from tests.widgets.page import state
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
@@ -133,22 +134,25 @@ CHAINS = [
 def test_every_step_of_the_chain_is_the_microscopes(page, small, settings):
     scope = ex.widgets.SamplerMicroscope(small, ASK, max_tokens=6, seed=5, **settings)
     whole = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, **settings}
-    ids, answer = [int(i) for i in small.tokenizer.encode(ASK)], [token for token, _ in scope._answer]
+    ids, answer = [int(i) for i in small.tokenizer.encode(ASK)], [token for token, _ in state(scope, "_answer")]
     for at in (0, 3, 5):
         page.evaluate("([ids, rest]) => made.engine.read([...ids, ...rest], 0)", [ids, answer[:at]])
-        here = page.evaluate(
-            "([s, at]) => made.explain(made.engine.logits().slice(), s, 5, at, (id) => made.tokenizer.text(id))", [whole, at]
-        )
+        here = page.evaluate("([s, at]) => made.explain(made.engine, s, 5, at, (id) => made.tokenizer.text(id))", [whole, at])
         scope.look(at)
         assert (here["token"], here["uniform"]) == (scope.token, scope.uniform)
-        assert here["tokens"] == scope._tokens and here["prob"] == pytest.approx(scope.prob, abs=1e-6)
-        for mine, theirs in zip(here["steps"], scope._steps):
-            assert mine[:4] == theirs[:4] and mine[4:7] == pytest.approx(theirs[4:7], abs=2e-4)
-            assert [p is None for p in mine[7]] == [p is None for p in theirs[7]]
-            assert [p for p in mine[7] if p is not None] == pytest.approx([p for p in theirs[7] if p is not None], abs=1e-6)
-        assert len(here["steps"]) == len(scope._steps)
-        assert [part[:2] for part in here["line"]] == [part[:2] for part in scope._line]
-        assert [part[2] for part in here["line"]] == pytest.approx([part[2] for part in scope._line], abs=1e-6)
+        assert here["tokens"] == state(scope, "_tokens") and here["prob"] == pytest.approx(scope.prob, abs=1e-6)
+        steps, line = state(scope, "_steps"), state(scope, "_line")
+        for mine, theirs in zip(here["steps"], steps):
+            exact = ("name", "settings", "survivors", "removed")
+            assert [mine[name] for name in exact] == [theirs[name] for name in exact]
+            near = ("mass", "temperature", "entropy_bits")
+            assert [mine[name] for name in near] == pytest.approx([theirs[name] for name in near], abs=2e-4)
+            probs, expected = mine["probs"], theirs["probs"]
+            assert [p is None for p in probs] == [p is None for p in expected]
+            assert [p for p in probs if p is not None] == pytest.approx([p for p in expected if p is not None], abs=1e-6)
+        assert len(here["steps"]) == len(steps)
+        assert [part[:2] for part in here["line"]] == [part[:2] for part in line]
+        assert [part[2] for part in here["line"]] == pytest.approx([part[2] for part in line], abs=1e-6)
     scope.close()
 
 

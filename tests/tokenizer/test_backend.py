@@ -20,7 +20,7 @@ from .makers import MAKERS, byte_level, sentencepiece, write
 def folder(tmp_path, monkeypatch):
     """An empty cache of tried files, and nothing remembered."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(backend, "_tried", set())
+    monkeypatch.setattr(backend, "tried_files", set())
     return tmp_path / "cache" / "exl2nb" / "tokenizers"
 
 
@@ -80,17 +80,17 @@ def test_memory_is_bounded(tmp_path, monkeypatch):
 def test_a_good_file_is_tried_once(tmp_path, folder, monkeypatch, kind):
     write(tmp_path, MAKERS[kind]())
     tried = []
-    real = backend._try
-    monkeypatch.setattr(backend, "_try", lambda *args: (tried.append(args), real(*args)))
+    real = backend.try_in_helper
+    monkeypatch.setattr(backend, "try_in_helper", lambda *args: (tried.append(args), real(*args)))
     first = Tokenizer.load(tmp_path)
     assert len(tried) == 1
     assert [path.stat().st_size for path in folder.iterdir()] == [0]
     assert Tokenizer.load(tmp_path).encode("a b") == first.encode("a b")
-    backend._tried.clear()  # as another process would
+    backend.tried_files.clear()  # as another process would
     Tokenizer.load(tmp_path)
     assert len(tried) == 1
-    monkeypatch.setattr(backend, "_TRIAL", -1)  # other checks: tried again
-    backend._tried.clear()
+    monkeypatch.setattr(backend, "TRIAL_BYTES", -1)  # other checks: tried again
+    backend.tried_files.clear()
     Tokenizer.load(tmp_path)
     assert len(tried) == 2
 

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 import exl2nb
 from exl2nb.core.errors import OptionError, TokenizerError
-from exl2nb.tokenizer.chat import render
+from exl2nb.tokenizer.template import render
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
 from .makers import byte_level, write

@@ -5,9 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exl2nb.core.errors import OptionError
-from exl2nb.tokenizer.chat import render
-from exl2nb.tokenizer.instruct import INSTRUCT
 from exl2nb.tokenizer.reply import ReplyFormat, collect
+from exl2nb.tokenizer.template import INSTRUCT, render
 from exl2nb.tokenizer.tools import FORMATS, tool_format, tools_of
 
 TOOLS = tools_of(

@@ -7,8 +7,8 @@ import pytest
 
 from exl2nb.core.errors import TokenizerError
 from exl2nb.core.helper import Helper
-from exl2nb.tokenizer import chat
-from exl2nb.tokenizer.chat import render
+from exl2nb.tokenizer import template
+from exl2nb.tokenizer.template import render
 
 TALK = [{"role": "user", "content": "hi"}]
 DOUBLING = "{{% set n = namespace(x={start}) %}}{{% for i in range(60) %}}{step}{{% endfor %}}{end}"
@@ -16,9 +16,9 @@ DOUBLING = "{{% set n = namespace(x={start}) %}}{{% for i in range(60) %}}{step}
 
 @pytest.fixture(autouse=True, scope="module")
 def _impatient():
-    """The same process with a quarter of the CPU time."""
+    """The same process with an eighth of the CPU time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chat, "_HELPER", Helper("exl2nb.tokenizer.sandbox", dataclasses.replace(chat.LIMITS, cpu_s=0.5)))
+        patch.setattr(template, "TEMPLATE_HELPER", Helper("exl2nb.tokenizer.sandbox", dataclasses.replace(template.LIMITS, cpu_s=0.25)))
         yield
 
 

@@ -10,8 +10,8 @@ from transformers import AutoTokenizer
 
 import exl2nb
 from exl2nb.core.errors import TokenizerError
-from exl2nb.tokenizer.chat import render
 from exl2nb.tokenizer.literal import control_pattern, protect
+from exl2nb.tokenizer.template import render
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
 from .makers import MAKERS, TEXT, byte_level, sentencepiece, write

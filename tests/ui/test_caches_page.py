@@ -4,6 +4,7 @@ import pytest
 from mock_host import MockHost, low_controls, state_of, violations
 
 from exl2nb.widgets import CacheExplorer
+from tests.widgets.page import state
 
 NOTHING = {"n": 0, "tps": 0.0, "ttft_s": None}
 
@@ -35,7 +36,7 @@ def test_finished_run(page, explorer, screenshots, theme):
     readout = page.locator(".exl2nb-readout-rows").inner_text()
     assert readout.startswith("Token 6") and "in FP16" in readout and "KL" in readout
     assert page.locator(".exl2nb-needle-table tbody tr").count() == 6
-    assert page.locator(".exl2nb-verdict").inner_text() == explorer._verdict != ""
+    assert page.locator(".exl2nb-verdict").inner_text() == state(explorer, "_verdict") != ""
     page.locator("section").screenshot(path=screenshots / f"caches-{theme}.png")
     assert violations(page) == []
     assert low_controls(page) == []

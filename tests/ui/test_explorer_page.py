@@ -7,6 +7,7 @@ from mock_host import ROUNDED, MockHost, state_of, violations
 
 import exl2nb as ex
 from exl2nb.widgets import BitrateExplorer
+from tests.widgets.page import exported, state
 
 MOVED = ("bpw", "solved", "nbytes", "predicted_kl", "solve_ms", "_cells")
 
@@ -62,7 +63,7 @@ def test_the_curve_and_the_colours_say_what_they_mean(page, explorer):
     explorer.solve(3.0)
     host = MockHost(page, "explorer", state_of(explorer, _can_make=True))
     words = page.locator(".exl2nb-curve-legend").inner_text()
-    assert words.split("\n") == ["predicted", f"expected ({explorer._tokens:,} tokens)", "measured"]
+    assert words.split("\n") == ["predicted", f"expected ({state(explorer, '_tokens'):,} tokens)", "measured"]
     assert page.locator("path.exl2nb-line").count() == 2
     told = page.locator(".exl2nb-making .exl2nb-actions").inner_text()
     assert f"expected KL {explorer.expected_kl:.2g}, calibrated on 4,096 tokens" in told
@@ -100,7 +101,7 @@ def test_the_map_follows_the_slider_before_the_kernel_answers(page, explorer):
     in_order = "sort((a, b) => a.dataset.i - b.dataset.i)"
     shown = f"() => [...document.querySelectorAll('[role=gridcell][data-i]')].{in_order}.map((cell) => cell.textContent)"
     exact = [f"{cell.bpw:.1f}" for cell in explorer.grid.cells]
-    near = min(explorer._curve, key=lambda point: abs(point[0] - 2.5))
+    near = min(state(explorer, "_curve"), key=lambda point: abs(point[0] - 2.5))
     code = f"""async () => {{
       const slider = document.querySelector('input[type=range]');
       slider.value = 2.5;
@@ -150,7 +151,7 @@ def test_export_moves_along_the_curve_without_a_kernel(page, explorer, tmp_path)
     slider.fill("6")
     page.wait_for_function("() => Number(document.querySelector('.exl2nb-big').textContent) > 5.8")
     shown = float(page.locator(".exl2nb-big").inner_text())
-    curve = explorer._export_state()["_curve"]
+    curve = exported(explorer)["_curve"]
     assert len(curve) == 60
     bits = next(p[3] for p in curve if abs(p[0] - shown) < 0.01)
     assert page.get_by_role("gridcell", name="layer 0 q:").inner_text() == f"{bits[0]:.1f}"

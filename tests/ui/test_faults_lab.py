@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import hostile
-import nbformat
 import numpy as np
 import pytest
 from lab import Notebook
@@ -100,6 +99,8 @@ def test_an_interrupt_of_the_waiting_cell(lab, page):
 
 def test_a_notebook_nobody_trusts(lab, page, screenshots):
     """Downloaded, never run here: the twins without scripts show text and numbers, and hostile text stays text."""
+    import nbformat
+
     text = hostile.TEXTS["script"]
     pages = {"page_size": 256, "pages": [["used", 9, [1], "", -1, ""]], "requests": [], "evictions": 0, "preemptions": 0}
     kl = [[0, text, 1, 0.5, 0.5, 0.0, True, None], [1, " other", 2, 0.5, 0.1, 0.3, False, text]]
@@ -119,7 +120,7 @@ def test_a_notebook_nobody_trusts(lab, page, screenshots):
     cells = []
     for widget in widgets:
         view = {"application/vnd.jupyter.widget-view+json": {"model_id": "0" * 32, "version_major": 2, "version_minor": 0}}
-        outputs = [nbformat.v4.new_output("display_data", data={**view, **widget._static_bundle()})]
+        outputs = [nbformat.v4.new_output("display_data", data={**widget._repr_mimebundle_()[0], **view})]
         cells.append(nbformat.v4.new_code_cell("widget", outputs=outputs))
     book = nbformat.v4.new_notebook(
         cells=cells, metadata={"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}

@@ -28,6 +28,7 @@ from exl2nb.widgets import (
     WeightBrowser,
     WeightHistogram,
 )
+from exl2nb.widgets.protocol import PROTOCOL_VERSION, BitCell
 
 NOTHING = {"n": 0, "tps": 0.0, "ttft_s": None}
 
@@ -73,7 +74,7 @@ def progress(text: str) -> dict:
 
 def bitmap(text: str) -> dict:
     state = plain(BitMap([{"key": "model.layers.0.self_attn.q_proj", "bpw": 4.0}], selected=[0, "q"]))
-    cell = [0, text[:2000], 4.0, 1, 1, 1, 1, 1, None, None, [[text[:2000], 4.0, text[:2000], []]]]
+    cell = BitCell(0, text[:2000], 4.0, 1, 1, 1, 1, 1, None, None, [[text[:2000], 4.0, text[:2000], []]])._asdict()
     return {**state, "title": text, "_matrices": [text[:2000]], "_cells": [cell], "selected": [0, text[:2000]]}
 
 
@@ -102,7 +103,7 @@ def pagetable(text: str) -> dict:
 def speculation(text: str) -> dict:
     stats = {"kind": text, "steps": 1, "plain_steps": 0, "proposed": 2, "accepted": 1, "lengths": [0, 1], "tokens": 2, "tps": 1.0}
     tokens = [[text, 1, "ngram", 0.5, 0, []], [text, 2, "target", None, 0, [text]]]
-    state = {"status": "idle", "error": "", "height": "", "_protocol": 1, "_static": False, "title": text, "_prompt": text}
+    state = {"status": "idle", "error": "", "height": "", "_protocol": PROTOCOL_VERSION, "_static": False, "title": text, "_prompt": text}
     return {**state, "_tokens": tokens, "_stats": {**stats, "plain_tps": None, "same": None}}
 
 

@@ -8,6 +8,7 @@ from mock_host import ROUNDED, MockHost, low_controls, state_of, violations
 
 import exl2nb as ex
 from exl2nb import widgets as w
+from tests.widgets.page import state
 
 TEXT = "It was a dark night, and the old man"
 
@@ -157,10 +158,10 @@ def test_weight_histogram_asks_for_another_place(page, made):
     assert page.locator(".exl2nb-group").first.locator("rect.exl2nb-plot-bar[data-style='0']").count() == 16
     page.get_by_label("Matrix").select_option("self_attn.q_proj")
     assert host.sent[-1] == {"type": "place", "layer": 3, "matrix": "self_attn.q_proj", "row": 7}
-    host.put(_groups=[dict(one) for one in widget._groups])
+    host.put(_groups=[dict(one) for one in state(widget, "_groups")])
     page.get_by_label("Row").fill("99999")
     page.get_by_label("Row").press("Enter")
-    assert host.sent[-1]["row"] == widget._rows - 1
+    assert host.sent[-1]["row"] == state(widget, "_rows") - 1
     codes = page.get_by_role("slider", name="Codes of 4 bits")
     codes.focus()
     assert codes.get_attribute("aria-valuetext").startswith("code 0, level -8: stored")

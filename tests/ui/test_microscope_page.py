@@ -4,6 +4,7 @@ import pytest
 from mock_host import MockHost, state_of, violations
 
 from exl2nb.widgets import SamplerMicroscope
+from tests.widgets.page import state
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +49,7 @@ def test_places_by_pointer_and_keys(page, scope):
     scope.look(6)
     host = MockHost(page, "microscope", state_of(scope))
     options = page.get_by_role("option")
-    assert options.count() == len(scope._answer)
+    assert options.count() == len(state(scope, "_answer"))
     options.nth(3).click()
     assert host.sent[-1] == {"type": "sample", "at": 3, "settings": {}}
     scope.look(3)
@@ -77,5 +78,5 @@ def test_export_without_kernel(page, scope, tmp_path):
     assert (tmp_path / "scope.html").stat().st_size < 200_000
     page.context.set_offline(True)
     page.goto((tmp_path / "scope.html").as_uri())
-    assert page.locator("tbody tr").count() == len(scope._tokens)
+    assert page.locator("tbody tr").count() == len(state(scope, "_tokens"))
     assert page.get_by_role("slider", name="Top-p, slider").is_disabled()

@@ -7,6 +7,7 @@ from mock_host import ROUNDED, MockHost, state_of, violations
 
 import exl2nb
 from exl2nb.widgets import PageTable
+from tests.widgets.page import state
 
 STORY = "The rain fell on the old town, and nobody was in the streets. " * 40
 
@@ -34,7 +35,7 @@ def table():
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_squares_requests_and_chains(page, table, screenshots, theme):
-    table.frame = table._count - 2
+    table.frame = state(table, "_count") - 2
     host = MockHost(page, "pagetable", state_of(table), theme=theme)
     frame = table.shown
     cells = page.get_by_role("gridcell")
@@ -60,12 +61,12 @@ def test_squares_requests_and_chains(page, table, screenshots, theme):
 def test_scrubber_and_live_ask_the_kernel(page, table):
     table.frame = -1
     host = MockHost(page, "pagetable", state_of(table, _can_live=True))
-    assert page.locator(".exl2nb-place").inner_text() == f"{table._count} of {table._count}"
+    assert page.locator(".exl2nb-place").inner_text() == f"{state(table, '_count')} of {state(table, '_count')}"
     page.get_by_role("slider", name="Frame").fill("1")
     assert host.sent[-1] == {"type": "frame", "frame": 1, "live": False}
     table.frame = 1
     host.put(**state_of(table, _can_live=True))
-    assert page.locator(".exl2nb-place").inner_text() == f"2 of {table._count}"
+    assert page.locator(".exl2nb-place").inner_text() == f"2 of {state(table, '_count')}"
     assert table.shown["label"] in page.locator(".exl2nb-head").inner_text()
     page.get_by_role("button", name="Live").click()
     assert host.sent[-1] == {"type": "frame", "frame": -1, "live": True}
@@ -102,7 +103,7 @@ def test_export_replays_without_kernel(page, table, tmp_path):
 
 def test_words_are_text(page, table):
     table.frame = -1
-    frame = {**table._frames[0], "label": "<img src=x onerror=fail()>"}
+    frame = {**state(table, "_frames")[0], "label": "<img src=x onerror=fail()>"}
     MockHost(page, "pagetable", state_of(table, title="<script>fail()</script>", _frames=[frame])).frame()
     assert page.locator("img").count() == 0
     assert "<img" in page.locator(".exl2nb-head").inner_text()

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 from everything import everything, show_all
+from site_widgets import WIDGETS
 
 ROOT = Path(__file__).parents[2]
 PICTURES = ROOT / "docs" / "pictures"
 MOST_BYTES = 200_000
-NAMES = ("playground", "explorer", "bitmap", "plan", "weights", "microscope", "speculation", "pagetable", "caches", "compare")
-NAMES += ("errorflow", "layerlens", "attention", "histogram", "outliers", "lora", "seeing")
+NAMES = (*WIDGETS, "seeing")
 WIDTH = 1000
 MOST_TALLER, MOST_DIFFERENT = 0.03, 2.0
 """How much taller a picture may be, and by how many of 255 its colours may differ in the mean: fonts differ between machines."""

@@ -11,6 +11,7 @@ from mock_host import MockHost, violations
 import exl2nb as ex
 from exl2nb.llm.memory import Stage
 from exl2nb.widgets import MemoryPlan
+from tests.widgets.page import exported
 
 DEMO = Path(ex.__file__).parent / "demo_model"
 READ = """() => [...document.querySelectorAll('#first tr[data-part]')].map((row) => [row.dataset.part, Number(row.dataset.bytes)])"""
@@ -36,7 +37,7 @@ def large() -> ex.MemoryPlan:
 
 
 def state(widget) -> dict:
-    return {key: value for key, value in widget.get_state().items() if key in widget._state_keys}
+    return {**exported(widget), "_static": False}
 
 
 def test_browser_and_python_agree(page):

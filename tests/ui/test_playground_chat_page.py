@@ -7,7 +7,28 @@ from exl2nb.widgets import Playground
 
 STATS = {"n": 2, "tps": 812.0, "ttft_s": 0.02}
 HOSTILE = "<img src=x onerror=alert(1)><script>alert(2)</script>"
-TURNS = [[0, "user", "Hello", 0, 1], [2, "assistant", "Good day", 1, 2], [3, "user", HOSTILE, 0, 1], [4, "assistant", "Well then", 1, 3]]
+
+
+def turn(number, role, text, version=0, versions=1, **more):
+    return {
+        "id": number,
+        "role": role,
+        "text": text,
+        "version": version,
+        "versions": versions,
+        "reasoning": "",
+        "calls": [],
+        "images": [],
+        **more,
+    }
+
+
+TURNS = [
+    turn(0, "user", "Hello"),
+    turn(2, "assistant", "Good day", 1, 2),
+    turn(3, "user", HOSTILE),
+    turn(4, "assistant", "Well then", 1, 3),
+]
 
 
 def snapshot(*words, run=1):
@@ -33,8 +54,12 @@ def last_message(host):
 def test_reasoning_and_calls(page, theme):
     host = mounted(page, theme)
     call = f"add({HOSTILE})"
-    turns = [[0, "user", "1 and 2?", 0, 1, "", []], [1, "assistant", "", 0, 1, f"A sum. {HOSTILE}", [call]], [2, "tool", "3", 0, 1, "", []]]
-    host.put(_turns=[*turns, [3, "assistant", "Well then", 0, 1, "Fine.", ["end({})"]]], status="done")
+    turns = [
+        turn(0, "user", "1 and 2?"),
+        turn(1, "assistant", "", reasoning=f"A sum. {HOSTILE}", calls=[call]),
+        turn(2, "tool", "3"),
+    ]
+    host.put(_turns=[*turns, turn(3, "assistant", "Well then", reasoning="Fine.", calls=["end({})"])], status="done")
     host.deliver(snapshot("Well", " then"))
     thought = page.locator("details.exl2nb-turn-reasoning")
     assert thought.count() == 1 and not thought.locator(".exl2nb-turn-text").is_visible()
@@ -60,7 +85,7 @@ def test_send_stream_again_and_switch(page):
     count = len(host.sent)
     page.get_by_role("button", name="Edit turn 1").click(force=True)
     assert len(host.sent) == count, "not while an answer streams"
-    host.put(status="done", _turns=[TURNS[0], [1, "assistant", "Good day", 0, 1]])
+    host.put(status="done", _turns=[TURNS[0], turn(1, "assistant", "Good day")])
     page.get_by_role("button", name="Regenerate").click()
     assert (last_message(host)["type"], last_message(host)["turn"]) == ("chat_again", 1)
     finished(host)
@@ -69,7 +94,7 @@ def test_send_stream_again_and_switch(page):
     page.get_by_role("button", name="Next version of turn 4").focus()
     page.keyboard.press("Enter")
     assert last_message(host) == {"type": "chat_go", "turn": 4, "index": 2}
-    host.put(_turns=[*TURNS[:3], [5, "assistant", "No", 2, 3]])
+    host.put(_turns=[*TURNS[:3], turn(5, "assistant", "No", 2, 3)])
     focused = "() => document.activeElement.getAttribute('aria-label')"
     assert page.evaluate(focused) == "Next version of turn 4", "the keyboard stays where it was"
     page.get_by_role("button", name="Previous version of turn 2").click()
@@ -116,7 +141,7 @@ def test_accessible(page, theme, screenshots):
 
 def test_an_export_shows_the_turns_and_no_buttons(page, tmp_path):
     play = Playground(chat=True)
-    play._turns = TURNS
+    play.set_trait("_turns", TURNS)
     play.to_html(tmp_path / "chat.html")
     page.context.set_offline(True)
     page.goto((tmp_path / "chat.html").as_uri())
@@ -155,10 +180,10 @@ def test_pictures_are_chosen_dropped_removed_and_sent(page, theme, tmp_path):
     sent = last_message(host)
     assert sent["text"] == "What is this?"
     assert sent["images"] == [RED]
-    turn = [0, "user", "What is this?", 0, 1, "", [], [[RED, "1 x 1 pixels, 9 tokens"]]]
-    host.put(status="running", _turns=[turn])
+    asked = turn(0, "user", "What is this?", images=[[RED, "1 x 1 pixels, 9 tokens"]])
+    host.put(status="running", _turns=[asked])
     assert waiting.count() == 0
-    host.put(status="done", _turns=[turn, [1, "assistant", "Red", 0, 1, "", [], []]])
+    host.put(status="done", _turns=[asked, turn(1, "assistant", "Red")])
     host.deliver(snapshot("Red"))
     assert page.get_by_role("img", name="Picture, 1 x 1 pixels, 9 tokens").count() == 1
     assert page.locator("figcaption").inner_text() == "1 x 1 pixels, 9 tokens"

@@ -7,6 +7,7 @@ from mock_host import ROUNDED, MockHost, state_of, violations
 
 import exl2nb
 from exl2nb.widgets import WeightBrowser
+from tests.widgets.page import state, tell
 
 QUANTISED = Path(__file__).parents[1] / "data" / "demo-exl2-4.0bpw"
 ORIGINAL = Path(exl2nb.__file__).parent / "demo_model"
@@ -26,7 +27,7 @@ def trace(page) -> str:
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_one_value_through_all_stages(page, glass, screenshots, theme):
     glass.look(group=0, column=17)
-    shown = glass._slice
+    shown = state(glass, "_slice")
     host = MockHost(page, "weights", state_of(glass), theme=theme)
     assert page.locator(".exl2nb-word").count() == shown["bits"] == 5
     words = ["".join(row.locator("[data-v]").all_inner_texts()) for row in page.locator(".exl2nb-word").all()]
@@ -57,12 +58,12 @@ def test_places_are_asked_of_the_kernel(page, glass):
     here = {"layer": 0, "matrix": "self_attn.q_proj", "group": 0, "unit": 0, "column": 17}
     page.get_by_label("Column").fill("9999")
     page.get_by_label("Column").press("Tab")
-    assert host.sent[-1] == {"type": "look", **here, "column": glass._columns - 1}
+    assert host.sent[-1] == {"type": "look", **here, "column": state(glass, "_columns") - 1}
     page.get_by_label("Matrix").select_option("mlp.down_proj")
     assert host.sent[-1] == {"type": "look", **here, "matrix": "mlp.down_proj"}
     page.get_by_label("Layer").select_option("none")
     assert host.sent[-1] == {"type": "look", **here, "layer": -1}
-    glass._receive_look(host.sent[-1])
+    tell(glass, host.sent[-1])
     host.put(**state_of(glass))
     assert page.locator(".exl2nb-word").count() == 8
     assert page.get_by_label("Matrix").input_value() == "lm_head"
@@ -78,8 +79,8 @@ def test_keys(page, glass):
         page.keyboard.press(key)
     host.frame()
     assert host.sent[-1]["values"]["value"] == 23
-    assert f"row {glass._slice['rows'][23]}," in trace(page)
-    assert page.get_by_role("status").inner_text().startswith(f"row {glass._slice['rows'][23]}, bits ")
+    assert f"row {state(glass, '_slice')['rows'][23]}," in trace(page)
+    assert page.get_by_role("status").inner_text().startswith(f"row {state(glass, '_slice')['rows'][23]}, bits ")
     assert page.get_by_role("gridcell").nth(23).evaluate("(cell) => cell === document.activeElement")
 
 
@@ -89,5 +90,5 @@ def test_export_without_kernel(page, glass, tmp_path):
     page.context.set_offline(True)
     page.goto((tmp_path / "weights.html").as_uri())
     page.get_by_role("gridcell").nth(4).click()
-    assert f"row {glass._slice['rows'][4]}," in trace(page)
+    assert f"row {state(glass, '_slice')['rows'][4]}," in trace(page)
     assert page.get_by_label("Column").is_disabled()

@@ -2,13 +2,15 @@
 
 import json
 import threading
+from contextlib import suppress
 
 import pytest
 
 import exl2nb as ex
 from exl2nb.core.errors import ContextOverflow, EngineClosed, Exl2Error, GenerationError, OptionError
-from exl2nb.eval.needle import NeedleResult
+from exl2nb.eval.cache_loss import NeedleResult
 from exl2nb.widgets import CacheExplorer, caches
+from tests.widgets.page import join_thread, state, tell
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +37,8 @@ def test_needle(finished):
     frame = finished.to_needle_frame()
     assert list(frame.columns) == ["fp16", "q4", "q6"]
     assert frame["fp16"].loc[0.5] > 20 * frame["fp16"].iloc[0]
-    assert "FP16 gives “Margaret”" in finished._verdict and "Q4" in finished._verdict
-    assert finished._needle_text["tokens"] > 50
+    assert "FP16 gives “Margaret”" in state(finished, "_verdict") and "Q4" in state(finished, "_verdict")
+    assert state(finished, "_needle_text")["tokens"] > 50
     assert finished.status == "done" and finished.tokens["q4"], "the texts stay"
 
 
@@ -54,14 +56,14 @@ def test_the_verdict_does_not_claim_what_was_not_seen():
 def test_messages_of_the_page(llm, sent):
     explorer = CacheExplorer(llm)
     run = {"type": "run", "prompt": "A dark", "modes": ["q8"], "max_tokens": 3}
-    explorer._dispatch(None, run, [])
+    tell(explorer, run)
     explorer.wait()
     assert (explorer.modes, explorer.max_tokens, explorer.prompt, explorer.status) == (["fp16", "q8"], 3, "A dark", "done")
     assert [m["type"] for m in sent][-1] == "done"
     for bad in ({"prompt": 3}, {"prompt": " "}, {"modes": "q8"}, {"modes": ["q7"]}, {"max_tokens": 10**6}, {"max_tokens": None}):
-        explorer._dispatch(None, {**run, **bad}, [])
+        tell(explorer, {**run, **bad})
         assert explorer.status == "error" and explorer.error
-    explorer._dispatch(None, {"type": "needle", "modes": ["q8", "q4", "nonsense"]}, [])
+    tell(explorer, {"type": "needle", "modes": ["q8", "q4", "nonsense"]})
     assert "unknown cache mode 'nonsense'" in explorer.error
     explorer.start("It was").wait()
     assert explorer.status == "done" and explorer.error == "", "an error is gone with the next run"
@@ -69,25 +71,25 @@ def test_messages_of_the_page(llm, sent):
 
 def test_stop_ends_the_run_and_keeps_what_is_there(llm, monkeypatch):
     gate = threading.Event()
-    original = caches._turn
+    original = caches.take_turn
 
     def slow(steps):
         gate.wait(5)
         return original(steps)
 
-    monkeypatch.setattr(caches, "_turn", slow)
+    monkeypatch.setattr(caches, "take_turn", slow)
     monkeypatch.setattr(caches, "TURN_S", 0.0)
     explorer = CacheExplorer(llm, max_tokens=200)
     explorer.start()
     with pytest.raises(GenerationError, match="a run is in progress"):
         explorer.start()
-    explorer._dispatch(None, {"type": "run", "prompt": "again", "modes": [], "max_tokens": 3}, [])
+    tell(explorer, {"type": "run", "prompt": "again", "modes": [], "max_tokens": 3})
     assert explorer.status == "running", "a second click is ignored"
-    explorer._dispatch(None, {"type": "stop"}, [])
+    tell(explorer, {"type": "stop"})
     gate.set()
     explorer.wait(10)
     assert explorer.status == "stopped"
-    assert len(explorer._tokens) < 200
+    assert len(state(explorer, "_tokens")) < 200
     assert llm.generate("It was", max_tokens=2).text
 
 
@@ -139,7 +141,7 @@ def test_recorded_twin_and_export(finished, tmp_path):
     assert again.to_dict() == finished.to_dict()
     bundle, _ = again._repr_mimebundle_()
     assert bundle["text/plain"].startswith("CacheExplorer(done: fp16 KL 0, q4 KL")
-    assert "bytes per token" in bundle["text/html"] and "image/png" in bundle
+    assert "bytes per token" in bundle["text/html"]
     assert len(again.to_html()) < 200_000
     hostile = CacheExplorer(result={**data, "prompt": "<script>alert(1)</script>", "model": "<img src=x>"})
     assert "<script" not in hostile._repr_mimebundle_()[0]["text/html"]
@@ -148,6 +150,7 @@ def test_recorded_twin_and_export(finished, tmp_path):
 def test_closing_ends_the_run(llm):
     explorer = CacheExplorer(llm, max_tokens=400).start()
     explorer.close()
-    assert not explorer._background.alive
-    assert isinstance(explorer._background.problem, (Exl2Error, type(None)))
+    join_thread("cacheexplorer")
+    with suppress(Exl2Error):
+        explorer.wait()
     assert llm.engine.wait_idle(5)

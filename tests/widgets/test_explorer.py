@@ -11,6 +11,7 @@ import exl2nb as ex
 from exl2nb.core.errors import ConversionError, Exl2Error, OptionError
 from exl2nb.core.progress import Progress
 from exl2nb.widgets import BitrateExplorer
+from tests.widgets.page import state, tell
 
 
 @pytest.fixture(scope="module")
@@ -53,12 +54,12 @@ class Closing(FakeModel):
 def test_moving_solves_anew(measurement, sent):
     explorer = BitrateExplorer(measurement, bpw=4.0)
     assert explorer.solved == 4.0
-    before = (explorer.nbytes, explorer.predicted_kl, list(explorer._cells))
-    explorer._dispatch(None, {"type": "solve", "bpw": 2.5}, [])
+    before = (explorer.nbytes, explorer.predicted_kl, list(state(explorer, "_cells")))
+    tell(explorer, {"type": "solve", "bpw": 2.5})
     assert (explorer.bpw, explorer.solved) == (2.5, 2.5)
     assert explorer.nbytes < before[0]
     assert explorer.predicted_kl > before[1]
-    assert explorer._cells != before[2]
+    assert state(explorer, "_cells") != before[2]
     plan = measurement.solve(bpw=2.5)
     assert explorer.plan.groups() == plan.groups()
     assert explorer.nbytes == plan.nbytes
@@ -70,22 +71,22 @@ def test_the_edges_are_met_and_nonsense_is_shown(measurement):
     explorer = BitrateExplorer(measurement, bpw=2.0)
     assert measurement.range[0] <= explorer.solved < 2.3
     assert explorer.solve(99).bpw <= 8.0001
-    assert explorer.solved == explorer._high
+    assert explorer.solved == state(explorer, "_high")
     for nonsense in ("4", None, float("nan"), True):
-        explorer._dispatch(None, {"type": "solve", "bpw": nonsense}, [])
+        tell(explorer, {"type": "solve", "bpw": nonsense})
         assert explorer.status == "error"
         assert "expected a number" in explorer.error
 
 
 def test_a_size_moves_the_slider_to_the_largest_that_fits(measurement, explorer):
-    explorer._dispatch(None, {"type": "solve_size", "kind": "bytes", "size": 7_000_000, "context": 0, "cache": "fp16"}, [])
+    tell(explorer, {"type": "solve_size", "kind": "bytes", "size": 7_000_000, "context": 0, "cache": "fp16"})
     assert explorer.nbytes <= 7_000_000 < measurement.solve(bpw=explorer.solved + 0.05).nbytes
     assert explorer.bpw == explorer.solved
     alone = explorer.solve(fits="9MB").bpw
-    explorer._dispatch(None, {"type": "solve_size", "kind": "fits", "size": 9_000_000, "context": 512, "cache": "q8"}, [])
+    tell(explorer, {"type": "solve_size", "kind": "fits", "size": 9_000_000, "context": 512, "cache": "q8"})
     assert explorer.plan.bpw < alone, "the cache takes its share"
     assert explorer.nbytes + measurement.cache.nbytes(512, "q8") <= 9_000_000
-    assert explorer.solve(fits="24GiB").bpw == pytest.approx(explorer._high, abs=0.05)
+    assert explorer.solve(fits="24GiB").bpw == pytest.approx(state(explorer, "_high"), abs=0.05)
 
 
 @pytest.mark.parametrize(
@@ -100,11 +101,11 @@ def test_a_size_moves_the_slider_to_the_largest_that_fits(measurement, explorer)
 )
 def test_a_size_that_cannot_be_is_shown_and_forgotten(explorer, message, match):
     before = explorer.solved
-    explorer._dispatch(None, {"type": "solve_size", **message}, [])
+    tell(explorer, {"type": "solve_size", **message})
     assert explorer.status == "error"
     assert re.search(match, explorer.error), explorer.error
     assert explorer.solved == before
-    explorer._dispatch(None, {"type": "solve", "bpw": 5.0}, [])
+    tell(explorer, {"type": "solve", "bpw": 5.0})
     assert (explorer.status, explorer.error) == ("idle", "")
 
 
@@ -121,10 +122,10 @@ def test_make_reads_both_and_marks_the_measured_point(measurement, converter):
     explorer.make().wait()
     assert (explorer.status, explorer.original, explorer.made) == ("done", " the original", " the copy")
     assert explorer.made_bpw == 3.0
-    assert explorer._marks == [[4.0, 0.06, "4 bpw"], [3.0, 0.25, "3 bpw, made here"]]
+    assert state(explorer, "_marks") == [[4.0, 0.06, "4 bpw"], [3.0, 0.25, "3 bpw, made here"]]
     explorer.make().wait()
     assert converter.bpw == [3.0], "a bitrate is made once"
-    assert "the original" in explorer._static_body()
+    assert "the original" in explorer._repr_mimebundle_()[0]["text/html"]
     before = Closing.shut
     explorer.close()
     assert Closing.shut == before + 1, "the copy is freed, the original is the caller's"
@@ -136,7 +137,7 @@ def test_stop_while_converting(measurement, converter):
     explorer.make()
     with pytest.raises(ConversionError, match="a conversion is running"):
         explorer.make()
-    explorer._dispatch(None, {"type": "stop"}, [])
+    tell(explorer, {"type": "stop"})
     converter.gate.set()
     explorer.wait(10)
     assert explorer.status == "stopped"
@@ -145,7 +146,7 @@ def test_stop_while_converting(measurement, converter):
 def test_a_failure_is_shown_and_raised(measurement, converter):
     converter.problem = ConversionError("the disk is full")
     explorer = BitrateExplorer(measurement, Original())
-    explorer._dispatch(None, {"type": "make", "bpw": 3.0, "prompt": "<b>It was"}, [])
+    tell(explorer, {"type": "make", "bpw": 3.0, "prompt": "<b>It was"})
     with pytest.raises(Exl2Error, match="disk is full"):
         explorer.wait(10)
     assert explorer.status == "error"
@@ -155,7 +156,7 @@ def test_a_failure_is_shown_and_raised(measurement, converter):
 def test_without_an_original_nothing_is_made(measurement, tmp_path):
     measurement.save(tmp_path / "m.json")
     explorer = BitrateExplorer(tmp_path / "m.json")
-    assert not explorer._can_make
+    assert not state(explorer, "_can_make")
     with pytest.raises(OptionError, match=r"BitrateExplorer\(measurement, llm\)"):
         explorer.make()
 
@@ -190,8 +191,8 @@ def test_a_conversion_with_fewer_tokens_is_expected_to_lose_more(measurement):
 
 def test_the_twin_without_scripts_shows_the_curve(measurement):
     explorer = BitrateExplorer(measurement, bpw=3.0, measured=[(3.0, 0.26), (4.0, 0.07)])
-    page = explorer._static_body()
+    page = explorer._repr_mimebundle_()[0]["text/html"]
     assert page.count("<circle") == 3 and "rings: measured" in page
     points = re.search(r'<polyline points="([^"]+)"', page)[1].split()
     heights = [float(point.split(",")[1]) for point in points]
-    assert len(points) == len(explorer._curve) and heights == sorted(heights), "more bits, less KL: further down"
+    assert len(points) == len(state(explorer, "_curve")) and heights == sorted(heights), "more bits, less KL: further down"

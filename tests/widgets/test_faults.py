@@ -50,6 +50,7 @@ from exl2nb.widgets import (
     Speculation,
     WeightBrowser,
 )
+from tests.widgets.page import tell
 
 DATA = Path(__file__).parents[1] / "data" / "demo-exl2-4.0bpw"
 TEXT = "It was a dark night, and the old man"
@@ -145,8 +146,8 @@ def test_what_was_seen_outlives_the_model():
     guesses = Speculation(llm, TEXT, max_tokens=4, temperature=0)
     weights = WeightBrowser(DATA, llm, column=3)
     llm.close()
-    scope._dispatch(None, {"type": "sample", "at": 2, "settings": {"top_k": 5}}, [])
-    weights._dispatch(None, {"type": "look", "layer": 0, "matrix": weights.matrix, "group": 0, "unit": 0, "column": 9}, [])
+    tell(scope, {"type": "sample", "at": 2, "settings": {"top_k": 5}})
+    tell(weights, {"type": "look", "layer": 0, "matrix": weights.matrix, "group": 0, "unit": 0, "column": 9})
     assert (scope.at, scope.params.top_k, weights.column) == (2, 5, 9)
     assert [widget.error for widget in (scope, guesses, weights)] == ["", "", ""]
     for widget in (scope, guesses, weights):
@@ -231,7 +232,7 @@ def test_a_flood_of_progress_and_of_moves(traffic, measurement):
     explorer = BitrateExplorer(measurement)
     before = traffic["messages"]
     for _ in range(10):
-        explorer._dispatch(None, {"type": "solve", "bpw": 3.0}, [])
+        tell(explorer, {"type": "solve", "bpw": 3.0})
     assert traffic["messages"] - before <= 20, "an answer is one message, whatever number of traits it has"
 
 
@@ -356,7 +357,7 @@ def test_text_is_data_in_the_twin_and_in_the_export(make):
 )  # fmt: skip
 def test_nonsense_from_the_page(sent, widget, message):
     """Never raises; a message that asks for something shows why it cannot be had; `ping` is answered."""
-    widget._dispatch(widget, message, [])
+    tell(widget, message)
     assert widget.status in ("idle", "error")
     assert (widget.status == "error") == bool(widget.error)
     assert (sent == [{"type": "pong"}]) == (message == {"type": "ping"})
@@ -369,7 +370,7 @@ def test_a_second_page_gets_the_whole_run(llm, sent):
         widget.start()
         widget.wait()
         del sent[:]
-        widget._dispatch(widget, {"type": "ready"}, [])
+        tell(widget, {"type": "ready"})
         assert [m["type"] for m in sent] == ["snapshot"]
         assert "".join(item[0 if isinstance(widget, Playground) else 1] for item in sent[0]["items"]).startswith(text_of(widget))
 

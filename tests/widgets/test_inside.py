@@ -15,6 +15,7 @@ from exl2nb.quant.exl2 import Exl2Tensors
 from exl2nb.widgets import AttentionView, ErrorFlow, LayerLens, OutlierMap, WeightHistogram
 from exl2nb.widgets import attention as attention_module
 from exl2nb.widgets.outliers import group_errors
+from tests.widgets.page import exported, state, tell
 
 EXL2 = Path(__file__).parents[1] / "data" / "demo-exl2-4.0bpw"
 TEXT = "It was a dark night, and the old man"
@@ -52,7 +53,7 @@ def test_layer_lens_says_what_traces_say(lens, llm, low):
     assert frame.loc["16 bits"].kl.eq(0).all() and "top-1 differs at" in repr(lens)
     alone = LayerLens(llm, TEXT)
     assert alone.to_frame().top.tolist() == lens.to_frame().query("model == '16 bits'").top.tolist()
-    assert alone.to_dict()["kl"] == [] and alone._picture() is None
+    assert alone.to_dict()["kl"] == []
 
 
 @pytest.fixture(scope="module")
@@ -69,14 +70,14 @@ def test_attention_view_shows_the_patterns_of_traces(attention, llm, low):
     moved = (want - got).abs().sum(-1).mean(-1) / 2
     frame = attention.to_frame().query("layer == 6")
     assert frame.moved.tolist() == pytest.approx(moved.tolist(), rel=1e-3)
-    (heads,), (one,) = attention._heads, attention._one
+    (heads,), (one,) = state(attention, "_heads"), state(attention, "_one")
     assert (heads["layer"], one["layer"], one["head"]) == (6, 6, 2) and len(one["data"]) == 2
     attention.layer = 99  # the page shows the last one
-    assert attention._heads[0]["layer"] == 11
+    assert state(attention, "_heads")[0]["layer"] == 11
     with pytest.raises(OptionError, match="head is 4; expected"):
         attention.look(0, 4)
     attention.look(6, 0)
-    stored = attention._export_state()["_stored"]
+    stored = exported(attention)["_stored"]
     assert [one["layer"] for one in stored] == list(range(12))
 
 
@@ -89,7 +90,7 @@ def test_attention_of_a_long_text_is_averaged(llm):
     assert (view.pattern(0, 0, 1).sum(-1) - 1).abs().max() < 0.15
     whole = llm.trace("The rain fell on the town. " * 60, "blocks.0.attn.hook_pattern", pattern_size=256)["blocks.0.attn.hook_pattern"]
     assert (view.pattern(0, 0) - whole[0]).abs().max() < 0.004
-    assert view._heads[0]["size"] == 48 and len(view.to_html()) < 1_600_000
+    assert state(view, "_heads")[0]["size"] == 48 and len(view.to_html()) < 1_600_000
 
 
 def test_attention_of_a_long_text_appears_row_by_row(llm, monkeypatch):
@@ -98,7 +99,7 @@ def test_attention_of_a_long_text_appears_row_by_row(llm, monkeypatch):
     text = "The rain fell on the town. " * 60
     view = AttentionView({"fp32": llm, "q4": (llm, {"cache": "q4"})}, text, wait=False)
     seen = []
-    view.observe(lambda change: seen.append((view._share, change["new"][0]["rows"], change["new"][0]["data"][0])), "_one")
+    view.observe(lambda change: seen.append((state(view, "_share"), change["new"][0]["rows"], change["new"][0]["data"][0])), "_one")
     view.wait()
     shares, rows = [share for share, _, _ in seen], [known for _, known, _ in seen]
     assert view.status == "done" and rows[-1] == [256, 256] and shares == sorted(shares) and len(seen) > 2
@@ -110,7 +111,7 @@ def test_attention_of_a_long_text_appears_row_by_row(llm, monkeypatch):
     assert (view.pattern(0, 0).sum(1) - 1).abs().max() < 0.15
     view.observe(lambda change: view.stop(), "_one")
     view.start(text + " And then").wait()
-    assert view.status == "stopped" and view._rows[1] < 256
+    assert view.status == "stopped" and state(view, "_share") < shares[-1] == 1
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +141,7 @@ def test_outlier_map_says_what_traces_and_weights_say(outliers, llm):
     assert effect["activations"][0] > effect["activations"][1] > 0 and effect["activation"] == pytest.approx(
         float(stream[:, channel].abs().max())
     )
-    outliers._dispatch(None, {"method": "ignored"}, [])
+    tell(outliers, {"method": "ignored"})
     with pytest.raises(OptionError, match="channel is 256; expected"):
         outliers.look(0, 256)
 
@@ -160,7 +161,7 @@ def histogram(llm):
 
 def test_weight_histogram_counts_what_the_files_hold(histogram, llm):
     key = "model.layers.3.mlp.down_proj"
-    (shown,) = histogram._groups
+    (shown,) = state(histogram, "_groups")
     with open_store(llm.config, EXL2) as store:
         stored = Exl2Tensors.read(store, key)
     first, rows = shown["first"], shown["rows"]
@@ -177,11 +178,11 @@ def test_weight_histogram_counts_what_the_files_hold(histogram, llm):
     assert 3 < shown["entropy"] < 4 and repr(histogram).startswith("WeightHistogram(layer 3 mlp.down_proj, row 7; 4 bits: 4 bits, 3.")
     assert len(histogram.to_code_frame()) == 16 and histogram.to_frame().error[0] == shown["error"]
     data, _ = histogram._repr_mimebundle_()
-    assert "<script" not in data["text/html"] and data["image/png"] and "clipped" in data["text/html"]
-    histogram._dispatch(None, {"type": "place", "layer": 2, "matrix": "self_attn.q_proj", "row": 9999}, [])
+    assert "<script" not in data["text/html"] and "clipped" in data["text/html"]
+    tell(histogram, {"type": "place", "layer": 2, "matrix": "self_attn.q_proj", "row": 9999})
     assert (histogram.layer, histogram.matrix, histogram.row) == (2, "self_attn.q_proj", 255)
     histogram.layer = 1
-    assert histogram._at[0] == 1
+    assert repr(histogram).startswith("WeightHistogram(layer 1 ")
     with pytest.raises(OptionError, match="has no matrix 'mlp'"):
         histogram.look(matrix="mlp")
     histogram.look(layer=3, matrix="mlp.down_proj", row=7)
@@ -229,7 +230,7 @@ def test_a_layer_is_patched_back(flow, llm, low):
     z = {name: llm.trace(TEXT, name)[name] for name in ["blocks.3.attn.hook_z"]}
     assert by[2, 3] == pytest.approx(float(want.kl(llm.trace(TEXT, "logits", patch=z, cache="q4")).mean()), rel=1e-3)
     flow.patch().wait()
-    assert sum(one.side == 1 for one in flow.patched) == 12 and "KL if patched back" in flow._static_body()
+    assert sum(one.side == 1 for one in flow.patched) == 12 and "KL if patched back" in flow._repr_mimebundle_()[0]["text/html"]
     with pytest.raises(OptionError, match="layer is 12; expected"):
         flow.patch(12)
 
@@ -238,13 +239,13 @@ def test_messages_of_the_page_read_and_patch(llm, low):
     widget = ErrorFlow([llm, low], TEXT)
     assert widget.to_dict()["labels"] == ["demo_model", "demo-exl2-4.0bpw"]
     before = widget.to_dict()
-    widget._dispatch(None, {"type": "read", "prompt": "She opened the letter"}, [])
+    tell(widget, {"type": "read", "prompt": "She opened the letter"})
     widget.wait()
     assert widget.prompt == "She opened the letter" and widget.to_dict()["tokens"] < before["tokens"]
-    widget._dispatch(None, {"type": "patch", "layer": 2}, [])
+    tell(widget, {"type": "patch", "layer": 2})
     widget.wait()
     assert [one.layer for one in widget.patched] == [2]
-    widget._dispatch(None, {"type": "read", "prompt": 3}, [])
+    tell(widget, {"type": "read", "prompt": 3})
     assert widget.status == "error" and "sent no prompt" in widget.error
 
 
@@ -258,9 +259,9 @@ def test_what_is_shown_can_be_kept(name, request, tmp_path):
 
     widget = request.getfixturevalue(name)
     again = SHOWN[name](result=json.loads(json.dumps(widget.to_dict())))
-    assert repr(again) == repr(widget) and again.to_dict() == widget.to_dict() and not again._has_model
+    assert repr(again) == repr(widget) and again.to_dict() == widget.to_dict() and not state(again, "_has_model")
     data, _ = widget._repr_mimebundle_()
-    assert "<script" not in data["text/html"] and data["text/plain"] == repr(widget) and data["image/png"]
+    assert "<script" not in data["text/html"] and data["text/plain"] == repr(widget)
     widget.to_html(tmp_path / "page.html")
     assert 10_000 < (tmp_path / "page.html").stat().st_size < 1_500_000
     with pytest.raises(OptionError, match="no model is attached"):

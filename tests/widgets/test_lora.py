@@ -9,6 +9,7 @@ import exl2nb as ex
 from exl2nb.core.errors import OptionError
 from exl2nb.widgets import LoraExplorer
 from tests.llm.lora_maker import write_lora
+from tests.widgets.page import state, tell
 
 TEXT = "The old man went to the river and"
 
@@ -52,30 +53,30 @@ def test_answers_and_their_kl(widget, own):
 def test_the_slider(own):
     widget = LoraExplorer(own, "pirate", TEXT, max_tokens=6)
     base = widget.to_dict()["base"]
-    widget._dispatch(None, {"type": "scale", "scale": 0.0}, [])
+    tell(widget, {"type": "scale", "scale": 0.0})
     widget.wait()
     shown = widget.to_dict()
     assert widget.scale == shown["scale"] == 0 and shown["kl"] == 0 and shown["base"] == base
     assert [token[2] for token in shown["adapted"]] == [token[2] for token in base]
     for scale in (0.5, 1.0, 1.5):  # as a hand drags it: what counts is where it ends
-        widget._dispatch(None, {"type": "scale", "scale": scale}, [])
+        tell(widget, {"type": "scale", "scale": scale})
     widget.wait()
     if widget.to_dict()["scale"] != 1.5:  # the last message came when the run was about to end: the page asks again
-        widget._dispatch(None, {"type": "scale", "scale": 1.5}, [])
+        tell(widget, {"type": "scale", "scale": 1.5})
         widget.wait()
     assert widget.to_dict()["scale"] == widget.scale == 1.5
-    widget._dispatch(None, {"type": "read", "prompt": "She opened the letter"}, [])
+    tell(widget, {"type": "read", "prompt": "She opened the letter"})
     widget.wait()
     assert widget.prompt == "She opened the letter" and widget.to_dict()["base"] != base
-    widget._dispatch(None, {"type": "scale", "scale": "high"}, [])
+    tell(widget, {"type": "scale", "scale": "high"})
     assert widget.status == "error" and "invalid scale" in widget.error
 
 
 def test_what_is_shown_can_be_kept(widget, tmp_path):
     again = LoraExplorer(result=json.loads(json.dumps(widget.to_dict())))
-    assert repr(again) == repr(widget) and again.to_dict() == widget.to_dict() and not again._has_model
+    assert repr(again) == repr(widget) and again.to_dict() == widget.to_dict() and not state(again, "_has_model")
     data, _ = widget._repr_mimebundle_()
-    assert "<script" not in data["text/html"] and "model alone" in data["text/html"] and data["image/png"]
+    assert "<script" not in data["text/html"] and "model alone" in data["text/html"]
     widget.to_html(tmp_path / "page.html")
     assert 10_000 < (tmp_path / "page.html").stat().st_size < 1_500_000
     with pytest.raises(OptionError, match="no model is attached"):

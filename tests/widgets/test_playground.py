@@ -1,20 +1,22 @@
 """Playground without a page: threads, settings, results."""
 
+import _thread
 import threading
 import time
-from dataclasses import fields
+from types import SimpleNamespace
 
+import IPython.display
 import pytest
 from fakes import FakeModel
 
 import exl2nb as ex
-from exl2nb.core.errors import EngineClosed, GenerationError, Interrupted, OptionError, OutOfPages
+from exl2nb.core.errors import GenerationError, Interrupted, OptionError, OutOfPages
 from exl2nb.sampling.defaults import SamplingDefaults
-from exl2nb.sampling.params import SamplingParams
 from exl2nb.widgets import Playground
 from exl2nb.widgets.playground import TOP_TOKENS
-from exl2nb.widgets.protocol import SAMPLERS, SamplerValues, Settings
+from exl2nb.widgets.protocol import SAMPLERS
 from exl2nb.widgets.tokens import token_item
+from tests.widgets.page import join_thread, tell
 
 
 def test_start_returns_at_once_and_wait_gives_the_text(sent):
@@ -45,7 +47,7 @@ def test_stop_keeps_the_text_and_closes_the_stream(sent):
     play.start()
     while not play.tokens:
         time.sleep(0.001)
-    play._dispatch(play, {"type": "stop"}, [])
+    tell(play, {"type": "stop"})
     gate.set()
     text = play.wait()
     assert play.status == "stopped"
@@ -145,7 +147,7 @@ def test_one_run_at_a_time():
     play = Playground(FakeModel(gate=gate)).start()
     with pytest.raises(GenerationError, match="call .stop"):
         play.start()
-    play._dispatch(play, {"type": "generate", "prompt": "x", "settings": play.settings}, [])  # a double click is no error
+    tell(play, {"type": "generate", "prompt": "x", "settings": play.settings})  # a double click is no error
     assert play.error == ""
     play.stop()
     gate.set()
@@ -156,7 +158,7 @@ def test_generate_message_sets_prompt_and_settings():
     model = FakeModel()
     play = Playground(model)
     settings = {**play.settings, "max_tokens": 2, "top_k": 5, "seed": 1}
-    play._dispatch(play, {"type": "generate", "prompt": "Hello", "settings": settings}, [])
+    tell(play, {"type": "generate", "prompt": "Hello", "settings": settings})
     assert play.wait() == " w0 w1"
     assert model.asked == [("Hello", settings)]
     assert play.top_k == 5
@@ -164,15 +166,12 @@ def test_generate_message_sets_prompt_and_settings():
 
 def test_every_sampler_is_a_keyword_and_only_those_that_do_something_are_sent():
     model = FakeModel()
-    numeric = {f.name for f in fields(SamplingParams) if type(f.default) in (int, float, bool)} - {"penalty_prompt"}  # not in the grid
-    assert numeric | {"seed", "max_tokens"} == set(Settings.__annotations__)
-    assert [one.name for one in SAMPLERS] == list(SamplerValues.__annotations__)
-    assert all(one.low <= one.least < one.most <= one.high for one in SAMPLERS)
+    folded = {one["name"] for one in SAMPLERS if not one["common"]}
     play = Playground(model, max_tokens=1, typical_p=0.9, mirostat=True, dry_multiplier=0.0, penalty_range=64)
     play.start().wait()
     changed = {"typical_p": 0.9, "mirostat": True, "penalty_range": 64}
-    assert {name: value for name, value in model.asked[0][1].items() if name in SamplerValues.__annotations__} == changed
-    play._dispatch(play, {"type": "generate", "prompt": "x", "settings": {**play.settings, "mirostat": False, "xtc_probability": 0.5}}, [])
+    assert {name: value for name, value in model.asked[0][1].items() if name in folded} == changed
+    tell(play, {"type": "generate", "prompt": "x", "settings": {**play.settings, "mirostat": False, "xtc_probability": 0.5}})
     play.wait()
     assert (play.mirostat, play.xtc_probability, "mirostat" in model.asked[1][1]) == (False, 0.5, False)
     with pytest.raises(OptionError, match="dynamic temperature"):
@@ -225,7 +224,7 @@ def test_the_engine_takes_them(llm):
 )
 def test_a_bad_generate_message_is_answered_in_the_page(message, words):
     play = Playground(FakeModel())
-    play._dispatch(play, {"type": "generate", **message}, [])
+    tell(play, {"type": "generate", **message})
     assert play.status == "error"
     assert words in play.error
 
@@ -241,18 +240,15 @@ def test_bad_options():
         Playground().start()
 
 
-def test_an_interrupt_in_wait_stops_the_run(monkeypatch):
-    play = Playground(FakeModel(gate=threading.Event()))
+def test_an_interrupt_in_wait_stops_the_run():
+    def slow():
+        for _ in range(2000):
+            time.sleep(0.005)
+            yield "a"
+
+    play = Playground(FakeModel(slow()))
     play.start()
-    real = play._background._over.wait
-
-    def wait(timeout=None):
-        if timeout == 0.05:
-            raise KeyboardInterrupt
-        play._background.stopping.is_set() and play.llm.gate.set()
-        return real(timeout)
-
-    monkeypatch.setattr(play._background._over, "wait", wait)
+    threading.Timer(0.1, _thread.interrupt_main).start()
     with pytest.raises(KeyboardInterrupt):
         play.wait()
     assert play.status == "stopped"
@@ -276,7 +272,7 @@ def test_a_late_page_gets_everything(sent):
     play.start().wait()
     sent.clear()
     for kind in ("ready", "resync"):
-        play._dispatch(play, {"type": kind}, [])
+        tell(play, {"type": kind})
     assert [(m["type"], [item.text for item in m["items"]], m["prompt"]) for m in sent] == [("snapshot", ["a", "b"], "p")] * 2
 
 
@@ -285,7 +281,7 @@ def test_alternatives_come_when_asked_for(sent):
     play.start().wait()
     run = sent[-1]["run"]
     for message in ({"run": run, "at": 1}, {"run": run, "at": 2}, {"run": run - 1, "at": 0}, {"run": run, "at": "x"}, {"at": True}, {}):
-        play._dispatch(play, {"type": "look_at", **message}, [])
+        tell(play, {"type": "look_at", **message})
     answers = [m for m in sent if m["type"] == "tops"]
     assert answers == [{"type": "tops", "run": run, "at": 1, "top": [(" other", 0.4), ("b", 0.25)]}]
     assert play.status == "done"
@@ -314,12 +310,21 @@ def test_result_shows_a_finished_run():
 
 
 def test_static_twin_follows_the_run(monkeypatch):
-    refreshed = []
+    published = []
+
+    def publish(data, metadata, *, transient, update):
+        published.append((data["text/html"], transient, update))
+
+    shell = SimpleNamespace(kernel=None, display_pub=SimpleNamespace(publish=publish))
+    shown = []
+    monkeypatch.setattr(IPython.display, "publish_display_data", lambda data, metadata, transient=None: shown.append(transient))
     play = Playground(FakeModel(["some text"]))
-    monkeypatch.setattr(play, "_refresh_static", lambda: refreshed.append(play._static_bundle()["text/html"]))
+    play._ipython_display_()
+    monkeypatch.setattr(IPython, "get_ipython", lambda: shell)
     play.start().wait()
-    assert refreshed
-    assert all("some text" in page for page in refreshed)
+    assert published
+    assert all("some text" in page for page, _, _ in published)
+    assert all((transient, update) == (shown[-1], True) for _, transient, update in published)
 
 
 @pytest.mark.parametrize(
@@ -337,8 +342,8 @@ def test_the_card_says_what_the_samplers_removed(sent, settings, llm):
     run, ids = sent[-1]["run"], [item.id for item in play.tokens]
     for at in (0, 1, 7, 11):
         own = llm.explain("It was", at=at, **{name: value for name, value in play.settings.items() if name != "max_tokens"})
-        play._dispatch(play, {"type": "look_into", "run": run, "at": at}, [])
-        play._survival.wait()
+        tell(play, {"type": "look_into", "run": run, "at": at})
+        join_thread("playground's card")
         answer = sent[-1]
         assert (answer["type"], answer["run"], answer["at"]) == ("fates", run, at)
         assert own.token == ids[at]
@@ -350,8 +355,8 @@ def test_the_card_says_what_the_samplers_removed(sent, settings, llm):
         if ids[at] in best:
             assert answer["names"][best.index(ids[at])] == ""
     play.temperature = 2.0  # the card is about the run, not about the sliders
-    play._dispatch(play, {"type": "look_into", "run": run, "at": 1}, [])
-    play._survival.wait()
+    tell(play, {"type": "look_into", "run": run, "at": 1})
+    join_thread("playground's card")
     assert sent[-1] == next(m for m in sent if m["type"] == "fates" and m["at"] == 1)
 
 
@@ -361,12 +366,11 @@ def test_places_that_nothing_is_known_of_are_not_answered(sent):
         play.start().wait()
         run = sent[-1]["run"]
         for message in ({"run": run, "at": 3}, {"run": run + 1, "at": 0}, {"run": run, "at": "x"}, {"at": True}, {}):
-            play._dispatch(play, {"type": "look_into", **message}, [])
-    play._dispatch(play, {"type": "look_into", "run": run, "at": 0}, [])  # the model is closed by now
-    with pytest.raises(EngineClosed):
-        play._survival.wait()
+            tell(play, {"type": "look_into", **message})
+    tell(play, {"type": "look_into", "run": run, "at": 0})  # the model is closed by now
+    join_thread("playground's card")
     fake = Playground(FakeModel(["a"]))
     fake.start().wait()
-    fake._dispatch(fake, {"type": "look_into", "run": sent[-1]["run"], "at": 0}, [])
+    tell(fake, {"type": "look_into", "run": sent[-1]["run"], "at": 0})
     assert [m for m in sent if m["type"] == "fates"] == []
     assert (play.status, play.error, fake.status) == ("done", "", "done")

@@ -11,6 +11,7 @@ from fakes import chunk
 import exl2nb as ex
 from exl2nb.core.errors import GenerationError, OptionError, OutOfPages, TokenizerError
 from exl2nb.widgets import Playground
+from tests.widgets.page import state, tell
 
 EXL2 = Path(__file__).parents[1] / "data" / "demo-exl2-4.0bpw"
 TEMPLATE = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
@@ -53,7 +54,7 @@ def test_reasoning_is_shown_beside_the_answer(llm):
     assert answer.reasoning and not answer.text and answer.calls == []
     assert play.conversation.messages[1]["reasoning_content"] == answer.reasoning
     play.say("And then?").wait()
-    assert "<summary>Reasoning</summary>" in play._static_body()
+    assert "<summary>Reasoning</summary>" in play._repr_mimebundle_()[0]["text/html"]
 
 
 def test_say_again_edit_and_go(sent):
@@ -76,7 +77,7 @@ def test_say_again_edit_and_go(sent):
     assert shown(play) == [("user", "Hello", 0, 2), ("assistant", "good day", 0, 2)]
     assert [item["text"] if isinstance(item, dict) else item[0] for item in sent[-1]["items"]] == ["good", " day"]
     assert (sent[-1]["type"], sent[-1]["items"][0][2]) == ("snapshot", 0.25), "an older answer keeps its probabilities"
-    assert [list(turn) for turn in play.turns] == play._turns
+    assert [turn._asdict() for turn in play.turns] == state(play, "_turns")
     assert llm.settings[0]["seed"] == 3
     assert llm.settings[0]["top_logprobs"] == 6
     assert len(play.conversation.tree) == 7
@@ -92,7 +93,7 @@ def test_messages_of_the_page(sent):
         {"type": "chat_edit", "turn": 0, "text": "two", "settings": settings},
         {"type": "chat_go", "turn": 3, "index": 0},
     ):
-        play._dispatch(play, message, [])
+        tell(play, message)
         play.wait(5)
     assert (play.status, play.error, play.temperature) == ("done", "", 0.3)
     assert shown(play) == [("user", "one", 0, 2), ("assistant", "b", 1, 2)]
@@ -105,7 +106,7 @@ def test_messages_of_the_page(sent):
         {"type": "chat_send", "text": ["x"], "settings": settings},
         {"type": "chat_send", "text": "x"},
     ):
-        play._dispatch(play, message, [])
+        tell(play, message)
         assert play.error.startswith("OptionError: "), message
     assert len(play.conversation.tree) == 5, "what was refused left nothing"
 
@@ -120,7 +121,7 @@ def test_stop_keeps_what_was_said_and_the_next_message_follows_it():
         play.again()
     with pytest.raises(GenerationError, match="in progress"):
         play.go(0, 0)
-    play._dispatch(play, {"type": "chat_send", "text": "a second click", "settings": play.settings}, [])
+    tell(play, {"type": "chat_send", "text": "a second click", "settings": play.settings})
     play.stop()
     gate.set()
     text = play.wait()
@@ -165,7 +166,7 @@ def test_wrong_use_is_named():
 def test_hostile_text_stays_text_in_every_twin():
     play = Playground(Talker(HOSTILE, "x" * 1_000_000), chat=True).say(HOSTILE)
     play.wait()
-    body = play._static_bundle()
+    body = play._repr_mimebundle_()[0]
     assert "<script" not in body["text/html"]
     assert "<img" not in body["text/html"]
     assert body["text/html"].count("&lt;script&gt;") >= 2
@@ -222,9 +223,9 @@ def test_pictures_stand_with_their_turns_and_reach_the_model(monkeypatch):
         vision=SimpleNamespace(merge=1),
     )
     play = Playground(talker, chat=True, template=TEMPLATE)
-    assert play._sees
+    assert state(play, "_sees")
     url = Picture.of(np.zeros((300, 400, 3), np.uint8)).data_url
-    play._receive_chat_send({"type": "chat_send", "text": "What is this?", "images": [url], "settings": {}})
+    tell(play, {"type": "chat_send", "text": "What is this?", "images": [url], "settings": {}})
     play.wait()
     ((role, content),) = talker.asked[0]
     assert role == "user"
@@ -234,9 +235,9 @@ def test_pictures_stand_with_their_turns_and_reach_the_model(monkeypatch):
     assert Picture.of(shown.url).size == (160, 160)
     pixels = np.asarray(Picture.of(shown.url).frames[0])
     assert pixels[10, 10].tolist() == [0, 0, 0] != pixels[10, 53].tolist(), "an edge between two patches"
-    with pytest.raises(OptionError, match="data URLs"):
-        play._receive_chat_send({"type": "chat_send", "text": "Read it", "images": ["/etc/passwd"], "settings": {}})
+    tell(play, {"type": "chat_send", "text": "Read it", "images": ["/etc/passwd"], "settings": {}})
+    assert "data URLs" in play.error
     play.say("And now?", images=[np.zeros((4, 4), np.uint8)])
     play.wait()
     assert len(play.turns[2].images) == 1
-    assert not Playground(Talker("x"), chat=True, template=TEMPLATE)._sees
+    assert not state(Playground(Talker("x"), chat=True, template=TEMPLATE), "_sees")

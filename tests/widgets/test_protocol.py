@@ -9,26 +9,31 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from exl2nb import widgets
 from exl2nb.generator.speculation import AdaptiveLength
 from exl2nb.generator.speculation import Speculation as Settings
-from exl2nb.widgets import protocol, typescript
-from exl2nb.widgets.attention import AttentionView
-from exl2nb.widgets.bitmap import BitMap
-from exl2nb.widgets.caches import CacheExplorer
-from exl2nb.widgets.compare import Compare
-from exl2nb.widgets.errorflow import ErrorFlow
-from exl2nb.widgets.explorer import BitrateExplorer
-from exl2nb.widgets.histogram import WeightHistogram
-from exl2nb.widgets.layerlens import LayerLens
-from exl2nb.widgets.lora import LoraExplorer
-from exl2nb.widgets.microscope import SamplerMicroscope
-from exl2nb.widgets.outliers import OutlierMap
-from exl2nb.widgets.pagetable import PageTable
-from exl2nb.widgets.playground import Playground
-from exl2nb.widgets.progress import ProgressView
-from exl2nb.widgets.servermonitor import ServerMonitor
-from exl2nb.widgets.speculation import Speculation
-from exl2nb.widgets.weights import WeightBrowser
+from exl2nb.widgets import (
+    AttentionView,
+    BitMap,
+    BitrateExplorer,
+    CacheExplorer,
+    Compare,
+    ErrorFlow,
+    LayerLens,
+    LoraExplorer,
+    OutlierMap,
+    PageTable,
+    Playground,
+    ProgressView,
+    SamplerMicroscope,
+    ServerMonitor,
+    Speculation,
+    WeightBrowser,
+    WeightHistogram,
+    protocol,
+    typescript,
+)
+from tests.widgets.page import tell
 
 WIDGETS = Path(__file__).parents[2] / "widgets"
 DATA = Path(__file__).parents[1] / "data"
@@ -36,39 +41,43 @@ ANSWER = SimpleNamespace(tokens=(), prompt="", tokens_per_second=0.0, text="", s
 
 
 def test_committed_typescript_is_what_python_generates():
-    assert (WIDGETS / "src" / "protocol.gen.ts").read_text() == protocol.typescript(), "run `npm run protocol` in widgets/ and commit"
+    for name, text in (("protocol", protocol.typescript()), ("constants", protocol.typescript_constants())):
+        committed = (WIDGETS / "src" / f"{name}.gen.ts").read_text(encoding="utf-8")
+        assert committed == text, f"{name}.gen.ts is stale: run `npm run protocol` in widgets/ and commit"
 
 
-STATES = [
-    (Playground, protocol.PlaygroundState),
-    (ProgressView, protocol.ProgressState),
-    (partial(BitMap, [{"key": "a", "bpw": 4.0}]), protocol.BitMapState),
-    (BitrateExplorer, protocol.ExplorerState),
-    (CacheExplorer, protocol.CachesState),
-    (Compare, protocol.CompareState),
-    (partial(PageTable, {"pages": [], "requests": [], "page_size": 256, "evictions": 0, "preemptions": 0}), protocol.PageTableState),
-    (partial(SamplerMicroscope, np.zeros(4, np.float32)), protocol.MicroscopeState),
-    (partial(ServerMonitor, {}), protocol.ServerMonitorState),
-    (partial(Speculation, ANSWER), protocol.SpeculationState),
-    (partial(ErrorFlow, result={}), protocol.ErrorFlowState),
-    (partial(LayerLens, result={}), protocol.LayerLensState),
-    (partial(LoraExplorer, result={}), protocol.LoraExplorerState),
-    (partial(AttentionView, result={"patterns": []}), protocol.AttentionViewState),
-    (partial(OutlierMap, result={}), protocol.OutlierMapState),
-    (partial(WeightHistogram, DATA / "demo-exl2-4.0bpw"), protocol.WeightHistogramState),
-    (partial(WeightBrowser, DATA / "demo-exl2-4.0bpw"), protocol.WeightsState),
+@pytest.mark.parametrize("name", [name for name in widgets.__all__ if name != "ExlWidget"])
+def test_state_types_name_the_synced_traits(name):
+    import anywidget
+
+    kind = getattr(widgets, name)
+    ours = kind.class_traits(sync=True).keys() - anywidget.AnyWidget.class_traits(sync=True).keys()
+    controls = {one["name"] for one in protocol.SAMPLERS} if kind is Playground else set()
+    assert set(kind._state_type.__annotations__) | controls == ours, f"{kind._state_type.__name__} and the traits of {name} differ"
+
+
+MADE = [
+    Playground,
+    ProgressView,
+    partial(BitMap, [{"key": "a", "bpw": 4.0}]),
+    BitrateExplorer,
+    CacheExplorer,
+    Compare,
+    partial(PageTable, {"pages": [], "requests": [], "page_size": 256, "evictions": 0, "preemptions": 0}),
+    partial(SamplerMicroscope, np.zeros(4, np.float32)),
+    partial(ServerMonitor, {}),
+    partial(Speculation, ANSWER),
+    partial(ErrorFlow, result={}),
+    partial(LayerLens, result={}),
+    partial(LoraExplorer, result={}),
+    partial(AttentionView, result={"patterns": []}),
+    partial(OutlierMap, result={}),
+    partial(WeightHistogram, DATA / "demo-exl2-4.0bpw"),
+    partial(WeightBrowser, DATA / "demo-exl2-4.0bpw"),
 ]
 
 
-@pytest.mark.parametrize(("widget", "state"), STATES)
-def test_state_types_name_the_synced_traits(widget, state):
-    import anywidget
-
-    ours = set(widget().keys) - set(anywidget.AnyWidget().keys) - {"_esm", "_css"}
-    assert set(state.__annotations__) == ours
-
-
-@pytest.mark.parametrize("widget", [widget for widget, _ in STATES])
+@pytest.mark.parametrize("widget", MADE)
 def test_a_closed_widget_is_freed(widget):
     made = widget()
     made.close()
@@ -82,7 +91,7 @@ def test_a_closed_widget_of_a_model_is_freed(llm):
     def used():
         made = Playground(llm)
         made.max_tokens = 3
-        made._dispatch(None, {"type": "generate", "run": 1, "prompt": "It was", "settings": {}}, [])
+        tell(made, {"type": "generate", "run": 1, "prompt": "It was", "settings": {}})
         made.wait(60)
         made.close()
         table = PageTable(llm, period_s=0.05)
@@ -104,5 +113,6 @@ def test_declarations():
     )
     assert '  type: "delta";\n  run: number;' in text
     assert "export type FromKernel = Delta | Snapshot | Done | Pong | Tops | Fates;" in text
+    assert "export type ToKernel = LookAt | LookInto | Ready | Resync | Ping | Stop | Generate" in text
     with pytest.raises(TypeError, match="no TypeScript spelling"):
         typescript.spelling(set[int], {})

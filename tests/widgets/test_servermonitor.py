@@ -58,7 +58,7 @@ def test_one_moment():
     assert repr(monitor) == "http://127.0.0.1:1: m, 1 requests, 0 tok/s, 3 of 10 pages in use"
     assert monitor.requests[0] == [2, "chat", "127.0.0.1", "running", 1.1, None, 5, 0]
     assert monitor.clients == [["127.0.0.1", 1, 1, 100.0, 100.0]]
-    assert "127.0.0.1" in monitor._static_body()
+    assert "127.0.0.1" in monitor._repr_mimebundle_()[0]["text/html"]
     assert "exl2nb-servermonitor" in monitor.to_html()
 
 

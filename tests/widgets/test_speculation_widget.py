@@ -1,11 +1,10 @@
 """Speculation's Python half: passes, wrong guesses, figures, bad sources, the static twin."""
 
-import json
-
 import pytest
 
 from exl2nb.core.errors import OptionError
 from exl2nb.widgets import Speculation
+from tests.widgets.page import exported, state
 
 PASSAGE = "It was a dark and stormy night. The old man had a boat and a dog. The rain fell on the roof of the house. "
 ASKED = {"max_tokens": 80, "temperature": 0, "ignore_eos": True}
@@ -46,7 +45,7 @@ def test_an_llm_answers_twice(llm):
     assert seen.stats["same"] is True, "one seed for both"
     assert seen.stats["plain_tps"] > 0
     assert seen.stats["kind"] == "ngram"
-    assert seen._prompt == PASSAGE * 2
+    assert state(seen, "_prompt") == PASSAGE * 2
     assert "without" in repr(seen)
     assert Speculation(llm, PASSAGE, plain=False, max_tokens=4).stats["same"] is None
 
@@ -72,7 +71,6 @@ def test_static_twin_and_export(answer, tmp_path):
     assert data["text/plain"].startswith(
         f"Speculation({answer.speculation.accepted} of {answer.speculation.proposed} draft tokens accepted"
     )
-    assert data["image/png"]
     seen.to_html(tmp_path / "seen.html")
     assert (tmp_path / "seen.html").stat().st_size < 200_000
-    json.dumps(seen.get_state(list(seen._state_keys)), allow_nan=False)
+    exported(seen)

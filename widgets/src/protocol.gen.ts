@@ -1,7 +1,5 @@
 // Generated from exl2nb/widgets/protocol.py by `npm run protocol`; edit that file, not this one.
 
-export const PROTOCOL_VERSION = 1;
-
 export type Status = "idle" | "loading" | "running" | "stopped" | "done" | "error";
 
 /** A token the model could have chosen at one place. prob: 0..1 under its own distribution, before temperature and filters. */
@@ -106,79 +104,30 @@ export interface Stop {
   type: "stop";
 }
 
-/** A control. least, most, step: of its slider, step 0 = a switch. low, high: what may be typed. neutral: where it does nothing. */
-export type Sampler = [name: string, label: string, hint: string, least: number, most: number, step: number, low: number, high: number, neutral: number | boolean];
-
-/** The folded samplers, fields of `SamplingParams`. */
-export interface SamplerValues {
-  typical_p: number;
-  tfs: number;
-  top_a: number;
-  skew: number;
-  min_tokens: number;
-  presence_penalty: number;
-  frequency_penalty: number;
-  penalty_range: number;
-  penalty_decay: number;
-  dry_multiplier: number;
-  dry_base: number;
-  dry_allowed_length: number;
-  dry_range: number;
-  dry_max_ngram: number;
-  xtc_probability: number;
-  xtc_threshold: number;
-  smoothing_factor: number;
-  smoothing_curve: number;
-  min_temp: number;
-  max_temp: number;
-  temp_exponent: number;
-  temperature_last: boolean;
-  mirostat: boolean;
-  mirostat_tau: number;
-  mirostat_eta: number;
-}
-
-/** Sampling settings of the controls. top_k 0, top_p 1, min_p 0, repetition_penalty 1: that filter is off; seed null: a random one. */
-export interface Settings {
-  typical_p: number;
-  tfs: number;
-  top_a: number;
-  skew: number;
-  min_tokens: number;
-  presence_penalty: number;
-  frequency_penalty: number;
-  penalty_range: number;
-  penalty_decay: number;
-  dry_multiplier: number;
-  dry_base: number;
-  dry_allowed_length: number;
-  dry_range: number;
-  dry_max_ngram: number;
-  xtc_probability: number;
-  xtc_threshold: number;
-  smoothing_factor: number;
-  smoothing_curve: number;
-  min_temp: number;
-  max_temp: number;
-  temp_exponent: number;
-  temperature_last: boolean;
-  mirostat: boolean;
-  mirostat_tau: number;
-  mirostat_eta: number;
-  max_tokens: number;
-  temperature: number;
-  top_k: number;
-  top_p: number;
-  min_p: number;
-  repetition_penalty: number;
-  seed: number | null;
+/**
+ * The control of a sampling option. min, max, step: of its slider, step 0 = a switch. low, high: what may be typed.
+ *
+ * neutral: the value that does nothing. common: shown among the first. turns_on: another value turns a filter on.
+ */
+export interface SamplerControl {
+  name: string;
+  label: string;
+  hint: string;
+  min: number;
+  max: number;
+  step: number;
+  low: number;
+  high: number;
+  neutral: number | boolean;
+  common: boolean;
+  turns_on: boolean;
 }
 
 /** The reader pressed Generate. Carries everything, so it does not depend on the order of trait updates. */
 export interface Generate {
   type: "generate";
   prompt: string;
-  settings: Settings;
+  settings: Record<string, number | boolean | null>;
 }
 
 /** A picture of a turn. url: a small copy as a data URL. note: its size, and the tokens that the model reads of it. */
@@ -189,7 +138,16 @@ export type ShownPicture = [url: string, note: string];
  *
  * images: that were shown with it.
  */
-export type ChatTurn = [id: number, role: string, text: string, version: number, versions: number, reasoning: string, calls: string[], images: ShownPicture[]];
+export interface ChatTurn {
+  id: number;
+  role: string;
+  text: string;
+  version: number;
+  versions: number;
+  reasoning: string;
+  calls: string[];
+  images: ShownPicture[];
+}
 
 /** The reader sent a message. images: pictures with it, as data URLs. settings: as in Generate, here and below. */
 export interface ChatSend {
@@ -221,33 +179,12 @@ export interface ChatGo {
   index: number;
 }
 
-/** Synced traits of Playground. text and _tokens are set once, when a run ends. _defaults: the model's sampling defaults in words. */
+/**
+ * Synced traits of Playground, beside one for each of `_samplers`. text and _tokens are set once, when a run ends.
+ *
+ * _defaults: the model's sampling defaults in words.
+ */
 export interface PlaygroundState {
-  typical_p: number;
-  tfs: number;
-  top_a: number;
-  skew: number;
-  min_tokens: number;
-  presence_penalty: number;
-  frequency_penalty: number;
-  penalty_range: number;
-  penalty_decay: number;
-  dry_multiplier: number;
-  dry_base: number;
-  dry_allowed_length: number;
-  dry_range: number;
-  dry_max_ngram: number;
-  xtc_probability: number;
-  xtc_threshold: number;
-  smoothing_factor: number;
-  smoothing_curve: number;
-  min_temp: number;
-  max_temp: number;
-  temp_exponent: number;
-  temperature_last: boolean;
-  mirostat: boolean;
-  mirostat_tau: number;
-  mirostat_eta: number;
   status: Status;
   error: string;
   height: string;
@@ -255,12 +192,6 @@ export interface PlaygroundState {
   chat: boolean;
   text: string;
   view: "plain" | "probability" | "rank";
-  max_tokens: number;
-  temperature: number;
-  top_k: number;
-  top_p: number;
-  min_p: number;
-  repetition_penalty: number;
   seed: number | null;
   n_tokens: number;
   tokens_per_second: number;
@@ -272,6 +203,7 @@ export interface PlaygroundState {
   _model_label: string;
   _has_model: boolean;
   _sees: boolean;
+  _samplers: SamplerControl[];
   _defaults: string;
   _protocol: number;
   _static: boolean;
@@ -312,7 +244,19 @@ export type BitPart = [name: string, bpw: number, format: string, runs: Run[]];
  *
  * error: of the rounding on the calibration text. share: of the predicted KL, 0..1. null: not known.
  */
-export type BitCell = [layer: number, matrix: string, bpw: number, nbytes: number, weights: number, rows: number, columns: number, experts: number, error: number | null, share: number | null, parts: BitPart[]];
+export interface BitCell {
+  layer: number;
+  matrix: string;
+  bpw: number;
+  nbytes: number;
+  weights: number;
+  rows: number;
+  columns: number;
+  experts: number;
+  error: number | null;
+  share: number | null;
+  parts: BitPart[];
+}
 
 /** Synced traits of BitMap. selected: layer and matrix, or empty. _other: bits of a second model, cell by cell. */
 export interface BitMapState {
@@ -476,14 +420,20 @@ export interface PlanFormula {
 }
 
 /** One of several devices. kind: "cpu" or "cuda". */
-export type PlanDevice = [name: string, kind: string];
+export interface PlanDevice {
+  name: string;
+  kind: string;
+}
 
-/** The coefficients of a split on one kind of device, exl2nb/llm/split_plan.py. */
+/** The values of a split on one kind of device, `KindFormula.known` in exl2nb/llm/split_plan.py. */
 export interface PlanKind {
+  layers: number;
   parts: number[];
   read: number[];
   stream: number;
   lent: number;
+  lent_counts: number[];
+  lent_read: number[];
   formula: PlanFormula;
 }
 
@@ -529,7 +479,14 @@ export interface PlanState {
 export type KlToken = [cell: number, text: string, id: number, prob: number | null, reference_prob: number | null, kl: number | null, same: boolean | null, favourite: string | null];
 
 /** A cache mode. note: what K and V are stored as. bits: a number on average. fits: tokens that free memory holds; null: not known. */
-export type CacheKind = [mode: string, title: string, note: string, bits: number, token_bytes: number, fits: number | null];
+export interface CacheKind {
+  mode: string;
+  title: string;
+  note: string;
+  bits: number;
+  token_bytes: number;
+  fits: number | null;
+}
 
 /** The answer's probability under a mode; depth 0 to 1, null: the fact was not in the text. rank: of its first token. */
 export type NeedleHit = [mode: string, depth: number | null, prob: number, rank: number];
@@ -617,7 +574,16 @@ export interface RunPrompts {
 }
 
 /** One step of the sampling chain. mass: probability that it removed. probs: of `_tokens` after it; null where removed. */
-export type SampleStep = [name: string, settings: string, survivors: number, removed: number, mass: number, temperature: number, entropy_bits: number, probs: (number | null)[]];
+export interface SampleStep {
+  name: string;
+  settings: string;
+  survivors: number;
+  removed: number;
+  mass: number;
+  temperature: number;
+  entropy_bits: number;
+  probs: (number | null)[];
+}
 
 /** A token worth looking at. */
 export type SampleToken = [id: number, text: string];
@@ -625,7 +591,11 @@ export type SampleToken = [id: number, text: string];
 /** A piece of the line of probabilities, in order of ids. id -1: several tokens together. */
 export type LinePart = [id: number, text: string, prob: number];
 
-/** Synced traits of SamplerMicroscope. settings: of the sliders. token: drawn; uniform null: greedy. _answer: what the text has. */
+/**
+ * Synced traits of SamplerMicroscope. settings: of the sliders. token: drawn; uniform null: greedy. _answer: what the text has.
+ *
+ * _about: each step of a chain in words.
+ */
 export interface MicroscopeState {
   status: Status;
   error: string;
@@ -645,6 +615,8 @@ export interface MicroscopeState {
   _steps: SampleStep[];
   _tokens: SampleToken[];
   _line: LinePart[];
+  _samplers: SamplerControl[];
+  _about: Record<string, string>;
   _protocol: number;
   _static: boolean;
 }
@@ -1067,32 +1039,4 @@ export interface OutlierMapState {
 
 export type FromKernel = Delta | Snapshot | Done | Pong | Tops | Fates;
 
-export type ToKernel = Ready | Resync | Ping | Stop | Generate | ChatSend | ChatAgain | ChatEdit | ChatGo | LookAt | LookInto | Solve | SolveSize | Make | ScaleTo | Look | RunCaches | HideNeedle | RunPrompts | Sample | ShowFrame | ReadPrompt | PatchLayer | ShowGroup;
-
-export const SAMPLERS: readonly Sampler[] = [
-  ["typical_p", "Typical-p", "1 = off", 0.05, 1, 0.05, 0.0, 1.0, 1.0],
-  ["tfs", "Tail-free", "1 = off", 0.05, 1, 0.05, 0.0, 1.0, 1.0],
-  ["top_a", "Top-a", "0 = off", 0, 1, 0.01, 0.0, 1.0, 0.0],
-  ["skew", "Skew", "0 = off; > 0 favours unlikely tokens", -3, 3, 0.1, -10.0, 10.0, 0.0],
-  ["min_tokens", "Min tokens", "no end token before this many", 0, 512, 1, 0, 2147483647, 0],
-  ["presence_penalty", "Presence penalty", "0 = off", -2, 2, 0.1, -100.0, 100.0, 0.0],
-  ["frequency_penalty", "Frequency penalty", "0 = off", -2, 2, 0.1, -100.0, 100.0, 0.0],
-  ["penalty_range", "Penalty range", "window in tokens; 0 = all", 0, 4096, 1, 0, 2147483647, 0],
-  ["penalty_decay", "Penalty decay", "fade-out in tokens after the range", 0, 4096, 1, 0, 2147483647, 0],
-  ["dry_multiplier", "DRY multiplier", "penalises repeated sequences; 0 = off", 0, 5, 0.1, 0.0, 100.0, 0.0],
-  ["dry_base", "DRY base", "growth per repeated token", 1, 4, 0.05, 1.0, 10.0, 1.75],
-  ["dry_allowed_length", "DRY allowed length", "longest repeat not penalised", 1, 20, 1, 1, 1000, 2],
-  ["dry_range", "DRY range", "window in tokens; 0 = all", 0, 4096, 1, 0, 2147483647, 0],
-  ["dry_max_ngram", "DRY max n-gram", "longest repeat tracked, in tokens", 1, 100, 1, 1, 1000, 50],
-  ["xtc_probability", "XTC probability", "chance to exclude top choices; 0 = off", 0, 1, 0.05, 0.0, 1.0, 0.0],
-  ["xtc_threshold", "XTC threshold", "minimum probability of a top choice", 0, 0.5, 0.01, 0.0, 1.0, 0.1],
-  ["smoothing_factor", "Smoothing factor", "0 = off", 0, 10, 0.1, 0.0, 100.0, 0.0],
-  ["smoothing_curve", "Smoothing curve", "1 = quadratic", 1, 3, 0.1, 1.0, 3.0, 1.0],
-  ["min_temp", "Min temperature", "dynamic, at low entropy", 0, 4, 0.05, 0.0, 100.0, 0.0],
-  ["max_temp", "Max temperature", "dynamic, at high entropy; 0 = off", 0, 4, 0.05, 0.0, 100.0, 0.0],
-  ["temp_exponent", "Temperature exponent", "dynamic, of the entropy", 0.1, 5, 0.1, 0.01, 100.0, 1.0],
-  ["temperature_last", "Temperature last", "applied after the filters", 0, 1, 0, 0, 1, false],
-  ["mirostat", "Mirostat", "holds surprise at a target", 0, 1, 0, 0, 1, false],
-  ["mirostat_tau", "Mirostat tau", "target surprise, bits", 0, 10, 0.1, 0.0, 100.0, 5.0],
-  ["mirostat_eta", "Mirostat eta", "learning rate", 0, 1, 0.01, 0.0, 10.0, 0.1],
-];
+export type ToKernel = LookAt | LookInto | Ready | Resync | Ping | Stop | Generate | ChatSend | ChatAgain | ChatEdit | ChatGo | Solve | SolveSize | Make | Look | RunCaches | HideNeedle | RunPrompts | Sample | ShowFrame | ReadPrompt | PatchLayer | ScaleTo | ShowGroup;

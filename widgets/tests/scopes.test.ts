@@ -52,9 +52,10 @@ test("passes of the model", () => {
 });
 
 test("what a sampler left", () => {
-  const step: SampleStep = ["top_k", "top_k=4", 4, 96, 0.25, 1, 2, []];
+  const about = { temperature: 1, entropy_bits: 2, probs: [] };
+  const step: SampleStep = { name: "top_k", settings: "top_k=4", survivors: 4, removed: 96, mass: 0.25, ...about };
   assert.equal(removed(step), "− 96 tokens, 25 %");
-  assert.equal(removed(["min_p", "min_p=0", 4, 0, 0, 1, 2, []]), "none removed");
+  assert.equal(removed({ ...step, name: "min_p", removed: 0, mass: 0 }), "none removed");
   assert.equal(funnel(100, 100), 1);
   assert.ok(funnel(1, 100) > 0 && funnel(1, 100) < 0.2);
 });

@@ -1,13 +1,30 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { clamp } from "../src/playground/control";
 import { summary } from "../src/playground/settings";
 import { figures, headline } from "../src/playground/status";
 import { describe } from "../src/playground/tip";
 import { history, figures as progressFigures } from "../src/progress/words";
+import type { SamplerControl } from "../src/protocol.gen";
+import { clamp } from "../src/shared/control";
 import { duration, percent, rate, SURPRISE_LABELS, spoken, surprise, visible } from "../src/shared/format";
 
 const settings = { max_tokens: 128, temperature: 0.8, top_k: 0, top_p: 0.95, min_p: 0, repetition_penalty: 1, seed: null };
+const common = ["temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_tokens"];
+const control = (name: string, label: string, neutral: number | boolean) =>
+  ({ name, label, neutral, common: common.includes(name) }) as SamplerControl;
+const controls = [
+  control("temperature", "Temperature", 1),
+  control("top_k", "Top-k", 0),
+  control("top_p", "Top-p", 1),
+  control("top_a", "Top-a", 0),
+  control("min_p", "Min-p", 0),
+  control("typical_p", "Typical-p", 1),
+  control("repetition_penalty", "Repetition penalty", 1),
+  control("dry_multiplier", "DRY multiplier", 0),
+  control("mirostat", "Mirostat", false),
+  control("max_tokens", "Max tokens", 256),
+];
+const line = (changed: object) => summary(controls, { ...settings, ...changed });
 const stats = { n: 53, tps: 412.34, ttft_s: 0.0123 };
 
 test("percentages keep what matters and never round a doubt away", () => {
@@ -40,19 +57,19 @@ test("steps of surprise match the legend and the Python twin", () => {
 });
 
 test("the closed settings say what is on", () => {
-  assert.equal(summary(settings), "temperature 0.8 · top-p 0.95 · 128 tokens");
-  assert.equal(summary({ ...settings, temperature: 0, top_k: 40, seed: 7 }), "greedy · seed 7 · 128 tokens");
-  assert.equal(summary({ ...settings, top_k: 40, top_p: 1, min_p: 0.1 }), "temperature 0.8 · top-k 40 · min-p 0.1 · 128 tokens");
+  assert.equal(line({}), "temperature 0.8 · top-p 0.95 · 128 tokens");
+  assert.equal(line({ temperature: 0, top_k: 40, seed: 7 }), "greedy · seed 7 · 128 tokens");
+  assert.equal(line({ top_k: 40, top_p: 1, min_p: 0.1 }), "temperature 0.8 · top-k 40 · min-p 0.1 · 128 tokens");
   const more = { dry_multiplier: 0.8, typical_p: 1, mirostat: true, top_a: 0.1 };
-  assert.equal(summary({ ...settings, ...more }), "temperature 0.8 · top-p 0.95 · top-a 0.1 · DRY multiplier 0.8 · mirostat · 128 tokens");
+  assert.equal(line(more), "temperature 0.8 · top-p 0.95 · top-a 0.1 · DRY multiplier 0.8 · mirostat · 128 tokens");
 });
 
 test("typed numbers are kept in range, and nonsense is refused", () => {
-  assert.equal(clamp({ min: 0, max: 2, step: 0.05 }, "7"), 2);
-  assert.equal(clamp({ min: 1, step: 1 }, "12.6"), 13);
-  assert.equal(clamp({ min: 0, max: 1, step: 0.1 }, "0.33"), 0.33);
-  assert.equal(clamp({ min: 0, step: 1 }, " "), null);
-  assert.equal(clamp({ min: 0, step: 1 }, "ten"), null);
+  assert.equal(clamp({ low: 0, high: 2, step: 0.05 }, "7"), 2);
+  assert.equal(clamp({ low: 1, high: 100, step: 1 }, "12.6"), 13);
+  assert.equal(clamp({ low: 0, high: 1, step: 0.1 }, "0.33"), 0.33);
+  assert.equal(clamp({ low: 0, high: 1, step: 1 }, " "), null);
+  assert.equal(clamp({ low: 0, high: 1, step: 1 }, "ten"), null);
 });
 
 test("the status line says what is going on", () => {

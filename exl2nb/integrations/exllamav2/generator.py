@@ -367,7 +367,7 @@ class ExLlamaV2DynamicGenerator(Documented):
     @property
     def max_chunk_size(self) -> int:
         """Tokens of prompts in one step."""
-        return self.llm.engine.loop.scheduler.max_chunk
+        return self.llm.engine.loop.scheduler.chunks.max_tokens
 
     @property
     def pending_jobs(self) -> list[ExLlamaV2DynamicJob]:

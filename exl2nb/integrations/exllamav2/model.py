@@ -325,7 +325,7 @@ class ExLlamaV2(Documented):
             )
         if self.llm is None:
             raise EngineClosed("the model is not loaded; call load_autosplit(cache), or make a generator")
-        from exl2nb.eval.logits import logits
+        from exl2nb.eval.rows import logits
 
         found = logits(self.llm.engine.shared_model, input_ids.cpu())
         return found[:, -1:] if last_id_only else found

@@ -11,11 +11,11 @@ from torch import Tensor
 from exl2nb.core.errors import OptionError
 from exl2nb.integrations.exllamav2.absent import Documented, table
 from exl2nb.io import hub
-from exl2nb.llm.load import pick_device
 from exl2nb.model.loader import read_model_config
 from exl2nb.model.vision.encoder import VisionEncoder, load_encoder
 from exl2nb.model.vision.pictures import Picture
 from exl2nb.model.vision.prompt import PromptPictures
+from exl2nb.ops.placement import pick_device
 
 if TYPE_CHECKING:
     from exl2nb.integrations.exllamav2.model import ExLlamaV2, ExLlamaV2Config, ExLlamaV2Tokenizer

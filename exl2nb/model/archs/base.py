@@ -7,10 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from exl2nb.core.errors import ConfigError, UnknownArchitecture
-from exl2nb.core.registry import Registry
+from exl2nb.core.options import Registry
 from exl2nb.model.config import ACTIVATIONS, LIMITS, Files, ModelConfig, Names
-from exl2nb.model.fields import REQUIRED, Fields
-from exl2nb.model.keys import ROPE_KEYS, ROPE_OBJECTS, Keys, check_keys, check_rope_keys, known_words, rope_settings
+from exl2nb.model.fields import REQUIRED, ROPE_KEYS, ROPE_OBJECTS, Fields, Keys, check_keys, check_rope_keys, known_words, rope_settings
 from exl2nb.model.rope import MAX_CONTEXT, RopeConfig
 from exl2nb.quant.gptq import GptqSpec
 
@@ -67,7 +66,7 @@ class Architecture:
     is nested under it, or, with `flat`, at the top. partial_rotary: `partial_rotary_factor` may be below 1. inner_multiple:
     intermediate_size over hidden_size where the config has none.
 
-    The rest says what is known about the keys of config.json, see `exl2nb.model.keys`. Keys that the other fields name are added to it.
+    The rest says what is known about the keys of config.json, see `exl2nb.model.fields`. Keys that the other fields name are added to it.
     reads: keys that `windows` and `read` use, as words. neutral: keys that are not implemented, with their harmless values. ignored: keys
     that never change a result, as words. nested: keys that hold an object. rope_keys: keys of a set of RoPE parameters. outer: keys beside
     `text_key` that the vision encoder reads or that do not matter, as words. inner_types: `model_type` values of the nested decoder.

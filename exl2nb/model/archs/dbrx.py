@@ -5,8 +5,7 @@ from typing import Any
 
 from exl2nb.model.archs.base import ARCHS, Architecture
 from exl2nb.model.config import MAX_EXPERTS, Files, MoE, Names
-from exl2nb.model.fields import Fields
-from exl2nb.model.keys import Keys, known_words
+from exl2nb.model.fields import Fields, Keys, known_words
 from exl2nb.model.rope import RopeConfig
 
 RENAMES = (

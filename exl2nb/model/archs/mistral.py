@@ -6,8 +6,7 @@ from typing import Any
 
 from exl2nb.model.archs.base import ARCHS, Architecture, Wrapped, inside
 from exl2nb.model.config import MAX_EXPERTS, MoE, Names
-from exl2nb.model.fields import Fields
-from exl2nb.model.keys import ROPE_KEYS, known_words
+from exl2nb.model.fields import ROPE_KEYS, Fields, known_words
 from exl2nb.model.rope import MAX_CONTEXT, RopeConfig
 
 

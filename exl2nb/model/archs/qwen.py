@@ -6,8 +6,7 @@ from typing import Any
 
 from exl2nb.model.archs.base import ARCHS, Architecture, Features, layer_kinds, no_window
 from exl2nb.model.config import MAX_EXPERTS, Files, MoE, MRope
-from exl2nb.model.fields import Fields
-from exl2nb.model.keys import ROPE_KEYS
+from exl2nb.model.fields import ROPE_KEYS, Fields
 from exl2nb.model.rope import MAX_CONTEXT
 
 

@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from exl2nb.core.errors import ConfigError
-from exl2nb.core.registry import Registry
-from exl2nb.model.fields import REQUIRED, Fields
-from exl2nb.model.keys import Keys, check_keys, known_words
+from exl2nb.core.options import Registry
+from exl2nb.model.fields import REQUIRED, Fields, Keys, check_keys, known_words
 from exl2nb.model.vision.rules import BILINEAR, HALF, Rules, read_rules
 from exl2nb.model.vision.tower import ACTIVATIONS, BlockNames, Grid, TowerConfig, Weights, linear, norm
 

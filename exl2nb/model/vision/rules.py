@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 HALF = (0.5, 0.5, 0.5)
 BILINEAR, BICUBIC = 2, 3  # Pillow's numbers
-RESAMPLERS = (0, 1, 2, 3, 4, 5)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,11 +41,7 @@ class BitMapView extends View<BitMapState> {
     const cells = get("_cells");
     if (this.built !== cells) {
       this.built = cells;
-      this.grid.build(
-        get("_matrices"),
-        get("_layers"),
-        cells.map(([layer, matrix]) => ({ layer, matrix })),
-      );
+      this.grid.build(get("_matrices"), get("_layers"), cells);
     }
     const against = get("_other_title");
     this.title.textContent = [get("title"), against && get("metric") === "difference" ? `minus ${against}` : ""].filter(Boolean).join(" ");
@@ -54,8 +50,8 @@ class BitMapView extends View<BitMapState> {
     this.grid.paint(painter(cells, get("metric"), get("_other")));
     this.bar.draw(cells, get("metric"));
     const [layer, matrix] = get("selected") as [number?, string?];
-    const chosen = cells.find((cell) => cell[0] === layer && cell[1] === matrix);
-    this.grid.mark(chosen ? { layer: chosen[0], matrix: chosen[1] } : null);
+    const chosen = cells.find((cell) => cell.layer === layer && cell.matrix === matrix);
+    this.grid.mark(chosen ?? null);
     this.detail.replaceChildren(...(chosen ? [strip(chosen)] : []));
     this.drawError();
     this.readout(this.pointed);
@@ -97,16 +93,15 @@ class BitMapView extends View<BitMapState> {
   private text(): string {
     const rows = this.widget
       .get("_cells")
-      .map(([layer, matrix, bpw, nbytes, , , , , error, share]) => [layer, matrix, bpw, nbytes, error, share]);
+      .map(({ layer, matrix, bpw, nbytes, error, share }) => [layer, matrix, bpw, nbytes, error, share]);
     return tsv([["layer", "matrix", "bits per weight", "bytes", "error", "share of KL"], ...rows]);
   }
 
   private picture(): string {
     const get = this.widget.get;
     const cells = get("_cells");
-    const places = cells.map(([layer, matrix]) => ({ layer, matrix }));
     const title = [this.title.textContent, NAMES[get("metric")]].filter(Boolean).join(": ");
-    return mapSvg(title, get("_matrices"), get("_layers"), places, painter(cells, get("metric"), get("_other")));
+    return mapSvg(title, get("_matrices"), get("_layers"), cells, painter(cells, get("metric"), get("_other")));
   }
 }
 

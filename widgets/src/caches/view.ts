@@ -121,7 +121,7 @@ export class CachesView extends AnswersView<CachesState> {
     const kinds = this.widget.get("_kinds");
     this.chips.hidden = kinds.length === 0 || this.widget.get("_static");
     if (this.chips.childElementCount !== kinds.length + 1) {
-      const boxes = kinds.map(([mode, title, note]) => {
+      const boxes = kinds.map(({ mode, title, note }) => {
         const box = h("input", { type: "checkbox", value: mode, disabled: mode === "fp16" });
         box.addEventListener("change", () => this.choose(mode, box.checked));
         return h("label", { title: note }, box, title);
@@ -133,7 +133,7 @@ export class CachesView extends AnswersView<CachesState> {
   }
 
   private choose(mode: string, wanted: boolean): void {
-    const order = this.widget.get("_kinds").map(([name]) => name);
+    const order = this.widget.get("_kinds").map((kind) => kind.mode);
     const others = this.widget.get("modes").filter((name) => name !== mode);
     const chosen = wanted ? [...others, mode] : others;
     this.widget.set(
@@ -161,9 +161,9 @@ export class CachesView extends AnswersView<CachesState> {
     const differs = tokens.map((some, i) => (i ? firstDifference(first, some, !this.running) : -1));
     this.group?.draw(tokens, differs);
     const kinds = this.widget.get("_kinds");
-    const most = Math.max(...kinds.map((kind) => kind[4]), 1);
+    const most = Math.max(...kinds.map((kind) => kind.token_bytes), 1);
     this.group?.views.forEach((view, i) => {
-      const kind = kinds.find(([mode]) => mode === modes[i]);
+      const kind = kinds.find((one) => one.mode === modes[i]);
       if (view.head.childElementCount === 0) view.head.append(...sizes(view.name, kind, most, this.widget.get("_context")));
       view.foot.textContent = foot(tokens[i] ?? [], differs[i] ?? -1, i === 0);
     });
@@ -173,7 +173,7 @@ export class CachesView extends AnswersView<CachesState> {
 function sizes(name: string, kind: CacheKind | undefined, most: number, context: number): Node[] {
   const title = h("b", {}, name);
   if (!kind) return [title];
-  const [, , note, , bytes, fits] = kind;
+  const { note, token_bytes: bytes, fits } = kind;
   const bar = h("i", { "aria-hidden": "true" });
   bar.style.inlineSize = `${((100 * bytes) / most).toFixed(1)}%`;
   const facts = h("div", { class: "exl2nb-facts" }, `${bytes.toLocaleString("en-US")} bytes per token`);

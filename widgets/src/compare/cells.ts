@@ -22,7 +22,7 @@ export class Cells {
     return cells;
   }
 
-  private measured(token: KlToken, [, kl, reference, same]: CellMeasure, i: number): KlToken {
+  private measured(token: KlToken, [_cell, kl, reference, same]: CellMeasure, i: number): KlToken {
     const before = this.known.get(token);
     if (before) return before;
     const [cell, text, id, prob] = token;

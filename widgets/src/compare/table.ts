@@ -10,7 +10,7 @@ export function summaryTable(columns: CompareColumn[], cells: readonly (readonly
   const rows = columns.map(([label, note, nbytes, bpw], column) => {
     const tokens = cells.filter((_, cell) => cell % columns.length === column).flat();
     const { mean, same } = summary(tokens);
-    const found = speeds.filter(([cell, tps]) => cell % columns.length === column && tps > 0).map(([, tps]) => tps);
+    const found = speeds.filter(([cell, tps]) => cell % columns.length === column && tps > 0).map(([_cell, tps]) => tps);
     const speed = found.length ? rate(found.reduce((a, b) => a + b, 0) / found.length) : "";
     const values = [bpw === null ? "" : bpw.toFixed(2), nbytes === null ? "" : bytes(nbytes)];
     if (column === 0) values.push("reference", "");

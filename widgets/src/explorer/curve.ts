@@ -95,7 +95,7 @@ export class CurveView {
     const title = text(0, 0, "middle", "KL, nats");
     title.setAttribute("transform", `translate(10 ${(HEIGHT - BOTTOM) / 2 + 5}) rotate(-90)`);
     const path = (times: number) =>
-      curve.map(([bpw, , kl], i) => `${i ? "L" : "M"}${scale.x(bpw).toFixed(1)} ${scale.y(kl * times).toFixed(1)}`).join("");
+      curve.map(([bpw, _nbytes, kl], i) => `${i ? "L" : "M"}${scale.x(bpw).toFixed(1)} ${scale.y(kl * times).toFixed(1)}`).join("");
     parts.push(title, svg("path", { d: path(1), class: "exl2nb-line" }));
     if (expected > NOTABLE) parts.push(svg("path", { d: path(expected), class: "exl2nb-line exl2nb-expected" }));
     for (const [bpw, kl, name] of marks) {

@@ -165,11 +165,7 @@ class ExplorerView extends View<ExplorerState> {
     const shape = JSON.stringify([get("_matrices"), get("_layers"), cells.length]);
     if (this.built !== shape) {
       this.built = shape;
-      this.grid.build(
-        get("_matrices"),
-        get("_layers"),
-        cells.map(([layer, matrix]) => ({ layer, matrix })),
-      );
+      this.grid.build(get("_matrices"), get("_layers"), cells);
     }
     if (this.wish === null) this.slider.value = String(now.bpw);
     const shown = this.wish ?? now.bpw;
@@ -187,7 +183,7 @@ class ExplorerView extends View<ExplorerState> {
   }
 
   private describe(now: { bpw: number; kl: number }): string {
-    const marks = this.widget.get("_marks").map(([, kl, label]) => `${label}: ${kl.toPrecision(2)} measured`);
+    const marks = this.widget.get("_marks").map(([_bpw, kl, label]) => `${label}: ${kl.toPrecision(2)} measured`);
     return [`Predicted KL over bits per weight; at ${now.bpw.toFixed(2)} it is ${now.kl.toPrecision(2)}`, ...marks].join("; ");
   }
 
@@ -196,8 +192,8 @@ class ExplorerView extends View<ExplorerState> {
     const metric = bits && get("_static") ? "bpw" : get("metric");
     this.grid.paint(painter(cells, metric, [], metric === "bpw" ? bits : undefined)); // shares are the kernel's to say
     const [layer, matrix] = get("selected") as [number?, string?];
-    const chosen = cells.find((cell) => cell[0] === layer && cell[1] === matrix);
-    this.grid.mark(chosen ? { layer: chosen[0], matrix: chosen[1] } : null);
+    const chosen = cells.find((cell) => cell.layer === layer && cell.matrix === matrix);
+    this.grid.mark(chosen ?? null);
     this.colours.draw(cells, metric);
     this.detail.replaceChildren(...(chosen && !(bits && get("_static")) ? [strip(chosen)] : []));
     for (const button of this.choice.children)
@@ -215,7 +211,7 @@ class ExplorerView extends View<ExplorerState> {
     this.stop.hidden = fixed || !this.busy;
     this.bar.hidden = !this.busy;
     this.bar.value = get("progress");
-    const mark = get("_marks").find(([bpw, , label]) => bpw === get("made_bpw") && label.endsWith("made here"));
+    const mark = get("_marks").find(([bpw, _kl, label]) => bpw === get("made_bpw") && label.endsWith("made here"));
     const done = mark ? `done · measured KL ${mark[1].toPrecision(2)}` : "done";
     const count = get("_tokens").toLocaleString("en-US");
     const before = `expected KL ${(this.now().kl * get("_factor")).toPrecision(2)}, calibrated on ${count} tokens`;
@@ -256,9 +252,8 @@ class ExplorerView extends View<ExplorerState> {
     const get = this.widget.get;
     const cells = get("_cells");
     const now = this.now();
-    const places = cells.map(([layer, matrix]) => ({ layer, matrix }));
     const title = `${now.bpw.toFixed(2)} bits per weight, ${bytes(now.nbytes)}, predicted KL ${now.kl.toPrecision(2)}`;
-    const map = mapSvg(title, get("_matrices"), get("_layers"), places, painter(cells, "bpw", [], now.bits));
+    const map = mapSvg(title, get("_matrices"), get("_layers"), cells, painter(cells, "bpw", [], now.bits));
     return stacked(standalone(this.curve.element), map);
   }
 }

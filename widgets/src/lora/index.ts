@@ -167,7 +167,7 @@ class LoraView extends InsideView<LoraExplorerState> {
   }
 }
 
-function relative([, , , change, weight]: LoraCell): number {
+function relative([_layer, _matrix, _rank, change, weight]: LoraCell): number {
   return change / Math.max(weight, 1e-20);
 }
 

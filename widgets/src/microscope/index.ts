@@ -8,7 +8,7 @@ import { type Roving, roving } from "../shared/roving";
 import { snapshot } from "../shared/snapshot";
 import { tools, tsv } from "../shared/tools";
 import { View, widget } from "../shared/view";
-import { Controls, EXPLAINED } from "./controls";
+import { Controls } from "./controls";
 import { chainTable, LineView } from "./table";
 import "./microscope.css";
 
@@ -47,7 +47,7 @@ class MicroscopeView extends View<MicroscopeState> {
       this.pending = {};
       scope.send({ type: "sample", ...wish });
     });
-    this.controls = new Controls((name, value) => this.wish(name, value), scope.get("_static"));
+    this.controls = new Controls(scope.get("_samplers"), (name, value) => this.wish(name, value), scope.get("_static"));
     this.walk = roving(
       this.answer,
       () => {},
@@ -105,14 +105,14 @@ class MicroscopeView extends View<MicroscopeState> {
     this.line.draw(get("_line"), get("token"), get("uniform"));
     this.drawDrawn();
     this.notes.replaceChildren(
-      ...get("_steps").flatMap(([name]) => [h("dt", {}, name.replace(/_/g, " ")), h("dd", {}, EXPLAINED[name] ?? "")]),
+      ...get("_steps").flatMap(({ name }) => [h("dt", {}, name.replace(/_/g, " ")), h("dd", {}, get("_about")[name] ?? "")]),
     );
   }
 
   private text(): string {
     const steps = this.widget.get("_steps");
-    const rows = this.widget.get("_tokens").map(([, text], row) => [text, ...steps.map((step) => step[7][row] ?? null)]);
-    return tsv([["token", ...steps.map(([name]) => name)], ...rows]);
+    const rows = this.widget.get("_tokens").map(([_id, text], row) => [text, ...steps.map((step) => step.probs[row] ?? null)]);
+    return tsv([["token", ...steps.map((step) => step.name)], ...rows]);
   }
 
   private drawText(): void {

@@ -11,19 +11,19 @@ export function funnel(survivors: number, vocab: number): number {
 }
 
 /** What a step took away, in words. */
-export function removed([name, , , gone, mass]: SampleStep): string {
+export function removed({ name, removed: gone, mass }: SampleStep): string {
   if (name === "logits") return "the whole vocabulary";
   return gone ? `− ${count(gone, "token")}, ${percent(mass)}` : "none removed";
 }
 
 export function chainTable(steps: SampleStep[], tokens: SampleToken[], drawn: number, vocab: number): HTMLElement {
-  const most = Math.max(...steps.flatMap(([, , , , , , , probs]) => probs.map((p) => p ?? 0)), 1e-9);
+  const most = Math.max(...steps.flatMap(({ probs }) => probs.map((p) => p ?? 0)), 1e-9);
   const head = h("tr", {}, h("th", { scope: "col" }, "token"));
   for (const step of steps) head.append(heading(step, vocab));
   const rows = tokens.map(([id, text], row) => {
     const mark = h("span", { class: "exl2nb-mark", "aria-hidden": "true" }, id === drawn ? "▸" : "");
     const name = h("th", { scope: "row", title: `id ${id}` }, mark, h("code", {}, visible(text)), id === drawn ? sr("drawn") : "");
-    const line = h("tr", {}, name, ...steps.map((step) => cell(step[7][row] ?? null, most)));
+    const line = h("tr", {}, name, ...steps.map((step) => cell(step.probs[row] ?? null, most)));
     if (id === drawn) line.dataset.drawn = "";
     return line;
   });
@@ -31,7 +31,7 @@ export function chainTable(steps: SampleStep[], tokens: SampleToken[], drawn: nu
 }
 
 function heading(step: SampleStep, vocab: number): HTMLElement {
-  const [name, settings, survivors, , , temperature, entropy] = step;
+  const { name, settings, survivors, temperature, entropy_bits: entropy } = step;
   const bar = h("i");
   bar.style.blockSize = `${(100 * funnel(survivors, vocab)).toFixed(1)}%`;
   const told = settings.includes("=") && !settings.includes(",") ? settings.slice(settings.indexOf("=") + 1) : "";

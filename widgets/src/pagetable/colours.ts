@@ -1,21 +1,11 @@
-// Colours and words of pages: the colours of exl2nb/widgets/pagetable.py, one per request, by its number.
+// Colours and words of pages: a colour per request, by its number.
+import { OWNER_COLOURS } from "../constants.gen";
 import type { PageCell, PageFrame } from "../protocol.gen";
 import { count } from "../shared/format";
 import { css, type Rgb } from "../shared/palette";
 
-const OWNERS: readonly Rgb[] = [
-  [46, 112, 190],
-  [214, 120, 40],
-  [62, 150, 92],
-  [168, 84, 170],
-  [196, 62, 78],
-  [20, 140, 150],
-  [140, 110, 40],
-  [222, 110, 150],
-];
-
 export function ownerColour(number: number): Rgb {
-  return OWNERS[number % OWNERS.length] as Rgb;
+  return OWNER_COLOURS[number % OWNER_COLOURS.length] as Rgb;
 }
 
 /** Stripes in the colours of the requests that reference a page. */
@@ -67,7 +57,7 @@ export interface Counts {
 
 export function counts(frame: PageFrame): Counts {
   const found: Counts = { used: 0, shared: 0, cached: 0, free: 0 };
-  for (const [state, , owners] of frame.pages) {
+  for (const [state, _tokens, owners] of frame.pages) {
     if (state === "used" && owners.length > 1) found.shared += 1;
     else found[state] += 1;
   }

@@ -206,7 +206,7 @@ class PageTableView extends View<PageTableState> {
 }
 
 function paint(element: HTMLElement, frame: PageFrame, cell: PageCell, page: number): void {
-  const [state, tokens, owners, , , event] = cell;
+  const [state, tokens, owners, _key, _parent, event] = cell;
   const share = Math.min(1, tokens / frame.page_size);
   element.dataset.state = state;
   element.style.setProperty("--exl-full", `${(100 * share).toFixed(1)}%`);

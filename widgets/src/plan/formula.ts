@@ -1,8 +1,8 @@
-// The arithmetic of exl2nb/llm/memory.py, line for line: bytes from context, batch and cache mode. tests/ui/test_plan_page.py compares.
+// Computes the terms of a memory plan, which exl2nb/llm/memory.py and split_plan.py declare. tests/widgets/test_twins.py compares.
+import { PLAN_PARTS, PLAN_TERMS } from "../constants.gen";
 import type { PlanFormula } from "../protocol.gen";
 
-export const PARTS = ["weights", "cache", "work", "graphs", "logits", "rounding", "adapters"] as const;
-export type Part = (typeof PARTS)[number];
+export type Part = (typeof PLAN_PARTS)[number];
 export type Sizes = Record<Part, number>;
 
 export interface Choice {
@@ -11,33 +11,41 @@ export interface Choice {
   mode: string;
 }
 
-export function parts(f: PlanFormula, { context, batch, mode }: Choice): Sizes {
-  const pages = batch * Math.ceil(context / f.page_tokens);
-  const tokens = Math.min(f.chunk, batch * context);
-  const work = f.stages.reduce((most, [fixed, token, long]) => Math.max(most, fixed + token * tokens + long * context), 0);
-  const cache = pages * (f.page_bytes[mode] ?? 0);
-  return {
-    weights: f.weights,
-    cache,
-    work,
-    graphs: f.graph_fixed + f.graph_row * rows(batch),
-    logits: f.logits_row * batch,
-    rounding: f.segments ? segment(f.weights) - f.weights + segment(cache) - cache : 0,
-    adapters: f.adapters,
+const add = (...values: number[]) => values.reduce((sum, value) => sum + value, 0);
+const OPERATIONS: Record<string, (...operands: never[]) => number> = {
+  "+": add,
+  "*": (...values: number[]) => values.reduce((product, value) => product * value, 1),
+  min: Math.min,
+  ceil: (a: number, b: number) => Math.ceil(a / b),
+  floor: (a: number, b: number) => Math.floor(a / b),
+  at: (table: Record<string | number, number>, key: string | number) => table[key] ?? 0,
+  sum: (table: number[], start: number, end: number) => add(...table.slice(start, end)),
+  most: (rows: number[][], ...values: number[]) =>
+    Math.max(0, ...rows.map(([fixed = 0, ...factors]) => add(fixed, ...factors.map((factor, i) => factor * (values[i] ?? 0))))),
+  step(value: number, ...steps: number[]) {
+    const limit = steps.findIndex((limit, i) => i % 2 === 0 && i + 1 < steps.length && value <= limit);
+    return steps[limit < 0 ? steps.length - 1 : limit + 1] ?? 0;
+  },
+};
+
+/** The values of the terms, each of which may name those before it: `evaluate` in Python. */
+export function evaluate(terms: readonly (readonly [name: string, term: unknown])[], known: object): Record<string, number> {
+  const found = { ...known } as Record<string, unknown>;
+  const value = (term: unknown): unknown => {
+    if (Array.isArray(term)) return OPERATIONS[term[0]]?.(...(term.slice(1).map(value) as never[]));
+    return typeof term === "string" ? found[term] : term;
   };
+  for (const [name, term] of terms) found[name] = value(term);
+  return found as Record<string, number>;
 }
 
-const MIB = 2 ** 20;
-
-/** What torch takes from a GPU for one tensor: `segment_bytes` there. */
-function segment(size: number): number {
-  if (size <= MIB) return 2 * MIB;
-  return size < 10 * MIB ? 20 * MIB : 2 * MIB * Math.ceil(size / (2 * MIB));
+export function parts(f: PlanFormula, choice: Choice): Sizes {
+  const found = evaluate(PLAN_TERMS, { ...f, ...choice });
+  return Object.fromEntries(PLAN_PARTS.map((part) => [part, found[part]])) as Sizes;
 }
 
 export function total(f: PlanFormula, choice: Choice): number {
-  const sizes = parts(f, choice);
-  return PARTS.reduce((sum, part) => sum + sizes[part], 0);
+  return add(...Object.values(parts(f, choice)));
 }
 
 /** The most tokens of context, whole pages, at which everything fits; 0 where not even one page does. */
@@ -50,14 +58,6 @@ export function fittingContext(f: PlanFormula, free: number, batch: number, mode
     else high = middle - 1;
   }
   return low * f.page_tokens;
-}
-
-/** Texts that the graph of a decode step is made for. */
-function rows(batch: number): number {
-  if (batch > 8) return Math.min(64, 8 * Math.ceil(batch / 8));
-  let power = 1;
-  while (power < batch) power *= 2;
-  return power;
 }
 
 /** What to do where it does not fit: the mode of most bits that does, and the context that would. */

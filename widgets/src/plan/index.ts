@@ -1,6 +1,7 @@
 // MemoryPlan: one stacked bar against free memory; context, texts and cache mode are answered here, from the formula's coefficients. Of
 // several devices see split.ts.
 import type { AnyModel } from "@anywidget/types";
+import { PLAN_COLOURS, PLAN_PARTS } from "../constants.gen";
 import type { PlanState } from "../protocol.gen";
 import { type State, state } from "../shared/afm";
 import { h, setAttributes } from "../shared/dom";
@@ -9,7 +10,7 @@ import { snapshot } from "../shared/snapshot";
 import { tools, tsv } from "../shared/tools";
 import { show, View } from "../shared/view";
 import { amount, Controls, field, number, write } from "./controls";
-import { advice, fittingContext, PARTS, type Part, parts } from "./formula";
+import { advice, fittingContext, type Part, parts, type Sizes } from "./formula";
 import { SplitView } from "./split";
 import "./plan.css";
 
@@ -71,13 +72,13 @@ class PlanView extends View<PlanState> {
     const free = get("free");
     const choice = this.controls.choice;
     const sizes = parts(formula, choice);
-    const total = PARTS.reduce((sum, part) => sum + sizes[part], 0);
+    const total = PLAN_PARTS.reduce((sum, part) => sum + sizes[part], 0);
     this.title.textContent = get("name");
     this.device.textContent = get("device") === "cuda" ? "on the GPU" : "on the CPU";
     this.controls.draw();
     write(this.free, free === null ? "" : String(Number((free / GIB).toFixed(2))));
     const most = Math.max(1, total, free ?? 0);
-    const shown = PARTS.filter((part) => sizes[part] > 0);
+    const shown = PLAN_PARTS.filter((part) => sizes[part] > 0);
     this.drawBar(shown, sizes, most, free);
     const words = verdict(
       total,
@@ -102,15 +103,16 @@ class PlanView extends View<PlanState> {
 
   private text(): string {
     const sizes = parts(this.widget.get("_formula"), this.controls.choice);
-    return tsv([["part", "bytes"], ...PARTS.filter((part) => sizes[part] > 0).map((part) => [NAMES[part], sizes[part]])]);
+    return tsv([["part", "bytes"], ...PLAN_PARTS.filter((part) => sizes[part] > 0).map((part) => [NAMES[part], sizes[part]])]);
   }
 
   private drawBar(shown: readonly Part[], sizes: Sizes, most: number, free: number | null): void {
     let at = 0;
     const pieces: HTMLElement[] = [];
     for (const part of shown) {
-      const piece = h("div", { class: `exl2nb-piece exl2nb-part-${part}`, title: `${NAMES[part]}: ${bytes(sizes[part])}` });
+      const piece = h("div", { class: "exl2nb-piece", title: `${NAMES[part]}: ${bytes(sizes[part])}` });
       piece.style.width = `${(100 * sizes[part]) / most}%`;
+      piece.style.backgroundColor = PLAN_COLOURS[part];
       at += sizes[part];
       pieces.push(piece);
     }
@@ -129,8 +131,6 @@ class PlanView extends View<PlanState> {
   }
 }
 
-type Sizes = ReturnType<typeof parts>;
-
 function verdict(total: number, free: number | null, ways: string, longest: number): string {
   if (free === null) return `${bytes(total)} in all; free memory is not known: enter it`;
   const both = `${bytes(total)} in all, ${bytes(free)} free`;
@@ -139,7 +139,7 @@ function verdict(total: number, free: number | null, ways: string, longest: numb
 }
 
 function row(part: Part, name: string, size: number, total: number): HTMLElement {
-  const swatch = h("span", { class: `exl2nb-swatch exl2nb-part-${part}`, "aria-hidden": "true" });
+  const swatch = h("span", { class: "exl2nb-swatch", style: `background-color:${PLAN_COLOURS[part]}`, "aria-hidden": "true" });
   const share = `${((100 * size) / Math.max(1, total)).toFixed(size / total < 0.1 ? 1 : 0)} %`;
   return h(
     "tr",

@@ -1,5 +1,6 @@
 // MemoryPlan of several devices: their layers on one track with a border between two devices that the pointer or the keys move; the memory
 // of each, the most tokens a second and the line of Python, all answered here.
+import { DEVICE_COLOURS, PLAN_COLOURS } from "../constants.gen";
 import type { PlanState } from "../protocol.gen";
 import type { State } from "../shared/afm";
 import { h, setAttributes } from "../shared/dom";
@@ -39,14 +40,14 @@ export class SplitView extends View<PlanState> {
 
   constructor(plan: State<PlanState>) {
     super(plan, "plan", "Memory plan of several devices");
-    const names = this.split.devices.map(([name]) => name);
+    const names = this.split.devices.map(({ name }) => name);
     const layers = layersOf(this.split);
     this.controls = new Controls(
       plan,
       () => this.frame.request(),
       () => this.say(),
     );
-    this.spans = names.map((_, i) => h("div", { class: "exl2nb-span", "data-style": i % 8 }));
+    this.spans = names.map((_, i) => h("div", { class: "exl2nb-span", style: deviceStyle(i) }));
     this.handles = names.slice(1).map((name, i) => this.handle(`Border between ${names[i]} and ${name}`, i, layers));
     this.rows = names.map((name, i) => this.row(name, i));
     const ticks = h("div", { class: "exl2nb-ticks", style: `--exl-layer:${100 / layers}%` });
@@ -133,7 +134,7 @@ export class SplitView extends View<PlanState> {
     const bar = h("div", { class: "exl2nb-bar", role: "img" });
     const layers = h("td");
     const sizes = Array.from({ length: 5 }, () => h("td")); // weights, cache, activations, in all, time
-    const swatch = h("span", { class: "exl2nb-swatch", "data-style": i % 8, "aria-hidden": "true" });
+    const swatch = h("span", { class: "exl2nb-swatch", style: deviceStyle(i), "aria-hidden": "true" });
     const first = h("th", { scope: "row" }, swatch, name);
     const middle = [h("td", {}, h("div", { class: "exl2nb-barbox" }, bar)), ...sizes.slice(0, 4)];
     const element = h("tr", { "data-device": name }, first, layers, ...middle, h("td", {}, limit), h("td", {}, speed), ...sizes.slice(4));
@@ -192,8 +193,9 @@ export class SplitView extends View<PlanState> {
     write(row.speed, speed === null ? "" : String(Number((speed / GB).toPrecision(4))));
     const most = Math.max(1, one.total, limit ?? 0);
     const pieces = PARTS.map((part) => {
-      const piece = h("div", { class: `exl2nb-piece exl2nb-part-${part}`, title: `${part}: ${bytes(one[part])}` });
+      const piece = h("div", { class: "exl2nb-piece", title: `${part}: ${bytes(one[part])}` });
       piece.style.width = `${(100 * one[part]) / most}%`;
+      piece.style.backgroundColor = PLAN_COLOURS[part];
       return piece;
     });
     if (limit !== null && one.total > limit) {
@@ -218,9 +220,16 @@ export class SplitView extends View<PlanState> {
   }
 }
 
+/** The colour of a device, by its place. */
+function deviceStyle(place: number): string {
+  return `background-color:${DEVICE_COLOURS[place % DEVICE_COLOURS.length]}`;
+}
+
 function heading(name: string): HTMLElement {
   const part = PARTS.find((one) => one === name);
-  const swatch = part ? [h("span", { class: `exl2nb-swatch exl2nb-part-${part}`, "aria-hidden": "true" })] : [];
+  const swatch = part
+    ? [h("span", { class: "exl2nb-swatch", style: `background-color:${PLAN_COLOURS[part]}`, "aria-hidden": "true" })]
+    : [];
   return h("th", { scope: "col", title: name === "work" ? WORK : undefined }, ...swatch, name);
 }
 

@@ -1,6 +1,7 @@
-// The arithmetic of exl2nb/llm/split_plan.py, line for line: what each device holds between its borders. tests/ui/test_plan_split_page.py compares.
+// What each device holds between its borders, from the terms of exl2nb/llm/split_plan.py; borders that are moved or filled; the line of Python.
+import { PLAN_TERMS, SHARE_TERMS } from "../constants.gen";
 import type { PlanSplit } from "../protocol.gen";
-import { type Choice, parts } from "./formula";
+import { type Choice, evaluate } from "./formula";
 
 export interface Share {
   device: string;
@@ -14,54 +15,26 @@ export interface Share {
 }
 
 export function layersOf(split: PlanSplit): number {
-  return (Object.values(split.kinds)[0]?.parts.length ?? 2) - 2;
+  return Object.values(split.kinds)[0]?.layers ?? 0;
 }
 
-/** What layers [first, last) take on the device of this number. */
-export function share(split: PlanSplit, number: number, first: number, last: number, choice: Choice): Share {
-  const [device, kind] = split.devices[number] ?? ["", ""];
-  const found = split.kinds[kind];
-  if (!found || last <= first) return { device, first, last, weights: 0, cache: 0, work: 0, read: 0, total: 0 };
-  const sizes = parts(found.formula, choice);
-  const layers = layersOf(split);
-  const weights = withEnds(found.parts, first, last);
-  const cache = Math.floor(sizes.cache / layers) * (last - first);
-  const work = sizes.work + sizes.graphs + sizes.logits + sizes.rounding + found.stream;
-  return { device, first, last, weights, cache, work, read: withEnds(found.read, first, last), total: weights + cache + work };
+/** What layers [first, last) take on the device of this number. host, sign: as in `SHARE_TERMS`. */
+function share(split: PlanSplit, number: number, first: number, last: number, choice: Choice, host = 0, sign = 1): Share {
+  const { name: device = "", kind = "" } = split.devices[number] ?? {};
+  const known = split.kinds[kind];
+  if (!known || last <= first) return { device, first, last, weights: 0, cache: 0, work: 0, read: 0, total: 0 };
+  const found = evaluate([...PLAN_TERMS, ...SHARE_TERMS], { ...known.formula, ...known, ...choice, first, last, host, sign });
+  const [weights = 0, cache = 0, work = 0, read = 0] = ["weights", "cache", "work", "read"].map((part) => found[`share_${part}`]);
+  return { device, first, last, weights, cache, work, read, total: weights + cache + work };
 }
 
 /** Of every device, those without layers included. */
 export function shares(split: PlanSplit, borders: readonly number[], choice: Choice): Share[] {
   const ends = [0, ...borders, layersOf(split)];
-  const found = split.devices.map((_, i) => share(split, i, ends[i] ?? 0, ends[i + 1] ?? 0, choice));
-  const host = found[0];
-  const gpu = found.findIndex((one, i) => i > 0 && one.last > one.first);
-  if (!split.lends || !host || host.last === 0 || split.devices[0]?.[1] !== "cpu") return found;
-  if (gpu < 0 || split.devices[gpu]?.[1] !== "cuda") return found;
-  return found.map((one, i) =>
-    i === 0 ? withLent(split, one, i, host.last, -1, choice) : i === gpu ? withLent(split, one, i, host.last, 1, choice) : one,
-  );
-}
-
-/** Which of so many layers of the CPU are lent while tokens are decoded; `lent_layers` in exl2nb/model/streaming.py. */
-function lentLayers(count: number): number[] {
-  return Array.from({ length: 2 * Math.floor(count / 8) }, (_, k) => 2 + 3 * k);
-}
-
-/** A share with the lent layers of `count` on the CPU (sign 1), or without them (-1). */
-function withLent(split: PlanSplit, one: Share, number: number, count: number, sign: 1 | -1, choice: Choice): Share {
-  const kind = split.kinds[split.devices[number]?.[1] ?? ""];
-  if (!kind) return one;
-  const lent = lentLayers(count);
-  const cache = one.cache + sign * lent.length * Math.floor(parts(kind.formula, choice).cache / layersOf(split));
-  const work = one.work + lent.length * kind.lent;
-  const read = one.read + sign * lent.reduce((sum, layer) => sum + (kind.read[layer + 1] ?? 0), 0);
-  return { ...one, cache, work, read, total: one.weights + cache + work };
-}
-
-function withEnds(sizes: readonly number[], first: number, last: number): number {
-  const part = sizes.slice(first === 0 ? 0 : first + 1, last === sizes.length - 2 ? sizes.length : last + 1);
-  return part.reduce((sum, size) => sum + size, 0);
+  const gpu = split.devices.findIndex((_, i) => i > 0 && (ends[i + 1] ?? 0) > (ends[i] ?? 0));
+  const host = split.lends && split.devices[0]?.kind === "cpu" && split.devices[gpu]?.kind === "cuda" ? (ends[1] ?? 0) : 0;
+  const lent = (i: number) => (i === 0 || i === gpu ? host : 0);
+  return split.devices.map((_, i) => share(split, i, ends[i] ?? 0, ends[i + 1] ?? 0, choice, lent(i), i ? 1 : -1));
 }
 
 /** Tokens a second that reading the weights allows; null: a speed is not known. */
@@ -83,11 +56,8 @@ export function filled(split: PlanSplit, limits: readonly (number | null)[], cho
   for (let i = split.devices.length - 1; i > 0; i--) {
     const limit = limits[i] ?? Number.POSITIVE_INFINITY;
     let first = last;
-    const total = (from: number) => {
-      const plain = share(split, i, from, last, choice);
-      const lends = split.lends && i === 1 && split.devices[0]?.[1] === "cpu";
-      return (lends ? withLent(split, plain, i, from, 1, choice) : plain).total;
-    };
+    const lends = split.lends && i === 1 && split.devices[0]?.kind === "cpu";
+    const total = (from: number) => share(split, i, from, last, choice, lends ? from : 0).total;
     while (first > 0 && total(first - 1) <= limit) first--;
     borders.unshift(first);
     last = first;

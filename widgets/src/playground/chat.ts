@@ -2,7 +2,7 @@
 import type { ChatTurn, PlaygroundState } from "../protocol.gen";
 import type { State } from "../shared/afm";
 import { h, setAttributes } from "../shared/dom";
-import { readSettings } from "./settings";
+import { readSettings } from "./samplers";
 
 const SAID: Record<string, string> = { user: "You", assistant: "Model", system: "System", tool: "Tool" };
 
@@ -67,7 +67,7 @@ export class Chat {
   text(): string {
     return this.playground
       .get("_turns")
-      .map(([, role, words, , , , calls = []]) => `${SAID[role] ?? "Other"}: ${[words, ...calls].filter(Boolean).join("\n")}`)
+      .map(({ role, text, calls }) => `${SAID[role] ?? "Other"}: ${[text, ...calls].filter(Boolean).join("\n")}`)
       .join("\n\n");
   }
 
@@ -136,7 +136,7 @@ export class Chat {
     const turns = this.playground.get("_turns");
     const running = this.playground.get("status") === "running";
     const last = turns[turns.length - 1];
-    const inLog = last?.[1] === "assistant" ? last : undefined;
+    const inLog = last?.role === "assistant" ? last : undefined;
     const held = this.held();
     const shown = inLog ? turns.slice(0, -1) : turns;
     this.element.replaceChildren(...shown.map((turn, at) => this.turn(turn, at + 1, at === turns.length - 1 && !running)));
@@ -164,14 +164,14 @@ export class Chat {
 
   private turn(turn: ChatTurn, place: number, unanswered: boolean): HTMLElement {
     const head = h("div", { class: "exl2nb-turn-head" }, ...this.head(turn, place, unanswered));
-    const text = h("div", { class: "exl2nb-turn-text", dir: "auto" }, turn[2]);
-    return h("li", { "data-role": turn[1] }, head, ...seen(turn), ...thought(turn), text, ...called(turn));
+    const text = h("div", { class: "exl2nb-turn-text", dir: "auto" }, turn.text);
+    return h("li", { "data-role": turn.role }, head, ...seen(turn), ...thought(turn), text, ...called(turn));
   }
 
-  private head([id, role, text, index, count]: ChatTurn, place: number, last: boolean): HTMLElement[] {
+  private head({ id, role, text, version, versions }: ChatTurn, place: number, last: boolean): HTMLElement[] {
     const what = `turn ${place}`;
     const parts: HTMLElement[] = [h("b", {}, SAID[role] ?? "Other")];
-    if (count > 1) parts.push(this.versions(id, index, count, what));
+    if (versions > 1) parts.push(this.versions(id, version, versions, what));
     if (this.playground.get("_static")) return parts;
     if (role === "user") parts.push(this.button("Edit", `Edit ${what}`, `${place}-edit`, () => this.edit(id, text)));
     if (role === "assistant" || (role === "user" && last)) {
@@ -218,19 +218,19 @@ export class Chat {
 }
 
 /** The pictures that were shown with a message. */
-function seen([, , , , , , , images = []]: ChatTurn): HTMLElement[] {
+function seen({ images }: ChatTurn): HTMLElement[] {
   const parts = images.map(([url, note]) => h("figure", {}, h("img", { src: url, alt: `Picture, ${note}` }), h("figcaption", {}, note)));
   return parts.length ? [h("div", { class: "exl2nb-turn-pictures" }, ...parts)] : [];
 }
 
 /** What the model thought, folded. The answer in the log shows it among its tokens. */
-function thought([, , , , , reasoning]: ChatTurn): HTMLElement[] {
+function thought({ reasoning }: ChatTurn): HTMLElement[] {
   if (!reasoning) return [];
   const text = h("div", { class: "exl2nb-turn-text", dir: "auto" }, reasoning);
   return [h("details", { class: "exl2nb-turn-reasoning" }, h("summary", {}, "Reasoning"), text)];
 }
 
 /** The functions it wants to be called. */
-function called([, , , , , , calls = []]: ChatTurn): HTMLElement[] {
+function called({ calls }: ChatTurn): HTMLElement[] {
   return calls.map((call) => h("div", { class: "exl2nb-turn-call" }, "Tool calls ", h("code", {}, call)));
 }

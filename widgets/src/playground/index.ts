@@ -2,8 +2,8 @@
 import type { AnyModel } from "@anywidget/types";
 import type { Fates, PlaygroundState, TokenItem, Tops } from "../protocol.gen";
 import { state } from "../shared/afm";
-import { watchKernel } from "../shared/kernel";
 import { Feed, type FeedMessage } from "../shared/stream";
+import { show } from "../shared/view";
 import { fill, learn } from "./tops";
 import { PlaygroundView } from "./view";
 import "./playground.css";
@@ -40,14 +40,7 @@ export default () => {
         for (const one of undo) one();
       };
     },
-    render({ model, el }: { model: AnyModel; el: HTMLElement }) {
-      const view = new PlaygroundView(state<PlaygroundState>(model), feedOf(model));
-      el.append(view.root);
-      const undo = watchKernel(view.root, model);
-      return () => {
-        undo();
-        view.close();
-      };
-    },
+    render: (place: { model: AnyModel; el: HTMLElement }) =>
+      show(new PlaygroundView(state<PlaygroundState>(place.model), feedOf(place.model)), place),
   };
 };

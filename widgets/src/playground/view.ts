@@ -1,17 +1,19 @@
 // One view of a Playground: builds the page, turns clicks into messages, and redraws per animation frame.
+
+import { PROTOCOL_VERSION } from "../constants.gen";
 import type { PlaygroundState, TokenItem } from "../protocol.gen";
-import { PROTOCOL_VERSION } from "../protocol.gen";
 import type { State } from "../shared/afm";
-import { guardKeys, h, icon, root, setAttributes, uniqueId } from "../shared/dom";
+import { h, icon, setAttributes, uniqueId } from "../shared/dom";
 import { SURPRISE_LABELS } from "../shared/format";
-import { perFrame } from "../shared/frame";
 import { snapshot } from "../shared/snapshot";
 import type { Feed } from "../shared/stream";
 import { tools } from "../shared/tools";
+import { View } from "../shared/view";
 import { Chat } from "./chat";
 import { TokenLog } from "./log";
 import { RANK_LABELS } from "./rank";
-import { readSettings, SettingsPanel } from "./settings";
+import { readSettings } from "./samplers";
+import { SettingsPanel } from "./settings";
 import { figures, headline } from "./status";
 import { describe, Tip } from "./tip";
 import { fatesOf } from "./tops";
@@ -21,16 +23,13 @@ const PLAY = "M4 2.5v11l9-5.5z";
 const SQUARE = "M3.5 3.5h9v9h-9z";
 const STALE = "The Python side uses another protocol version: reload the page, and restart the kernel if that does not help.";
 
-export class PlaygroundView {
-  readonly root = root("playground", "Playground");
+export class PlaygroundView extends View<PlaygroundState> {
   private readonly prompt = h("textarea", { id: uniqueId("prompt"), rows: 2, spellcheck: "false" });
   private readonly generate = h("button", { type: "button", class: "exl2nb-button exl2nb-primary" }, icon(PLAY), "Generate");
   private readonly stop = h("button", { type: "button", class: "exl2nb-button" }, icon(SQUARE), "Stop");
   private readonly headline = h("span", { class: "exl2nb-headline" });
   private readonly figures = h("span", { class: "exl2nb-figures" });
-  private readonly spoken = h("div", { class: "exl2nb-sr", role: "status" });
   private readonly inspected = h("div", { class: "exl2nb-sr", "aria-live": "polite" });
-  private readonly error = h("div", { class: "exl2nb-error", role: "alert", hidden: true });
   private readonly empty = h("p", { class: "exl2nb-empty" }, "Generated text appears here.");
   private readonly jump = h("button", { type: "button", class: "exl2nb-button exl2nb-jump", hidden: true }, "Scroll to end ↓");
   private readonly legend = h("div", { class: "exl2nb-legend" });
@@ -39,8 +38,6 @@ export class PlaygroundView {
   private readonly tip = new Tip();
   private readonly log = new TokenLog((index, element, by) => this.inspect(index, element, by));
   private readonly panel: SettingsPanel;
-  private readonly frame = perFrame(() => this.draw());
-  private readonly undo: (() => void)[] = [];
   private needsReset = true;
   private looked = -1;
   private byKeyboard = false;
@@ -48,9 +45,10 @@ export class PlaygroundView {
   private stopping = false;
 
   constructor(
-    private readonly playground: State<PlaygroundState>,
+    playground: State<PlaygroundState>,
     private readonly feed: Feed<TokenItem>,
   ) {
+    super(playground, "playground", "Playground");
     const readOnly = playground.get("_static");
     this.panel = new SettingsPanel(playground, readOnly);
     this.chat = playground.get("chat") ? new Chat(playground, this.prompt) : undefined;
@@ -60,23 +58,21 @@ export class PlaygroundView {
     this.listen();
     this.refreshPrompt();
     this.refreshMode();
-    this.draw();
+    this.begin(["status", "error", "finish_reason", "_has_model"], ...this.follow());
   }
 
-  close(): void {
-    for (const undo of this.undo) undo();
+  override close(): void {
+    super.close();
     this.panel.close();
     this.chat?.close();
-    this.frame.cancel();
     window.clearTimeout(this.rest);
     this.tip.hide();
-    this.root.remove();
   }
 
   private card(toggle: HTMLElement, readOnly: boolean): HTMLElement {
-    const label = this.playground.get("_model_label");
+    const label = this.widget.get("_model_label");
     this.prompt.readOnly = readOnly;
-    const height = this.playground.get("height");
+    const height = this.widget.get("height");
     if (height) this.log.element.style.maxHeight = height;
     const ask = h(
       "div",
@@ -138,8 +134,7 @@ export class PlaygroundView {
     const choice = (value: PlaygroundState["view"], text: string): [HTMLElement, HTMLInputElement] => {
       const input = h("input", { type: "radio", name, value });
       input.addEventListener("change", () => {
-        this.playground.set("view", value);
-        this.playground.save();
+        this.set({ view: value });
       });
       return [h("label", {}, input, h("span", {}, text)), input];
     };
@@ -153,8 +148,8 @@ export class PlaygroundView {
   private listen(): void {
     this.generate.addEventListener("click", () => this.onGenerate());
     this.stop.addEventListener("click", () => this.onStop());
-    this.prompt.addEventListener("input", () => this.playground.set("prompt", this.prompt.value));
-    this.prompt.addEventListener("change", () => this.playground.save());
+    this.prompt.addEventListener("input", () => this.widget.set("prompt", this.prompt.value));
+    this.prompt.addEventListener("change", () => this.widget.save());
     this.jump.addEventListener("click", () => {
       this.log.toEnd();
       this.log.element.focus();
@@ -166,54 +161,55 @@ export class PlaygroundView {
         this.onGenerate();
       }
     });
-    this.undo.push(
-      guardKeys(this.root),
+  }
+
+  private follow(): (() => void)[] {
+    return [
       this.feed.subscribe((change) => {
         if (change.kind === "reset") this.needsReset = true;
         this.frame.request();
       }),
-      this.playground.onMessage((message) => {
+      this.widget.onMessage((message) => {
         if (["tops", "fates"].includes((message as { type?: string }).type ?? "")) this.inform();
       }),
-      this.playground.observe(["_tokens"], () => this.inform()),
-      this.playground.observe(["status", "error", "finish_reason", "_has_model"], () => this.frame.request()),
-      this.playground.observe(["prompt"], () => this.refreshPrompt()),
-      this.playground.observe(["view"], () => this.refreshMode()),
-    );
+      this.widget.observe(["_tokens"], () => this.inform()),
+      this.widget.observe(["prompt"], () => this.refreshPrompt()),
+      this.widget.observe(["view"], () => this.refreshMode()),
+    ];
   }
 
   private get running(): boolean {
-    return this.playground.get("status") === "running";
+    return this.widget.get("status") === "running";
   }
 
   private onGenerate(): void {
-    if (this.running || !this.playground.get("_has_model") || this.playground.get("_static")) return;
+    if (this.running || !this.widget.get("_has_model") || this.widget.get("_static")) return;
     if (this.chat) this.chat.send();
-    else this.playground.send({ type: "generate", prompt: this.prompt.value, settings: readSettings(this.playground) });
+    else this.widget.send({ type: "generate", prompt: this.prompt.value, settings: readSettings(this.widget) });
   }
 
   private onStop(): void {
     if (!this.running) return;
     this.stopping = true;
-    this.playground.send({ type: "stop" });
+    this.widget.send({ type: "stop" });
     this.frame.request();
   }
 
   private refreshPrompt(): void {
-    const value = this.playground.get("prompt");
+    const value = this.widget.get("prompt");
     if (this.prompt.value !== value) this.prompt.value = value;
   }
 
   private refreshMode(): void {
-    const view = this.playground.get("view");
+    const view = this.widget.get("view");
     this.modes[view].checked = true;
     this.root.dataset.view = view;
     this.legend.hidden = view === "plain";
     if (view !== "plain") this.legend.replaceChildren(...LEGENDS[view]());
   }
 
-  private draw(): void {
-    const status = this.playground.get("status");
+  protected draw(): void {
+    const status = this.widget.get("status");
     const running = status === "running";
     if (!running) this.stopping = false;
     if (this.needsReset) this.log.reset(this.feed.items);
@@ -222,25 +218,23 @@ export class PlaygroundView {
     this.empty.hidden = running || this.feed.items.length > 0;
     this.jump.hidden = !running || this.log.isFollowing;
     this.drawStatus(running);
-    const error = this.playground.get("_protocol") === PROTOCOL_VERSION ? this.playground.get("error") : STALE;
-    this.error.hidden = error === "";
-    if (this.error.textContent !== error) this.error.textContent = error;
+    this.drawError(this.widget.get("_protocol") === PROTOCOL_VERSION ? this.widget.get("error") : STALE);
   }
 
   private drawStatus(running: boolean): void {
     const words = headline({
-      status: this.playground.get("status"),
+      status: this.widget.get("status"),
       stopping: this.stopping,
-      hasModel: this.playground.get("_has_model") || this.playground.get("_static"),
-      reason: this.playground.get("finish_reason"),
+      hasModel: this.widget.get("_has_model") || this.widget.get("_static"),
+      reason: this.widget.get("finish_reason"),
       stats: this.feed.stats,
     });
     this.headline.textContent = words;
     this.figures.textContent = figures(this.feed.stats, !/\d/.test(words));
     if (this.spoken.textContent !== words) this.spoken.textContent = words;
-    this.root.dataset.status = this.playground.get("status");
+    this.root.dataset.status = this.widget.get("status");
     setAttributes(this.log.element, { "aria-busy": String(running) });
-    setAttributes(this.generate, { "aria-disabled": String(running || !this.playground.get("_has_model")) });
+    setAttributes(this.generate, { "aria-disabled": String(running || !this.widget.get("_has_model")) });
     setAttributes(this.stop, { "aria-disabled": String(!running || this.stopping) });
   }
 
@@ -253,7 +247,7 @@ export class PlaygroundView {
       this.tip.hide();
       return;
     }
-    if (item[4] === null) this.playground.send({ type: "look_at", run: this.feed.run, at: index });
+    if (item[4] === null) this.widget.send({ type: "look_at", run: this.feed.run, at: index });
     if (!fatesOf(item)) this.rest = window.setTimeout(() => this.lookInto(index), REST_MS);
     this.tip.show(item, element);
     if (by === "keyboard") this.inspected.textContent = describe(item);
@@ -269,8 +263,8 @@ export class PlaygroundView {
 
   /** What the samplers removed there is worked out for a place that is looked at, and never beside a run. */
   private lookInto(at: number): void {
-    if (this.running || !this.playground.get("_has_model") || this.playground.get("_static")) return;
-    this.playground.send({ type: "look_into", run: this.feed.run, at });
+    if (this.running || !this.widget.get("_has_model") || this.widget.get("_static")) return;
+    this.widget.send({ type: "look_into", run: this.feed.run, at });
   }
 }
 

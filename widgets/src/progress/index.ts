@@ -66,7 +66,7 @@ class ProgressLine extends View<ProgressState> {
   private words(status: string): string {
     const get = this.widget.get;
     if (status === "idle") return "waiting";
-    const total = get("finished").reduce((sum, [, elapsed]) => sum + elapsed, 0);
+    const total = get("finished").reduce((sum, [_stage, elapsed]) => sum + elapsed, 0);
     if (status === "done") return duration(total);
     if (status === "stopped") return `stopped after ${duration(total)}`;
     if (status === "error") return "failed";

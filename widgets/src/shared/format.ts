@@ -1,4 +1,5 @@
 // Numbers and tokens as people read them.
+import { SIZE_UNITS, SURPRISE_LIMITS } from "../constants.gen";
 
 export function percent(p: number): string {
   const value = p * 100;
@@ -42,21 +43,12 @@ export function spoken(text: string): string {
 
 /** Step 0 (at least 90 %) to 4 (below 5 %); -1 when the probability is not known. The legend prints the same limits. */
 export function surprise(p: number | null): number {
-  if (p === null) return -1;
-  if (p >= 0.9) return 0;
-  if (p >= 0.5) return 1;
-  if (p >= 0.2) return 2;
-  return p >= 0.05 ? 3 : 4;
+  return p === null ? -1 : SURPRISE_LIMITS.filter((limit) => p < limit).length;
 }
 export const SURPRISE_LABELS = ["≥ 90 %", "50–90", "20–50", "5–20", "< 5 %"] as const;
 
-/** Readable bytes: 7.80 MiB. The same as exl2nb/core/show.py. */
+/** Readable bytes: 7.80 MiB. */
 export function bytes(count: number): string {
-  for (const [unit, scale] of [
-    ["GiB", 2 ** 30],
-    ["MiB", 2 ** 20],
-    ["KiB", 2 ** 10],
-  ] as const)
-    if (count >= scale) return `${(count / scale).toFixed(2)} ${unit}`;
+  for (const [unit, scale] of SIZE_UNITS) if (count >= scale) return `${(count / scale).toFixed(2)} ${unit}`;
   return `${count} bytes`;
 }

@@ -1,13 +1,13 @@
 // Numbers of tokens measured against a reference, as steps and words. Pure, so the tests read them without a browser.
+import { KL_LIMITS } from "../constants.gen";
 import type { KlToken } from "../protocol.gen";
 import { percent, visible } from "./format";
 
-const LIMITS = [0.001, 0.01, 0.1, 1] as const; // nats; the same numbers are in exl2nb/widgets/columns.py
 export const KL_LABELS = ["< 0.001", "0.001–0.01", "0.01–0.1", "0.1–1", "≥ 1 nat"] as const;
 
 /** Step 0 (below 0.001 nats) to 4 (1 and more); -1 when the KL is not known. */
 export function klStep(kl: number | null): number {
-  return kl === null ? -1 : LIMITS.filter((limit) => kl >= limit).length;
+  return kl === null ? -1 : KL_LIMITS.filter((limit) => kl >= limit).length;
 }
 
 /** Height of a bar, 0 to 1: the logarithm of the KL between 0.0001 and 1. */

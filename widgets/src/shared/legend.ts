@@ -22,7 +22,7 @@ export function scaleOf(cells: BitCell[], metric: Metric): { colour: (at: number
     const ticks = [-2, -1, 0, 1, 2].map((bits) => ({ at: (bits + 2) / 4, text: bits > 0 ? `+${bits}` : String(bits).replace("-", "−") }));
     return { colour: (at) => diverging(4 * at - 2), ticks };
   }
-  const known = cells.map((cell) => (metric === "error" ? cell[8] : cell[9])).filter((value): value is number => value !== null);
+  const known = cells.map((cell) => (metric === "error" ? cell.error : cell.share)).filter((value): value is number => value !== null);
   const [low, high] = metric === "error" ? [Math.min(...known.filter((value) => value > 0)), Math.max(...known)] : [0, Math.max(...known)];
   const text = (value: number) => (metric === "error" ? value.toPrecision(2) : `${(100 * value).toFixed(1)} %`);
   return {

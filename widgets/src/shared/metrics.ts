@@ -16,13 +16,12 @@ export const EXPLAINED: Record<Metric, string> = {
 
 /** A painter for all cells at once: scales depend on the extremes. `bits` replaces what the cells say, where given. */
 export function painter(cells: BitCell[], metric: Metric, other: (number | null)[] = [], bits?: number[]): (index: number) => Paint {
-  const errors = cells.map((cell) => cell[8]).filter((value): value is number => value !== null && value > 0);
+  const errors = cells.map((cell) => cell.error).filter((value): value is number => value !== null && value > 0);
   const [low, high] = [Math.log(Math.min(...errors)), Math.log(Math.max(...errors))];
-  const most = Math.max(1e-12, ...cells.map((cell) => cell[9] ?? 0));
+  const most = Math.max(1e-12, ...cells.map((cell) => cell.share ?? 0));
   return (index) => {
-    const cell = cells[index] as BitCell;
-    const [layer, matrix, stored, , , , , , error, share] = cell;
-    const bpw = bits?.[index] ?? stored;
+    const { layer, matrix, error, share, ...cell } = cells[index] as BitCell;
+    const bpw = bits?.[index] ?? cell.bpw;
     const where = layer < 0 ? matrix : `layer ${layer} ${matrix}`;
     const said = (text: string) => `${where}: ${text}`;
     if (metric === "error") {

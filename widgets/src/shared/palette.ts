@@ -1,19 +1,12 @@
-// Colours of bit widths: the anchors of exl2nb/core/show.py, light to dark from 2 to 8 bits.
+// Colours of bit widths, light to dark from 2 to 8 bits, as in exl2nb/core/show.py. tests/widgets/test_twins.py compares.
+import { BIT_COLOURS, DIVERGING_COLOURS } from "../constants.gen";
+
 export type Rgb = readonly [number, number, number];
 
-const ANCHORS: readonly (readonly [bits: number, colour: Rgb])[] = [
-  [2, [254, 240, 190]],
-  [3, [190, 222, 150]],
-  [4, [112, 190, 150]],
-  [5, [52, 140, 150]],
-  [6, [45, 90, 140]],
-  [8, [58, 34, 102]],
-];
-
 export function colour(bits: number): Rgb {
-  let [low, from] = ANCHORS[0] as (typeof ANCHORS)[number];
+  let [low, from]: (typeof BIT_COLOURS)[number] = BIT_COLOURS[0];
   if (bits <= low) return from;
-  for (const [high, to] of ANCHORS) {
+  for (const [high, to] of BIT_COLOURS) {
     if (bits <= high) return mix(from, to, (bits - low) / (high - low));
     [low, from] = [high, to];
   }
@@ -28,7 +21,8 @@ export function shade(share: number): Rgb {
 /** Fewer bits than the other: red; more: blue; 2 bits apart is full. */
 export function diverging(difference: number): Rgb {
   const share = Math.min(1, Math.abs(difference) / 2);
-  return mix([242, 242, 242], difference < 0 ? [186, 40, 50] : [30, 84, 170], share);
+  const [less, same, more] = DIVERGING_COLOURS;
+  return mix(same, difference < 0 ? less : more, share);
 }
 
 /** Black or white, whichever contrasts more (WCAG relative luminance). */

@@ -7,13 +7,13 @@ import { colour, css, ink } from "./palette";
 /** "12 groups of 6 bits, 52 of 4": groups by width, in the order of the file. */
 export function legend(runs: Run[]): string {
   const groups = new Map<number, number>();
-  for (const [bits, , n] of runs) groups.set(bits, (groups.get(bits) ?? 0) + n);
+  for (const [bits, _rows, n] of runs) groups.set(bits, (groups.get(bits) ?? 0) + n);
   const parts = [...groups].map(([bits, n], i) => (i ? `${n} of ${bits}` : `${n} group${n === 1 ? "" : "s"} of ${bits} bits`));
   return parts.join(", ");
 }
 
 export function strip(cell: BitCell): HTMLElement {
-  const [layer, matrix, bpw, nbytes, , rows, columns, experts, error, share, parts] = cell;
+  const { layer, matrix, bpw, nbytes, rows, columns, experts, error, share, parts } = cell;
   const where = layer < 0 ? matrix : `layer ${layer}, ${matrix}`;
   const shape = rows && columns ? `${rows} × ${columns}` : "";
   const facts = [shape, `${bpw.toFixed(3)} bits per weight`, bytes(nbytes), experts > 1 ? `${experts} experts` : ""];

@@ -38,9 +38,8 @@ export abstract class View<S extends Failing> {
     this.root.remove();
   }
 
-  protected drawError(): void {
-    const error = this.widget.get("error");
-    this.error.textContent = error;
+  protected drawError(error = this.widget.get("error")): void {
+    if (this.error.textContent !== error) this.error.textContent = error;
     this.error.hidden = error === "";
   }
 
