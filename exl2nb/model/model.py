@@ -27,6 +27,7 @@ from exl2nb.ops.gpu import LoraBuffers, unpack_half
 from exl2nb.ops.interpreter import CpuBackend, Inputs, interpret, observing
 from exl2nb.ops.kernel_code import KernelId
 from exl2nb.ops.placement import Placement
+from exl2nb.ops.step_plan import PlannedProgram
 
 if TYPE_CHECKING:
     from exl2nb.model.parallel import ParallelModel
@@ -70,6 +71,10 @@ class Network:
     embedding: Embedding
     layers: tuple[Layer, ...]
     head: Head
+
+    def steps(self, ropes: Mapping[str, tuple[Tensor, Tensor]]) -> list[ops.Op]:
+        """The ops of a step, with these RoPE tables."""
+        return [self.embedding.op, *(op for layer in self.layers for op in layer.ops(ropes)), self.head.op]
 
     def tensors(self) -> Iterator[Tensor]:
         """Every weight once."""
@@ -515,8 +520,24 @@ class Model:
     def _record(self, network: Network) -> None:
         """Write the program with the RoPE tables as they are."""
         program = ops.Program(self.device)
-        program.add(network.embedding.op, *(op for layer in network.layers for op in layer.ops(self._ropes)), network.head.op)
+        program.add(*network.steps(self._ropes))
         self._program, self._code = program, program.code
+
+    def planned_program(self, program: PlannedProgram | None = None) -> PlannedProgram:
+        """The program of a model on the CPU as a GPU would run it, for `ops.step_plan.step_plan`. No weight is changed.
+
+        Args:
+            program: an empty one, to be filled.
+        """
+        if self._network is None:
+            raise EngineClosed("the model was closed; load it again")
+        if self.device != "cpu":
+            raise OptionError(f"planned_program: the model is on {self.device}; load it with device='cpu'")
+        kinds = {self.config.rope_kind(layer) for layer in range(self.config.num_layers)}
+        ropes = {kind: self._tables(PAGE_SIZE, kind) for kind in sorted(kinds)}
+        program = PlannedProgram() if program is None else program
+        program.add(*self._network.steps(ropes))
+        return program
 
     def _tables(self, rows: int, kind: str) -> tuple[Tensor, Tensor]:
         if self.rope_switch is not None:

@@ -214,16 +214,20 @@ class Program:
             return {"table": self._address(torch.tensor(addresses, dtype=torch.int64))}
         words = []
         for parts, blobs in ((2, up), (1, down)):
-            table = gpu.expert_table([self.heads[blob.data_ptr()] for blob in blobs], parts)
-            copy = table.to(self.device)
-            self._tensors += [table, copy]
-            words += [table.data_ptr(), copy.data_ptr()]
+            words += self._expert_table([self.heads[blob.data_ptr()] for blob in blobs], parts)
         self._tensors.append(torch.tensor(words, dtype=torch.int64))
         known = {"table": self._tensors[-1].data_ptr()}
         if op.shared_gate is not None:  # one product for both
             self._blob(op.blob)
             known["blob"] = self._blob(pack_concat([op.blob, op.shared_gate]))
         return known
+
+    def _expert_table(self, heads: list[Tensor], parts: int) -> tuple[int, int]:
+        """On the GPU: the addresses of a table of experts on the host and on the device."""
+        table = gpu.expert_table(heads, parts)
+        copy = table.to(self.device)
+        self._tensors += [table, copy]
+        return table.data_ptr(), copy.data_ptr()
 
     def _blob(self, blob: Tensor) -> int:
         layout.shape(blob)
