@@ -11,7 +11,7 @@ from torch import Tensor
 
 from exl2nb.ops import _load, kv_codes
 from exl2nb.ops import blob as layout
-from exl2nb.ops._library import LIBRARY, check
+from exl2nb.ops._library import TORCH_LIBRARY, check_argument
 from exl2nb.ops.program import Program
 
 for _schema in (
@@ -20,7 +20,7 @@ for _schema in (
     "gpu_step_plan(Tensor program, int[] gpu, int capacity, int tokens, int? logit_rows, int sequences, int max_pages, int k_format, "
     "int v_format, bool pdl, int stream_k_from, int lora_width, bool lora_inside, Tensor? peers, bool prompts) -> Tensor",
 ):
-    LIBRARY.define(_schema)
+    TORCH_LIBRARY.define(_schema)
 
 _ops: Any = torch.ops.exl2nb
 _FIRST_REGION, _PROGRAM_TENSORS = 0x5E000000, 0x1000  # of csrc/torch/ops_cuda_plan.cpp: a region of made-up addresses for each tensor
@@ -71,14 +71,14 @@ class PlannedProgram(Program):
     """
 
     def __init__(self) -> None:
-        check(available(), "PlannedProgram", "libexl2nb_cuda.so", None, "the compiled library")
+        check_argument(available(), "PlannedProgram", "libexl2nb_cuda.so", None, "the compiled library")
         super().__init__("meta")
         self._regions: dict[int, int] = {}  # by address of a tensor
         self._perms: dict[bytes, int] = {}
 
-    def parts_of(self, blob: Tensor) -> tuple[int, list[layout.Part]]:
+    def parts_of(self, blob: Tensor) -> tuple[int, list[layout.BlobPart]]:
         """K and the matrices of a blob."""
-        return layout.read(blob)
+        return layout.read_blob(blob)
 
     def _address(self, tensor: Tensor) -> int:
         self._tensors.append(tensor)  # alive, so that no other tensor gets its address
@@ -95,8 +95,8 @@ class PlannedProgram(Program):
             self.heads[blob.data_ptr()] = _ops.gpu_planned_blob(torch.tensor(words), K, self._address(blob))
         return self.heads[blob.data_ptr()].data_ptr()
 
-    def _words_of(self, part: layout.Part, K: int) -> list[int]:
-        kind = {layout.EXL2: 1, layout.GPTQ: 2}.get(part.kind, 0)
+    def _words_of(self, part: layout.BlobPart, K: int) -> list[int]:
+        kind = {layout.EXL2_PART: 1, layout.GPTQ_PART: 2}.get(part.kind, 0)
         identity = part.perm is None or np.array_equal(part.perm, np.arange(K))
         order = 0 if part.perm is None or identity else self._perms.setdefault(part.perm.tobytes(), len(self._perms) + 1)
         stored = K if part.perm is None else len(part.perm)
@@ -110,7 +110,7 @@ class PlannedProgram(Program):
 
 def available() -> bool:
     """Whether the CUDA library is there, which needs no GPU to plan. Loads it where that has not been done."""
-    found = _load.load()
+    found = _load.load_libraries()
     if found.cuda is not None and "cpu" in found.loaded and "cuda" not in found.loaded:
         torch.ops.load_library(found.cuda)
     return found.cuda is not None and "cpu" in found.loaded
@@ -150,7 +150,7 @@ def step_plan(
     capacity = 1 << (tokens - 1).bit_length()
     text: Tensor = _ops.gpu_step_plan(
         program.code, list(astuple(gpu)), capacity, tokens, logit_rows, tokens if sequences is None else sequences, max_pages,
-        *(kv_codes.FORMATS[name] for name in formats), True, stream_k_from, lora_width, lora_inside, peers, prompts,
+        *(kv_codes.STORAGE_NUMBERS[name] for name in formats), True, stream_k_from, lora_width, lora_inside, peers, prompts,
     )  # fmt: skip
     launches = []
     for line in bytes(text.tolist()).decode().splitlines():

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple, TypedDict
 
-from exl2nb.core.options import Option, options_of
+from exl2nb.core.options import OptionField, options_of
 from exl2nb.generator.request import Request
-from exl2nb.sampling.filters import SWITCHES
+from exl2nb.sampling.filters import FILTER_SWITCHES
 from exl2nb.sampling.params import SamplingParams
 
 PROTOCOL_VERSION = 2
@@ -170,7 +170,7 @@ class SamplerControl(TypedDict):
     turns_on: bool
 
 
-def _control(one: Option) -> SamplerControl:
+def _control(one: OptionField) -> SamplerControl:
     least, most, step = one.slider or (0, 1, 0)
     low, high = one.range or (0, 1)
     return SamplerControl(
@@ -184,13 +184,13 @@ def _control(one: Option) -> SamplerControl:
         high=high,
         neutral=one.default,
         common=one.common,
-        turns_on=one.name in SWITCHES,
+        turns_on=one.name in FILTER_SWITCHES,
     )
 
 
-SAMPLERS = [_control(one) for cls in (SamplingParams, Request) for one in options_of(cls).values() if one.label]
+SAMPLER_FIELDS = [_control(one) for cls in (SamplingParams, Request) for one in options_of(cls).values() if one.label]
 """Every option that has a control."""
-SLIDERS = [_control(one) for one in options_of(SamplingParams).values() if one.label and one.one_row]
+SLIDER_FIELDS = [_control(one) for one in options_of(SamplingParams).values() if one.label and one.one_row]
 """Those that act on one row of logits."""
 
 
@@ -1283,5 +1283,5 @@ class OutlierMapState(InsideState):
 FromKernel = Delta | Snapshot | Done | Pong | Tops | Fates
 
 
-RECORDS = (ChatTurn, BitCell, CacheKind, SampleStep)
+RECORD_TYPES = (ChatTurn, BitCell, CacheKind, SampleStep)
 """NamedTuples that travel as objects (`_asdict`). The others travel as lists: rows of tokens, points and pages, of which there are many."""

@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from exl2nb.widgets.protocol import KlToken
 
 
-STATIC = Path(__file__).parent.parent / "static"
+STATIC_FOLDER = Path(__file__).parent.parent / "static"
 RGB = tuple[int, int, int]
 
 SURPRISE_LIMITS = (0.9, 0.5, 0.2, 0.05)
 """Steps of the tint: at least 90 %, 50, 20, 5 and below."""
 KL_LIMITS = (0.001, 0.01, 0.1, 1.0)
 """Steps of the tint in nats of KL."""
-TINTS = ("transparent", "rgba(255,200,40,.26)", "rgba(255,160,30,.42)", "rgba(250,110,40,.52)", "rgba(226,60,70,.58)")
+HIGHLIGHT_TINTS = ("transparent", "rgba(255,200,40,.26)", "rgba(255,160,30,.42)", "rgba(250,110,40,.52)", "rgba(226,60,70,.58)")
 """Of the steps of surprise and of KL, from 0; the same are in widgets/src/shared/base.css."""
 
 
@@ -37,7 +37,7 @@ def token_html(items: Sequence[Sequence[Any]], prompt: str = "") -> str:
     """Text tinted by probability, one `span` per token whose title says the number, so that colour is never the only carrier."""
     parts = [f'<span style="opacity:.7">{html.escape(prompt)}</span>'] if prompt else []
     for text, _id, prob, rank, top in items:
-        style = f"background:{TINTS[surprise(prob)]};border-radius:2px"
+        style = f"background:{HIGHLIGHT_TINTS[surprise(prob)]};border-radius:2px"
         if rank is not None and rank > 1:
             style += ";text-decoration:underline dotted"
         title = "" if prob is None else f"{percent(prob)}, rank {rank}" if rank is not None else percent(prob)
@@ -65,7 +65,7 @@ def offline_page(*, esm: str, css: str, state: Mapping[str, Any], title: str, fa
         fallback: script-free twin for readers without JavaScript.
     """
     data = json.dumps({"esm": esm, "state": dict(state)}, ensure_ascii=False).replace("<", "\\u003c")
-    host = (STATIC / "host.js").read_text(encoding="utf-8").replace("</", "<\\/")
+    host = (STATIC_FOLDER / "host.js").read_text(encoding="utf-8").replace("</", "<\\/")
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -121,7 +121,7 @@ def column_html(title: str, note: str, tokens: Sequence[KlToken], differs: int |
     """One answer without scripts: tinted tokens whose titles say the numbers, and a mark at the first difference from the first column."""
     parts = []
     for index, token in enumerate(tokens):
-        style = f"background:{TINTS[kl_step(token.kl)]};border-radius:2px"
+        style = f"background:{HIGHLIGHT_TINTS[kl_step(token.kl)]};border-radius:2px"
         if index == differs:
             style += ";border-left:3px solid"
         title_text = _numbers_in_words(token) + ("; first difference" if index == differs else "")

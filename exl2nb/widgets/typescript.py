@@ -17,15 +17,13 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from exl2nb import widgets
 from exl2nb.core.show import BIT_COLOURS, DIVERGING_COLOURS, SIZE_UNITS
-from exl2nb.llm.memory import COLOURS as PART_COLOURS
-from exl2nb.llm.memory import PARTS, PLAN_TERMS
-from exl2nb.llm.split_plan import COLOURS as DEVICE_COLOURS
-from exl2nb.llm.split_plan import SHARE_TERMS
+from exl2nb.llm.memory import PART_COLOURS, PLAN_PARTS, PLAN_TERMS
+from exl2nb.llm.split_plan import DEVICE_COLOURS, SHARE_TERMS
 from exl2nb.widgets import protocol, static
 
-GENERATED = "// Generated from exl2nb/widgets/protocol.py by `npm run protocol`; edit that file, not this one."
-LINE = 120  # characters; longer lists are written row by row
-_PRIMITIVE = {str: "string", int: "number", float: "number", bool: "boolean", type(None): "null"}
+GENERATED_HEADER = "// Generated from exl2nb/widgets/protocol.py by `npm run protocol`; edit that file, not this one."
+MAX_LINE_CHARACTERS = 120  # characters; longer lists are written row by row
+_PRIMITIVE_TYPES = {str: "string", int: "number", float: "number", bool: "boolean", type(None): "null"}
 
 
 def module(exported: Mapping[str, Any], *, records: Sequence[type] = ()) -> str:
@@ -38,7 +36,7 @@ def module(exported: Mapping[str, Any], *, records: Sequence[type] = ()) -> str:
     Raises:
         TypeError: an annotation has no TypeScript spelling.
     """
-    lines = [GENERATED]
+    lines = [GENERATED_HEADER]
     for name, kind in exported.items():
         doc = (getattr(kind, "__doc__", None) or "").strip()
         lines.append("")
@@ -54,10 +52,10 @@ def constants(values: Mapping[str, tuple[str, Any]]) -> str:
     Args:
         values: name -> type and JSON value; type "": that of the value as it is written.
     """
-    lines = [GENERATED]
+    lines = [GENERATED_HEADER]
     for name, (kind, value) in values.items():
         text = json.dumps(value, ensure_ascii=False)
-        if len(text) > LINE and isinstance(value, Sequence):
+        if len(text) > MAX_LINE_CHARACTERS and isinstance(value, Sequence):
             text = f"[\n{''.join(f'  {json.dumps(row, ensure_ascii=False)},{chr(10)}' for row in value)}]"
         lines += ["", f"export const {name}{kind and ': '}{kind} = {text}{'' if kind else ' as const'};"]
     return "\n".join(lines) + "\n"
@@ -84,8 +82,8 @@ def spelling(hint: Any, exported: Mapping[str, Any], *, inline: bool = False) ->
         for name, kind in exported.items():
             if kind is hint or (get_origin(hint) is Literal and kind == hint):
                 return name
-    if hint in _PRIMITIVE:
-        return _PRIMITIVE[hint]
+    if hint in _PRIMITIVE_TYPES:
+        return _PRIMITIVE_TYPES[hint]
     origin, args = get_origin(hint), get_args(hint)
     if origin is Literal:
         return " | ".join(f'"{value}"' for value in args)
@@ -128,7 +126,7 @@ def _is_type(kind: Any) -> bool:
 
 def typescript() -> str:
     """The TypeScript module that `widgets/src/protocol.gen.ts` must equal: types alone, so bundles do not change with them."""
-    return module(_exported(), records=protocol.RECORDS)
+    return module(_exported(), records=protocol.RECORD_TYPES)
 
 
 def typescript_constants() -> str:
@@ -146,7 +144,7 @@ def typescript_constants() -> str:
         "DEVICE_COLOURS": ("", DEVICE_COLOURS),
         "SHOWN_TOKENS": ("", protocol.SHOWN_TOKENS),
         "LINE_PROB": ("", protocol.LINE_PROB),
-        "PLAN_PARTS": ("", PARTS),
+        "PLAN_PARTS": ("", PLAN_PARTS),
         "PLAN_TERMS": (terms, PLAN_TERMS),
         "SHARE_TERMS": (terms, SHARE_TERMS),
     }

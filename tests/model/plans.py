@@ -31,26 +31,26 @@ GOLDEN, READABLE = DATA / "step_plans.txt.xz", DATA / "step_plan_8b.txt"
 ALL_ROWS = tuple(range(1, 193))
 ROWS = (*range(1, 21), 23, 24, 31, 32, 33, 47, 48, 49, 63, 64, 65, 95, 96, 97, 127, 128, 129, 160, 191, 192)
 FEW_ROWS = (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 130)
-NO_GROUPS = np.zeros(0, layout.GROUP)
+NO_GROUPS = np.zeros(0, layout.GROUP_DTYPE)
 
 
-def coded(outputs: int, K: int, bits: tuple[int, ...], *, size: int = 32, kind: int = layout.EXL2) -> layout.Part:
+def coded(outputs: int, K: int, bits: tuple[int, ...], *, size: int = 32, kind: int = layout.EXL2_PART) -> layout.BlobPart:
     """An EXL2 or GPTQ matrix without data: groups of `size` rows, `bits` by turns, in another order of rows where EXL2."""
     rows = [min(size, K - first) for first in range(0, K, size)]
-    groups = np.array([(bits[i % len(bits)], i * size, count, 0) for i, count in enumerate(rows)], layout.GROUP)
-    perm = np.roll(np.arange(K, dtype=np.int32), 1) if kind == layout.EXL2 else None
-    return layout.Part(kind, outputs, perm, groups, np.zeros((0, 16), np.float32), np.zeros((0, 0), np.uint8))
+    groups = np.array([(bits[i % len(bits)], i * size, count, 0) for i, count in enumerate(rows)], layout.GROUP_DTYPE)
+    perm = np.roll(np.arange(K, dtype=np.int32), 1) if kind == layout.EXL2_PART else None
+    return layout.BlobPart(kind, outputs, perm, groups, np.zeros((0, 16), np.float32), np.zeros((0, 0), np.uint8))
 
 
-def dense(outputs: int) -> layout.Part:
+def dense(outputs: int) -> layout.BlobPart:
     """An fp16 matrix without data."""
-    return layout.Part(1, outputs, None, NO_GROUPS, np.zeros((0, 16), np.float32), np.zeros((0, 0), np.uint8))
+    return layout.BlobPart(1, outputs, None, NO_GROUPS, np.zeros((0, 16), np.float32), np.zeros((0, 0), np.uint8))
 
 
 class Exl2Program(PlannedProgram):
     """A program of a dense model as if its matrices were EXL2, all but routers."""
 
-    def parts_of(self, blob: Tensor) -> tuple[int, list[layout.Part]]:
+    def parts_of(self, blob: Tensor) -> tuple[int, list[layout.BlobPart]]:
         K, parts = super().parts_of(blob)
         return K, [coded(part.outputs, K, (5, 4, 4, 3)) if part.outputs > 16 and K % 32 == 0 else part for part in parts]
 
@@ -75,7 +75,7 @@ class Shape:
     inner: int
     vocab: int
     bits: tuple[int, ...] = (4,)
-    kind: int = layout.EXL2
+    kind: int = layout.EXL2_PART
     group: int = 128
     layer_norm: bool = False
     gated: bool = True
@@ -104,7 +104,7 @@ class ShapedProgram(PlannedProgram):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.parts: dict[int, tuple[int, list[layout.Part]]] = {}
+        self.parts: dict[int, tuple[int, list[layout.BlobPart]]] = {}
         s, H, D = shape, shape.hidden, shape.head_dim
         self.shape = shape
         self.add(ops.EmbedOp(table=torch.empty(1, dtype=torch.float16).expand(s.vocab * s.ranks, H)))
@@ -149,16 +149,21 @@ class ShapedProgram(PlannedProgram):
         s = self.shape
         return self.hollow(K, [coded(n, K, bits or s.bits, size=s.group, kind=s.kind) for n in outputs])
 
-    def hollow(self, K: int, parts: list[layout.Part]) -> Tensor:
+    def hollow(self, K: int, parts: list[layout.BlobPart]) -> Tensor:
         """A header without anything behind it."""
-        head = np.zeros(1, layout.HEADER)
-        head["magic"], head["version"], head["K"], head["N"] = layout.MAGIC, layout.VERSION, K, sum(part.outputs for part in parts)
+        head = np.zeros(1, layout.HEADER_DTYPE)
+        head["magic"], head["version"], head["K"], head["N"] = (
+            layout.BLOB_MAGIC,
+            layout.BLOB_VERSION,
+            K,
+            sum(part.outputs for part in parts),
+        )
         head["num_parts"], head["bytes"] = len(parts), head.nbytes
         blob = torch.from_numpy(head.view(np.uint8).copy())
         self.parts[blob.data_ptr()] = K, parts
         return blob
 
-    def parts_of(self, blob: Tensor) -> tuple[int, list[layout.Part]]:
+    def parts_of(self, blob: Tensor) -> tuple[int, list[layout.BlobPart]]:
         return self.parts[blob.data_ptr()]
 
 
@@ -170,7 +175,7 @@ SHAPES = {
     "Llama-2-7B": Shape(4096, 32, 32, 128, 11008, 32000, bits=(5, 4, 4)),
     "Llama-3-8B": Shape(**LLAMA_8B),
     "Llama-3-8B 2 bits": Shape(**LLAMA_8B, bits=(3, 2), group=64),
-    "Llama-3-8B GPTQ": Shape(**LLAMA_8B, kind=layout.GPTQ),
+    "Llama-3-8B GPTQ": Shape(**LLAMA_8B, kind=layout.GPTQ_PART),
     "Llama-3-8B of two ranks": Shape(**LLAMA_8B, ranks=2),
     "Llama-3-8B without head": Shape(**LLAMA_8B, headed=False),
     "Llama-3-70B": Shape(8192, 64, 8, 128, 28672, 128256, bits=(3, 2)),

@@ -52,7 +52,7 @@ def test_state_types_name_the_synced_traits(name):
 
     kind = getattr(widgets, name)
     ours = kind.class_traits(sync=True).keys() - anywidget.AnyWidget.class_traits(sync=True).keys()
-    controls = {one["name"] for one in protocol.SAMPLERS} if kind is Playground else set()
+    controls = {one["name"] for one in protocol.SAMPLER_FIELDS} if kind is Playground else set()
     declared = typescript.state_types()[name]
     assert set(declared.__annotations__) | controls == ours, f"{declared.__name__} and the traits of {name} differ"
 

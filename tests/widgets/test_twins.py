@@ -116,4 +116,4 @@ def test_colours_and_numbers_agree():
 def test_tints_agree():
     css = (WIDGETS / "src" / "shared" / "base.css").read_text(encoding="utf-8")
     found = re.findall(r"--exl-tint-\d: rgb\((\d+) (\d+) (\d+) / (\d+)%\);", css)
-    assert ["transparent", *(f"rgba({r},{g},{b},.{share})" for r, g, b, share in found)] == [*static.TINTS]
+    assert ["transparent", *(f"rgba({r},{g},{b},.{share})" for r, g, b, share in found)] == [*static.HIGHLIGHT_TINTS]
