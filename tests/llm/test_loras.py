@@ -219,7 +219,7 @@ def test_captured_steps_outlive_loading(folders):
             found, want = (one.generate(PROMPT, lora=f"l{i}", **GREEDY) for one in (llm, other))
             first = want.tokens[0]
             assert found.tokens[0].id == first.id and abs(found.tokens[0].logprob - first.logprob) < 0.05
-            adapted = [graph for key, graph in vars(executor)["_graphs"].items() if key[-1] is not None]
+            adapted = [graph for kind, graph in executor.captured.graphs.items() if kind.lora is not None]
             assert len(adapted) == 1 and adapted[0] is not None, "one captured step for all adapters"
         with llm.batch([{"prompt": PROMPT, "lora": lora} for lora in ("l0", None, "l2")], **GREEDY) as job:
             together = job.run()
