@@ -85,7 +85,7 @@ sanitize: build $(VENV)/.dev
 	$(BIN)/python tools/sanitize_gpu.py --tools memcheck
 	EXL2NB_KERNEL_OPTIONS=-DEXL2NB_EVERY_LANE_ARRIVES $(BIN)/python tools/sanitize_gpu.py --tools racecheck
 
-# hours; ONLY="ops/test_draw.py generator" for some, TOOLS=thread for one sanitizer
+# hours; ONLY="ops/test_cpu_sample.py generator" for some, TOOLS=thread for one sanitizer
 sanitize-cpu: build $(VENV)/.dev
 	$(BIN)/python tools/sanitize_cpu.py $(if $(TOOLS),--tools $(TOOLS)) $(if $(ONLY),--only $(ONLY))
 

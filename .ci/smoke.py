@@ -13,9 +13,9 @@ assert not {"torch", "numpy", "anywidget", "IPython"} & set(sys.modules), "impor
 assert "site-packages" in exl2nb.__file__, f"not the installed package: {exl2nb.__file__}"
 print(f"import exl2nb: {took * 1000:.0f} ms")
 
-from exl2nb.ops._load import load
+from exl2nb.ops._load import load_libraries
 
-found = load()
+found = load_libraries()
 assert found.loaded and found.loaded[0] == "cpu", found
 from exl2nb.ops import kernel_code
 

@@ -29,7 +29,7 @@ import exl2nb as ex
 from exl2nb.io import safetensors
 from exl2nb.model.archs import ARCHS, parse_config
 from exl2nb.model.config import ModelConfig
-from exl2nb.model.layout import layer_linears, linears, vectors
+from exl2nb.model.layout import layer_linears, model_linears, vector_shapes
 
 LLAMA, VOCAB = "LlamaForCausalLM", 4096
 EVERY = {  # keys of all architectures at once: nobody minds those of the others
@@ -126,10 +126,10 @@ def write(raw: dict[str, Any], out: Path) -> Path:
     rng = torch.Generator().manual_seed(0)
     config = parse_config(raw)
     tensors = {}
-    for name, shape in vectors(config).items():
+    for name, shape in vector_shapes(config).items():
         plain = len(shape) == 1 or "norm" in name
         tensors[name] = torch.ones(shape).half() if plain else (0.5 * torch.randn(shape, generator=rng)).half()
-    for linear in linears(config):
+    for linear in model_linears(config):
         k, n = linear.in_features, linear.out_features
         order = torch.randperm(k, generator=rng).int()
         parts = matrix(k, n, ONE[4, 128 if k % 128 == 0 else 32], 0.5 * k**-0.5, order, rng)

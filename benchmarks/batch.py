@@ -84,7 +84,7 @@ def main() -> None:
         for size in options.sizes:
             turn(llm, clocked, size)
         rounds = [{size: turn(llm, clocked, size) for size in options.sizes} for _ in range(options.rounds)]
-    print(f"{_load.load().isa}, {torch.get_num_threads()} threads, {options.rounds} rounds in turns, medians")
+    print(f"{_load.load_libraries().isa}, {torch.get_num_threads()} threads, {options.rounds} rounds in turns, medians")
     first = options.sizes[0]
     for size in options.sizes:
         of = {name: statistics.median(one[size][name] for one in rounds) for name in rounds[0][size]}

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from exl2nb.cache.pool import KVCache
-from exl2nb.cache.spec import MODES
+from exl2nb.cache.spec import CACHE_MODES
 from exl2nb.eval.rows import read_text, token_rows
 from exl2nb.model.batch import Batch
 from exl2nb.model.loader import load_model
@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=3)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=384)
-    parser.add_argument("--modes", nargs="+", default=[mode for mode in MODES if mode != "fp16"])
+    parser.add_argument("--modes", nargs="+", default=[mode for mode in CACHE_MODES if mode != "fp16"])
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
     model = load_model(args.model, device=args.device)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from exl2nb import ops
 from exl2nb.cache.pool import KVCache
-from exl2nb.cache.spec import MODES, CacheSpec
+from exl2nb.cache.spec import CACHE_MODES, CacheSpec
 from exl2nb.ops import cuda_attention
 
 LARGE_BYTES = 200 << 20
@@ -105,7 +105,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--modes", nargs="+", default=list(MODES))
+    parser.add_argument("--modes", nargs="+", default=list(CACHE_MODES))
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)

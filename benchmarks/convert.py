@@ -19,13 +19,13 @@ from pathlib import Path
 import torch
 
 from exl2nb.converter.calibration import read_calibration
-from exl2nb.converter.gptq import dense
-from exl2nb.converter.job import ConversionJob
+from exl2nb.converter.conversion_job import ConversionJob
+from exl2nb.converter.rounding import dense_weight
 from exl2nb.core.progress import TextSink
 from exl2nb.eval.rows import token_rows
 from exl2nb.io.shards import TensorStore
 from exl2nb.model import reference
-from exl2nb.model.layout import linears
+from exl2nb.model.layout import model_linears
 from exl2nb.model.loader import read_model_config
 from exl2nb.quant.exl2 import Exl2Tensors
 from exl2nb.tokenizer.tokenizer import Tokenizer
@@ -36,9 +36,9 @@ def dense_weights(directory: Path, device: str = "cpu") -> dict[str, torch.Tenso
     config = read_model_config(directory)
     with TensorStore(directory) as store:
         weights = {name: store.read(name).float() for name in store.names() if name.endswith((".weight", ".bias"))}
-        for linear in linears(config):
+        for linear in model_linears(config):
             if f"{linear.key}.q_weight" in store:
-                weights[f"{linear.key}.weight"] = dense(Exl2Tensors.read(store, linear.key), linear.out_features)
+                weights[f"{linear.key}.weight"] = dense_weight(Exl2Tensors.read(store, linear.key), linear.out_features)
     return {name: weight.to(device) for name, weight in weights.items()}
 
 

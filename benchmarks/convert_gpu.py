@@ -32,10 +32,10 @@ from make_random_model import KEYS, SHAPES, Shape, write_tokenizer
 
 import exl2nb
 from exl2nb.converter import sensitivity
-from exl2nb.converter.job import ConversionJob
-from exl2nb.converter.keywords import EFFORTS, REPORT_ROWS
+from exl2nb.converter.conversion_job import ConversionJob
+from exl2nb.converter.convert_keywords import EFFORT_OPTIONS, REPORT_ROWS
 from exl2nb.converter.measurement import Measurement
-from exl2nb.converter.memory import Asked, planned_on_gpu
+from exl2nb.converter.memory_estimate import Asked, plan_gpu_memory
 from exl2nb.converter.result import Conversion
 from exl2nb.core.progress import Progress
 from exl2nb.io import safetensors
@@ -95,7 +95,7 @@ class Peaks:
 
 def kept(shape: Shape, effort: str) -> tuple[int, int]:
     """Every how many layers the sweep of the whole model keeps a stream, and bytes of those that it keeps on the host at once."""
-    stream, layers = 4 * EFFORTS[effort].rows * EFFORTS[effort].length * shape.hidden_size, shape.num_hidden_layers
+    stream, layers = 4 * EFFORT_OPTIONS[effort].rows * EFFORT_OPTIONS[effort].length * shape.hidden_size, shape.num_hidden_layers
     room = sensitivity.HOST_BYTES + sensitivity.DISK_BYTES
     return sensitivity.kept_spacing(stream, layers, room), min(
         sensitivity.HOST_BYTES, stream * sensitivity.kept_streams(stream, layers, room)
@@ -212,7 +212,9 @@ def bound(shape: Shape, model: Path, effort: str) -> int:
     """What `ConversionJob.gpu_memory` states for the whole model."""
     layers = shape.num_hidden_layers
     config = dataclasses.replace(read_model_config(model), num_layers=layers, windows=(0,) * layers)
-    return planned_on_gpu(config, Asked(rows=EFFORTS[effort].rows, length=EFFORTS[effort].length, report_rows=REPORT_ROWS)).nbytes
+    return plan_gpu_memory(
+        config, Asked(rows=EFFORT_OPTIONS[effort].rows, length=EFFORT_OPTIONS[effort].length, report_rows=REPORT_ROWS)
+    ).nbytes
 
 
 def unlimited(work: Path, layers: int, options: dict[str, Any]) -> bool:

@@ -21,9 +21,9 @@ from pathlib import Path
 
 from make_random_model import SHAPES
 
-from exl2nb.converter.job import ConversionJob
-from exl2nb.converter.keywords import EFFORTS, REPORT_ROWS
-from exl2nb.converter.memory import SLACK, Asked, Planned, planned
+from exl2nb.converter.conversion_job import ConversionJob
+from exl2nb.converter.convert_keywords import EFFORT_OPTIONS, REPORT_ROWS
+from exl2nb.converter.memory_estimate import ALLOCATOR_SLACK, Asked, StageMemory, plan_cpu_memory
 from exl2nb.core.progress import Progress
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.loader import read_model_config
@@ -67,10 +67,10 @@ def child(args: argparse.Namespace) -> None:
     print(json.dumps({"seconds": round(time.perf_counter() - begin, 1), "stages": seconds, "peaks": resident.stop()}))
 
 
-def plan_of(config: ModelConfig, layers: int, rows: int, length: int) -> Planned:
+def plan_of(config: ModelConfig, layers: int, rows: int, length: int) -> StageMemory:
     """The plan of a model with so many of these layers."""
     config = dataclasses.replace(config, num_layers=layers, windows=(0,) * layers)
-    return planned(config, Asked(rows=rows, length=length, report_rows=REPORT_ROWS))
+    return plan_cpu_memory(config, Asked(rows=rows, length=length, report_rows=REPORT_ROWS))
 
 
 def convert(args: argparse.Namespace, layers: int, work: Path) -> dict[str, object]:
@@ -94,7 +94,7 @@ def convert(args: argparse.Namespace, layers: int, work: Path) -> dict[str, obje
         "peak GB by stage": {stage: gb(peak) for stage, peak in peaks.items() if peak},
         "stated GB": gb(here.nbytes),
         f"extrapolated to {SHAPES[args.shape].num_hidden_layers} layers, {args.all_rows} x 512 tokens, GB": gb(
-            max(peak + int(SLACK * more[stage]) for stage, peak in peaks.items() if peak)
+            max(peak + int(ALLOCATOR_SLACK * more[stage]) for stage, peak in peaks.items() if peak)
         ),
         "stated for those, GB": gb(whole.nbytes),
     }
@@ -112,7 +112,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, nargs="+", default=[1, 3])
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--all-rows", type=int, default=EFFORTS["full"].rows, help="rows of the conversion that is extrapolated to")
+    parser.add_argument("--all-rows", type=int, default=EFFORT_OPTIONS["full"].rows, help="rows of the conversion that is extrapolated to")
     parser.add_argument("--polish", action="store_true")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -23,10 +23,10 @@ import torch
 
 import exl2nb
 from exl2nb import ops
-from exl2nb.model.gpu import formats_of
+from exl2nb.model.gpu_forward import cache_formats
 from exl2nb.ops.cuda_sample import Row, pack_rows, sample_rows
-from exl2nb.ops.gpu import shape_of
-from exl2nb.ops.lora import INSIDE, LoraChange, LoraPart
+from exl2nb.ops.gpu import head_shape
+from exl2nb.ops.lora_table import FUSED_LORA_OPS, LoraChange, LoraPart
 
 SMALL = ("sample_rows", "embed_kernel", "rows_kernel", "gates", "Memcpy")
 PRODUCTS = ("stream_k_wgmma", "stream_k_gemm", "stream_k_lora", "skinny_gemm")
@@ -56,7 +56,8 @@ class CapturedStep:
 
         def step() -> None:
             kernels.run(
-                self._ids, self._positions, table, bounds, self._lens, None, cache.k, cache.v, formats_of(cache), heads, logits, lora=lora
+                self._ids, self._positions, table, bounds, self._lens, None, cache.k, cache.v, cache_formats(cache),
+                heads, logits, lora=lora,
             )  # fmt: skip
             following = self._steps, self._ids, self._positions, self._lens, None, None
             sample_rows(logits, params, None, *following, 4, True, None, results)
@@ -114,9 +115,9 @@ def random_adapter(program: ops.Program, rank: int, seed: int) -> dict[int, Lora
     """Small changes of every matrix of the layers, on the GPU: q, k, v, gate and up have parts of their own."""
     g, found = torch.Generator("cuda").manual_seed(seed), {}
     for number, op in enumerate(program.steps):
-        if not isinstance(op, INSIDE):
+        if not isinstance(op, FUSED_LORA_OPS):
             continue
-        K, N = shape_of(program.heads[op.blob.data_ptr()])
+        K, N = head_shape(program.heads[op.blob.data_ptr()])
         kv = (N - K) // 2 if isinstance(op, ops.QkvOp) else 0  # where the heads are as wide as the model
         firsts = {"norm_qkv_rope": (0, N - 2 * kv, N - kv), "norm_gate_up": (0, N // 2), "linear_residual": (0,)}[op.name]
         parts = []

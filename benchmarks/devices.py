@@ -29,7 +29,7 @@ from make_random_model import SHAPES
 
 import exl2nb as ex
 from exl2nb.llm.plan import plan_split
-from exl2nb.ops.memory import read_memory
+from exl2nb.ops.memory_ops import read_memory
 
 PROMPT, PROBE = [*range(5, 133)], 1 << 30  # tokens that decoding begins with; bytes that are read to learn a bandwidth
 WANTED = 0.8  # of the bound

@@ -3,9 +3,9 @@
     python benchmarks/flash_attn.py                                   # attention alone: milliseconds of one layer
     python benchmarks/flash_attn.py --models llama3-8b@2048,2000,8192 # and prompts of models of random weights, with and without it
 
-`flash`: `ops.prefill_attention.attend` where flash-attn is installed; `torch`: the same function without it, None where torch's kernels
-cannot (windows, capped scores); `ours`: the paged kernel that reads the cache, which runs those. `error`: the largest difference of flash
-to `torch`, else `ours`, over the largest value. One JSON object a line.
+`flash`: `ops.prefill_attention.attend_prefix` where flash-attn is installed; `torch`: the same function without it, None where torch's
+kernels cannot (windows, capped scores); `ours`: the paged kernel that reads the cache, which runs those. `error`: the largest difference of
+flash to `torch`, else `ours`, over the largest value. One JSON object a line.
 """
 
 from __future__ import annotations
@@ -64,17 +64,17 @@ def case(name: str, n: int, length: int, window: int, softcap: float) -> dict[st
         for rows, heads in ((n, query_heads), (length, kv_heads), (length, kv_heads))
     )
     options = {"scale": dim**-0.5, "window": window, "softcap": softcap}
-    flash = prefill_attention.attend(q, k, v, **options).float()
+    flash = prefill_attention.attend_prefix(q, k, v, **options).float()
     times: dict[str, float | None] = {
-        "flash": milliseconds(lambda: prefill_attention.attend(q, k, v, **options)),
+        "flash": milliseconds(lambda: prefill_attention.attend_prefix(q, k, v, **options)),
         "torch": None,
         "ours": None,
     }
     other = None
     with without_flash():
         if prefill_attention.can_attend(dim, window=window, softcap=softcap):
-            other = prefill_attention.attend(q, k, v, **options).float()
-            times["torch"] = milliseconds(lambda: prefill_attention.attend(q, k, v, **options))
+            other = prefill_attention.attend_prefix(q, k, v, **options).float()
+            times["torch"] = milliseconds(lambda: prefill_attention.attend_prefix(q, k, v, **options))
     if length <= OURS:
         pages = -(-length // PAGE)
         pools = [torch.zeros(pages, kv_heads, PAGE, dim, dtype=torch.float16, device="cuda") for _ in range(2)]

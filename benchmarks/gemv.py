@@ -182,8 +182,8 @@ def main() -> None:
     parser.add_argument("--json")
     args = parser.parse_args()
     threads, rounds = [int(n) for n in args.threads.split(",")], 3 if args.quick else 7
-    print(f"instruction set: {_load.load().isa}")
-    result: dict[str, object] = {"isa": _load.load().isa}
+    print(f"instruction set: {_load.load_libraries().isa}")
+    result: dict[str, object] = {"isa": _load.load_libraries().isa}
     if args.only in (None, "gemv"):
         memory = huge(GIB)
         found = [row for b in args.widths.split(",") for row in gemv(args.size, int(b), threads, memory, rounds, GIB)]

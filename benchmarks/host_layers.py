@@ -26,9 +26,9 @@ from torch import Tensor
 
 import exl2nb as ex
 from exl2nb import ops
-from exl2nb.model.batch import TENSORS, Batch, Span
+from exl2nb.model.batch import Batch, SequenceSlice, batch_tensors
 from exl2nb.ops import blob
-from exl2nb.ops.memory import large_pages, read_memory
+from exl2nb.ops.memory_ops import large_pages, read_memory
 
 PROMPT = [*range(5, 133)]
 GIB = 1 << 30
@@ -89,13 +89,13 @@ def products(layers: Any, threads: list[int]) -> None:
 
 def one_token(llm: ex.LLM, context: int = 128) -> Batch:
     """A step of one sequence; it writes to a page that no request has."""
-    return Batch.build([Span(ids=[7], start=context - 1, pages=[1], logit_rows="all")])
+    return Batch.build([SequenceSlice(ids=[7], start=context - 1, pages=[1], logit_rows="all")])
 
 
 def program(parts: list[Any], batch: Batch, cache: Any, layers: int, nbytes: int, pause: float) -> float:
     """Milliseconds of the host's parts."""
     pools = [cache.part(part.span.first, part.span.last) for part in parts]
-    run = lambda: [part.program.run(*TENSORS(batch), each.k, each.v) for part, each in zip(parts, pools)]  # noqa: E731
+    run = lambda: [part.program.run(*batch_tensors(batch), each.k, each.v) for part, each in zip(parts, pools)]  # noqa: E731
     best, median = fastest(run, 1.5)
     times, end = list[float](), time.perf_counter() + 1.0
     while time.perf_counter() < end:

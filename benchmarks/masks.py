@@ -27,7 +27,7 @@ from exl2nb.ops import draw_rows
 from exl2nb.sampling.chain import sample_row
 from exl2nb.sampling.constraint import Allowed
 from exl2nb.sampling.params import SamplingParams
-from exl2nb.sampling.state import SamplerState
+from exl2nb.sampling.sampler_state import SamplerState
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
 VOCAB = 128_256

@@ -27,8 +27,8 @@ from convert import quality
 
 from exl2nb.converter import allocation
 from exl2nb.converter.calibration import read_calibration
-from exl2nb.converter.job import ConversionJob
-from exl2nb.converter.keywords import EFFORTS
+from exl2nb.converter.conversion_job import ConversionJob
+from exl2nb.converter.convert_keywords import EFFORT_OPTIONS
 from exl2nb.converter.quantization import Rounding
 from exl2nb.converter.result import Conversion
 from exl2nb.converter.tuning import Tuning
@@ -67,13 +67,13 @@ ROLES = ("q", "k", "v", "o", "gate", "up", "down")
 @contextmanager
 def menus_of(idea: dict[str, Any]) -> Iterator[None]:
     """Within it a matrix has one width throughout, where the idea says so."""
-    mixes = allocation._mixes
+    mixes = allocation._best_mixes
     if idea.get("one_width"):
-        allocation._mixes = lambda errors, rows: [np.repeat(np.arange(errors.shape[1])[:, None], len(rows), 1)] * len(errors)
+        allocation._best_mixes = lambda errors, rows: [np.repeat(np.arange(errors.shape[1])[:, None], len(rows), 1)] * len(errors)
     try:
         yield
     finally:
-        allocation._mixes = mixes
+        allocation._best_mixes = mixes
 
 
 def convert(
@@ -114,7 +114,7 @@ def main() -> None:
     parser.add_argument("--text", required=True, help="text to judge on; it should share nothing with the calibration text")
     parser.add_argument("--limits", type=Path, default=LIMITS, help="JSON with kl and bytes per bitrate under `exl2`")
     parser.add_argument("--bpw", type=float, nargs="+", default=[2.5, 3.0, 3.5, 4.0, 5.0, 6.0])
-    parser.add_argument("--effort", choices=list(EFFORTS), help="as of `convert`: rows, and whether it is tuned")
+    parser.add_argument("--effort", choices=list(EFFORT_OPTIONS), help="as of `convert`: rows, and whether it is tuned")
     parser.add_argument("--calibration-rows", type=int, help="default: 100, or what --effort says")
     parser.add_argument("--rows", type=int, default=96)
     parser.add_argument("--length", type=int, default=512)

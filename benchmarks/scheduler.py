@@ -25,12 +25,12 @@ import torch
 
 import exl2nb
 from exl2nb.cache.spec import PAGE_SIZE
-from exl2nb.generator.batch import MAX_ROWS, BatchBuilder
+from exl2nb.generator.batch_buffers import MAX_ROWS, BatchBuilder
 from exl2nb.generator.loop import StepLoop
 from exl2nb.generator.pager import Pager
 from exl2nb.generator.request import Request
 from exl2nb.generator.scheduler import Scheduler
-from exl2nb.generator.sequence import Sequence
+from exl2nb.generator.sequence import RunningRequest
 from exl2nb.model.runner import GPU_CHUNKS, HOST_CHUNKS
 from exl2nb.sampling.draw import Sampled
 from exl2nb.tokenizer.tokenizer import Tokenizer
@@ -77,7 +77,7 @@ def host_work(tokenizer: Tokenizer, batch: int, lookahead: int, rounds: int) -> 
         for i in range(batch):
             ids = random.Random(i).choices(range(3, 200), k=20)
             request = Request.of(ids, where="benchmark", temperature=0, max_tokens=900, ignore_eos=True)
-            loop.add(Sequence(request, tokenizer, context=2048))
+            loop.add(RunningRequest(request, tokenizer, context=2048))
         with torch.inference_mode():
             for _ in range(WARM):
                 loop.step()
@@ -138,7 +138,7 @@ def beside_gpu(llm: exl2nb.LLM, batch: int, **sampling: Any) -> dict[str, float]
         for i in range(batch):
             ids = random.Random(i).choices(range(3, 200), k=64)
             request = Request.of(ids, where="benchmark", seed=i, **sampling, max_tokens=STEPS + 3 * WARM, ignore_eos=True)
-            loop.add(Sequence(request, llm.tokenizer, context=llm.context))
+            loop.add(RunningRequest(request, llm.tokenizer, context=llm.context))
         for _ in range(2 * WARM):
             loop.step()
         executor.events.clear()

@@ -26,7 +26,7 @@ from convert import quality
 
 import exl2nb
 from exl2nb.converter.calibration import read_calibration
-from exl2nb.converter.job import ConversionJob
+from exl2nb.converter.conversion_job import ConversionJob
 from exl2nb.converter.result import Conversion
 from exl2nb.converter.settings import describe_device
 from exl2nb.converter.tuning import Tuning

@@ -352,7 +352,7 @@ def _engine_work(rounds: int, tokens: int = 200) -> list[tuple[float, float]]:
     from exl2nb.generator.output import Output
     from exl2nb.sampling import SamplingParams
     from exl2nb.sampling.chain import draw_batch
-    from exl2nb.sampling.state import SamplerState
+    from exl2nb.sampling.sampler_state import SamplerState
     from exl2nb.widgets.playground import TOP_TOKENS
 
     prompt, settings, found = "It was", {"temperature": 0.8, "top_p": 0.95, "seed": 1}, []
@@ -378,11 +378,11 @@ def _engine_work(rounds: int, tokens: int = 200) -> list[tuple[float, float]]:
 
 def work_per_token(tokens: int = 20_000) -> None:
     """What the widget does with a token on its thread, without a page."""
-    from exl2nb.generator.request import Alternative, Chunk, Token
+    from exl2nb.generator.request import Chunk, Token, TokenAlternative
     from exl2nb.widgets.feed import Feed
     from exl2nb.widgets.tokens import brief_rows, raw_items
 
-    top = tuple(Alternative(i, f" other{i}", -1.234567, 0.28504319443) for i in range(6))
+    top = tuple(TokenAlternative(i, f" other{i}", -1.234567, 0.28504319443) for i in range(6))
     made = [Token(i, " word", -1.234567, 0.28504319443, 1, top) for i in range(tokens)]
     frames = [Chunk(text=" word" * 66, tokens=tuple(made[at : at + 66])) for at in range(0, tokens, 66)]  # 1/30 s at 2,000 a second
     feed = Feed(lambda message: json.dumps(message) and None, brief=brief_rows)

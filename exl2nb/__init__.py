@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # for editors and type checkers; at run time `__getattr__` below does it
     from exl2nb import sampling as sampling
     from exl2nb import widgets as widgets
-    from exl2nb.converter.job import ConversionJob as ConversionJob
-    from exl2nb.converter.job import demo_measurement as demo_measurement
-    from exl2nb.converter.job import measure as measure
+    from exl2nb.converter.conversion_job import ConversionJob as ConversionJob
+    from exl2nb.converter.conversion_job import demo_measurement as demo_measurement
+    from exl2nb.converter.conversion_job import measure as measure
     from exl2nb.converter.publish import pull as pull
     from exl2nb.converter.publish import push as push
     from exl2nb.core import errors as errors
@@ -25,9 +25,9 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time `__getattr__` be
     from exl2nb.llm.functions import convert as convert
     from exl2nb.llm.functions import demo as demo
     from exl2nb.llm.functions import inspect as inspect
+    from exl2nb.llm.llm import LLM as LLM
     from exl2nb.llm.load import load as load
     from exl2nb.llm.memory import MemoryPlan as MemoryPlan
-    from exl2nb.llm.model import LLM as LLM
     from exl2nb.llm.plan import plan as plan
     from exl2nb.llm.sweep import sweep as sweep
     from exl2nb.model.lora_merge import merge as merge
@@ -36,21 +36,21 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time `__getattr__` be
 __version__ = "0.2.0"
 
 _PUBLIC = {
-    "ConversionJob": "exl2nb.converter.job",
+    "ConversionJob": "exl2nb.converter.conversion_job",
     "Image": "exl2nb.model.vision.pictures",
     "Job": "exl2nb.generator.job",
-    "LLM": "exl2nb.llm.model",
+    "LLM": "exl2nb.llm.llm",
     "MemoryPlan": "exl2nb.llm.memory",
     "check": "exl2nb.core.check",
     "compare": "exl2nb.llm.functions",
     "convert": "exl2nb.llm.functions",
     "demo": "exl2nb.llm.functions",
-    "demo_measurement": "exl2nb.converter.job",
+    "demo_measurement": "exl2nb.converter.conversion_job",
     "errors": "exl2nb.core",
     "evaluate": "exl2nb.integrations.evaluate",
     "inspect": "exl2nb.llm.functions",
     "load": "exl2nb.llm.load",
-    "measure": "exl2nb.converter.job",
+    "measure": "exl2nb.converter.conversion_job",
     "merge": "exl2nb.model.lora_merge",
     "plan": "exl2nb.llm.plan",
     "pull": "exl2nb.converter.publish",

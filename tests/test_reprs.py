@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import exl2nb as ex
-from exl2nb.converter.result import Conversion, Matrix
+from exl2nb.converter.result import Conversion, QuantizedMatrix
 from exl2nb.core.show import facts
-from exl2nb.generator.request import MOST_TITLES, MOST_TOKENS, Alternative, Completion, Timings, Token
+from exl2nb.generator.request import MOST_TITLES, MOST_TOKENS, Completion, Timings, Token, TokenAlternative
 from exl2nb.sampling.params import SamplingParams
 
 QUANTISED = Path(__file__).parent / "data" / "demo-exl2-4.0bpw"
@@ -17,7 +17,7 @@ NASTY = "<script>alert(1)</script>"
 
 
 def answer(count: int, text: str = " word") -> Completion:
-    top = tuple(Alternative(i, f"{text}{i}", -1.0, 0.3) for i in range(5))
+    top = tuple(TokenAlternative(i, f"{text}{i}", -1.0, 0.3) for i in range(5))
     tokens = tuple(Token(1, text, -1.0, 0.3, 2, top) for _ in range(count))
     times = Timings(prompt_tokens=1, new_tokens=count, queue_s=0.0, first_token_s=0.1, prefill_s=0.1, decode_s=1.0)
     return Completion(text=text * count, tokens=tokens, finish_reason="length", timings=times, seed=1, prompt=NASTY)
@@ -27,7 +27,7 @@ def conversion(measurement) -> Conversion:
     """As `ex.convert` returns it, without a conversion."""
     plan = measurement.solve(bpw=4.0)
     matrices = tuple(
-        Matrix(c.key, c.role, c.layer, c.in_features, c.out_features, tuple(map(tuple, c.groups)), c.predicted_kl, 0.1)
+        QuantizedMatrix(c.key, c.role, c.layer, c.in_features, c.out_features, tuple(map(tuple, c.groups)), c.predicted_kl, 0.1)
         for c in plan.choices
     )
     return Conversion(

@@ -17,7 +17,7 @@ MODULES = {
     "exl2nb.llm.conversation": "Conversations with edits and branches.",
     "exl2nb.core.progress": "Progress of loading and converting.",
     "exl2nb.converter.measurement": "Measured options of a model, and allocations.",
-    "exl2nb.model.inspect": "What `ex.inspect` returns.",
+    "exl2nb.model.inspection": "What `ex.inspect` returns.",
     "exl2nb.quant.exl2": "EXL2 matrices: read, reconstruct, write.",
 }
 """Modules whose classes come back from public calls, with a page of their own each."""

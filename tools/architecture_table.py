@@ -29,7 +29,7 @@ NOTES = {"gemmoe": " with Mixtral's experts, for want of a public definition"}  
 HEAD = """# Architectures
 
 Written by `tools/architecture_table.py` from a run of the tests; do not edit. `tests/model/test_model.py` has more RoPE variants
-of Llama, Mistral and Qwen2. `tests/model/test_gpu.py` compares every row on the GPU with the CPU.
+of Llama, Mistral and Qwen2. `tests/model/test_gpu_forward.py` compares every row on the GPU with the CPU.
 
 - **parity**: three random models of different sizes (grouped, single and full KV heads, odd widths) against Transformers in fp32:
   at most 1e-4 of the logits' standard deviation with an fp32 cache, 5e-3 with an fp16 one. The torch reference of the converter
@@ -51,9 +51,9 @@ are refused as incomplete.
 ## Keys of config.json
 
 A key of `config.json` that changes the result and is not implemented is an error that names the key, its value, the supported values and
-what to do. `exl2nb/model/fields.py` has the rules. Each entry of the table says which keys it reads (`reads`, and the fields that name
-keys), which ones are harmless at some values only (`neutral`) and which ones never matter (`ignored`). An unknown key is refused if its
-name suggests arithmetic (`scale`, `norm`, `rope`, `window`, ...) and its value switches something on. Inside of `rope_scaling` and
+what to do. `exl2nb/model/config_fields.py` has the rules. Each entry of the table says which keys it reads (`reads`, and the fields that
+name keys), which ones are harmless at some values only (`neutral`) and which ones never matter (`ignored`). An unknown key is refused if
+its name suggests arithmetic (`scale`, `norm`, `rope`, `window`, ...) and its value switches something on. Inside of `rope_scaling` and
 `rope_parameters` every unknown key is refused. `tests/model/test_config_keys.py` compares the table with the configuration classes of
 Transformers, so a key that a class gets later fails a test; it compares the defaults of absent keys too.
 

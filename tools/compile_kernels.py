@@ -67,7 +67,7 @@ def compile_all(arch: str, out: Path | None, nvcc: str | None = None, pack: bool
             code = with_nvcc(nvcc, unit, target) if nvcc else kernel_code.nvrtc().compile(unit, target)
             for one in kernels:
                 if one.unit == unit:
-                    kernel_code.symbol(code, one.name)
+                    kernel_code.kernel_symbol(code, one.name)
             return code, time.monotonic() - begun
         except kernel_code.NoCompiler as reason:
             return str(reason)
@@ -107,7 +107,7 @@ def _write(out: Path, version: str, kernels: list[KernelId], codes: dict[KernelI
     for one in (one for one in kernels if one.unit in codes):
         code = codes[one.unit]
         checksum, (file, start) = hashlib.sha256(code).hexdigest(), places[one.unit]
-        lines.append("\t".join((one.source, one.name, kernel_code.symbol(code, one.name), file, checksum, start, str(len(code)))))
+        lines.append("\t".join((one.source, one.name, kernel_code.kernel_symbol(code, one.name), file, checksum, start, str(len(code)))))
     (out / "index.txt").write_text("\n".join(lines) + "\n")
 
 
@@ -122,11 +122,11 @@ def main() -> int:
     options = parser.parse_args()
     if options.nvrtc:
         sys.path.insert(0, str(options.nvrtc))
-    library = _load.find("libexl2nb_cuda.so")
+    library = _load.find_library("libexl2nb_cuda.so")
     if library is None:
         print("libexl2nb_cuda.so is missing: run `make build`")
         return 1
-    kernel_code.connect(library)
+    kernel_code.connect_library(library)
     return min(1, sum(compile_all(arch, options.out, options.nvcc, options.pack) for arch in options.arch))
 
 

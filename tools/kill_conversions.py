@@ -30,9 +30,9 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 def convert(source: Path, dst: Path, told: int) -> None:
     """In a fork: the conversion; writes each event's stage to `told`."""
-    from exl2nb.converter.job import ConversionJob
+    from exl2nb.converter.conversion_job import ConversionJob
     from exl2nb.converter.quantization import Rounding
-    from tests.converter.test_job import OPTIONS
+    from tests.converter.test_conversion_job import OPTIONS
 
     job = ConversionJob(source, dst, bpw=4.0, polish=True, rounding=Rounding(folded=True), device="cpu", **OPTIONS)
 
@@ -81,7 +81,7 @@ def content(directory: Path) -> dict[str, bytes]:
 def storm(folder: Path, kills: int, each: int, seed: int) -> dict[str, Any]:
     """Kill until there were that many kills; the figures."""
     import exl2nb.converter.pipeline  # noqa: F401  # everything that a fork needs
-    from tests.converter.test_job import write_model
+    from tests.converter.test_conversion_job import write_model
 
     rng, by_stage, wrong, conversions = random.Random(seed), Counter[str](), [], 0
     source = write_model(folder / "tiny")

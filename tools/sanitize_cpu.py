@@ -111,7 +111,7 @@ def inside(folder: str, arguments: list[str]) -> int:
     exl2nb.__path__.insert(0, folder)
     from exl2nb.ops import _load
 
-    found = _load.find("libexl2nb_cpu.so")
+    found = _load.find_library("libexl2nb_cpu.so")
     assert found is not None
     assert str(found).startswith(folder), found
     return pytest.main(arguments)

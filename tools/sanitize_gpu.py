@@ -51,13 +51,17 @@ FAMILIES = {
         "one_launch and (mixed or narrow)",
     ),
     "few rows": Family(("model/test_gpu_step.py",), "few_rows", "few_rows"),
-    "short prompts": Family(("model/test_gpu.py",), "short_prompts and (fp16 or q4) and (9 or 20 or 128)", "short_prompts and fp16 and 20"),
+    "short prompts": Family(
+        ("model/test_gpu_forward.py",), "short_prompts and (fp16 or q4) and (9 or 20 or 128)", "short_prompts and fp16 and 20"
+    ),
     "layers": Family(
-        ("model/test_gpu.py",),
+        ("model/test_gpu_forward.py",),
         "step_kernels and (gpt2 or gemma2 or glm4 or mixtral)",
         "step_kernels and (gpt2 or gemma2)",
     ),
-    "graphs": Family(("model/test_gpu.py", "generator/test_gpu_executor.py"), "sparse_model or full_gpu", "sparse_model", captures=True),
+    "graphs": Family(
+        ("model/test_gpu_forward.py", "generator/test_gpu_executor.py"), "sparse_model or full_gpu", "sparse_model", captures=True
+    ),
     "experts": Family(
         ("ops/test_cuda_moe.py",),
         "mathematics and (order or all or tied or post or dense or shared) and not 60",

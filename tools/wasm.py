@@ -59,18 +59,18 @@ def write_model(folder: Path, target: Path) -> None:
 
     import exl2nb as ex
     from exl2nb.ops.program import HEADER_WORDS
-    from exl2nb.ops.records import ADDRESS, SCHEMA
+    from exl2nb.ops.records import ADDRESS_KIND, OP_SCHEMA
 
     with ex.load(folder, device="cpu", progress=None) as llm:
         llm.generate("a", max_tokens=1)  # the program is written before the first step
         program = llm.model._program
         words = program.code.numpy().copy()
         tensors = {tensor.data_ptr(): tensor for tensor in program._tensors}
-        names = {code: (name, list(kinds.items())) for name, (code, kinds) in SCHEMA.items()}
+        names = {code: (name, list(kinds.items())) for name, (code, kinds) in OP_SCHEMA.items()}
         places, at = [], HEADER_WORDS
         while at < len(words):
             _, fields = names[int(words[at])]
-            places += [at + 1 + i for i, (_, kind) in enumerate(fields) if kind == ADDRESS]
+            places += [at + 1 + i for i, (_, kind) in enumerate(fields) if kind == ADDRESS_KIND]
             at += 1 + len(fields)
         head = 9 * 8 + len(words) * 8 + len(places) * 8
         offset = (head + 63) // 64 * 64

@@ -11,6 +11,7 @@
 
 #include "check.cuh"
 #include "cuda/attention/cache_format.cuh"
+#include "cuda/runtime/device.h"
 #include "cuda/runtime/pdl.cuh"
 #include "kernels.cuh"
 
@@ -143,7 +144,9 @@ struct Bench {
     a.to.x = x, a.to.stride = s.Hq * s.D, a.to.num_perms = 1, a.to.inverse[0] = inverse;
     a.large_chunks = s.batch > 8;
     a.qkv = qkv, a.tokens = s.batch, a.scale = 0.088f, a.workspace = workspace, a.workspace_bytes = workspace_bytes;
-    if (const char* wrong = attention_decode_launch(a, stream, pdl)) std::printf("%s\n", wrong), std::exit(1);
+    LaunchList list(this_device(), pdl);
+    plan_attention(list, a);
+    if (const char* wrong = list.run(stream)) std::printf("%s\n", wrong), std::exit(1);
   }
   void stream_weights(int layer, bool before, bool pdl) {
     cudaLaunchConfig_t config = {};

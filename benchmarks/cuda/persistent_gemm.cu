@@ -19,6 +19,11 @@
 
 using namespace exl2nb;
 
+static const char* launch(const PersistentOp* ops, int count, uint8_t* workspace, size_t bytes, void* stream, bool pdl) {
+  LaunchList list(this_device(), pdl);
+  plan_persistent(list, ops, count, workspace, bytes);
+  return list.run(stream);
+}
 static void check(const char* wrong) {
   if (!wrong) return;
   std::printf("%s\n", wrong);
@@ -148,7 +153,7 @@ struct Engine {
       CHECK(cudaMemset(*p, 0, n));
     };
     take(&x, kMost * size_t(s.H + 128) * 2), take(&residual, kMost * size_t(s.H) * 4), take(&qkv, kMost * size_t(N) * 4);
-    take(&norm, size_t(s.H) * 4), take(&room, persistent_bytes(s.H, s.I));
+    take(&norm, size_t(s.H) * 4), take(&room, persistent_bytes(this_device(), s.H, s.I));
     const std::vector<float> ones(static_cast<size_t>(s.H), 1.f);
     CHECK(cudaMemcpy(norm, ones.data(), ones.size() * 4, cudaMemcpyHostToDevice));
     for (int i = 0; i < kMost * s.H; i++) begin.push_back(std::sin(static_cast<float>(i % s.H) * 0.7f));
@@ -172,8 +177,8 @@ struct Engine {
       k[0].attention_sms = beside, k[0].a.x = x, k[0].a.x_stride = in.stride, k[1].a.gated = true, k[3].a.out = qkv, k[3].a.out_stride = N;
       for (int j : {0, 2}) k[j].a.residual = residual, k[j].a.residual_stride = s.H, k[j].a.next_norm = norm;
       for (int j : {1, 3}) k[j].a.inverse_width = 1.f / static_cast<float>(s.H), k[j].a.eps = 1e-5f;
-      if (!persistent_tokens(k, 4)) check("these GEMMs cannot run as a persistent chain");
-      check(persistent_launch(k, 4, room, persistent_bytes(s.H, s.I), stream, pdl));
+      if (!persistent_tokens(this_device(), k, 4)) check("these GEMMs cannot run as a persistent chain");
+      check(launch(k, 4, room, persistent_bytes(this_device(), s.H, s.I), stream, pdl));
     }
   }
   cudaGraphExec_t graph(int tokens, bool pdl) {
@@ -243,7 +248,7 @@ static void time_alone(int K, int N, int bits) {
   half* x;
   float *out, *squares;
   uint8_t* room;
-  const size_t bytes = persistent_bytes(K, K);
+  const size_t bytes = persistent_bytes(this_device(), K, K);
   zeros(&x, size_t(K) * 2 + 256), zeros(&out, size_t(N) * 4), zeros(&squares, 4096), zeros(&room, bytes);
   cudaStream_t stream;
   cudaEvent_t a, b;
@@ -252,14 +257,14 @@ static void time_alone(int K, int N, int bits) {
   CHECK(cudaEventCreate(&b));
   PersistentOp link{m.product(1), m.head.data(), m.blob, kStore};
   link.a.x = x, link.a.x_stride = K + 128, link.a.out = out, link.a.out_stride = N;
-  link.a.squares = squares, link.a.squares_count = multiprocessors(), link.a.inverse_width = 1.f / static_cast<float>(K),
+  link.a.squares = squares, link.a.squares_count = this_device().multiprocessors, link.a.inverse_width = 1.f / static_cast<float>(K),
   link.a.eps = 1e-5f;
-  if (!persistent_tokens(&link, 1)) check("this product cannot be one of a chain");
+  if (!persistent_tokens(this_device(), &link, 1)) check("this product cannot be one of a chain");
   constexpr int kTimes = 20;
   float best = 1e9f, ms;
   for (int i = 0; i < 6; i++) {
     CHECK(cudaEventRecord(a, stream));
-    for (int k = 0; k < kTimes; k++) check(persistent_launch(&link, 1, room, bytes, stream, true));
+    for (int k = 0; k < kTimes; k++) check(launch(&link, 1, room, bytes, stream, true));
     CHECK(cudaEventRecord(b, stream));
     CHECK(cudaStreamSynchronize(stream));
     CHECK(cudaEventElapsedTime(&ms, a, b));

@@ -11,6 +11,7 @@
 #include "cuda/blob/dequant.cuh"
 #include "cuda/gemm/skinny/skinny_gemm.cuh"
 #include "cuda/gemm/stream_k/stream_k_gemm.cuh"
+#include "cuda/runtime/device.h"
 #include "fill.cuh"
 #include "format/gpu_layout.h"
 #include "kernels.cuh"
@@ -194,11 +195,13 @@ struct Bench {
   void launch(cudaStream_t s, bool pdl, const StreamKNext& nxt = {}) const {
     static void* const workspace = [] {
       void* p;
-      CHECK(cudaMalloc(&p, stream_k_workspace(kStreamKTokens)));
-      CHECK(cudaMemset(p, 0, stream_k_workspace(kStreamKTokens)));
+      CHECK(cudaMalloc(&p, stream_k_workspace(this_device(), kStreamKTokens)));
+      CHECK(cudaMemset(p, 0, stream_k_workspace(this_device(), kStreamKTokens)));
       return p;
     }();
-    CT(stream_k_launch(a, group, nxt, workspace, s, pdl));
+    LaunchList list(this_device(), pdl);
+    plan_stream_k(list, a, group, nxt, workspace);
+    CT(list.run(s));
   }
 };
 template <class T>

@@ -9,6 +9,8 @@
 #include <vector>
 
 #include "cuda/attention/attention.h"
+#include "cuda/runtime/device.h"
+#include "cuda/runtime/launches.h"
 #include "cuda/sampling/sample.h"
 #include "stream.h"
 #include "text.h"
@@ -127,7 +129,9 @@ Tensor paged_attention_cuda(const Tensor& q, const Tensor& k_pool, const Tensor&
   Tensor out = torch::stable::new_zeros(q, shape), workspace = workspace_for(q, a.cache, a.tokens);
   a.to.out = static_cast<float*>(out.mutable_data_ptr());
   a.workspace = workspace.mutable_data_ptr(), a.workspace_bytes = size_t(workspace.numel());
-  const char* wrong = attention_decode_launch(a, stream_of(q), false);
+  LaunchList list(this_device(), false);
+  plan_attention(list, a);
+  const char* wrong = list.run(stream_of(q));
   STD_TORCH_CHECK(!wrong, op, " of q ", text_of(q), ", pools ", text_of(k_pool), " and ", text_of(v_pool), ": ", wrong);
   return out;
 }
@@ -163,7 +167,9 @@ std::tuple<Tensor, Tensor> attention_step_cuda(const Tensor& qkv, const Tensor& 
   a.to.num_perms = int(copies);
   for (int64_t i = 0; i < copies; i++) a.to.inverse[i] = data<int>(op, "inverse", inverse[i], ScalarType::Int, {K});
   a.large_chunks = large_chunks;
-  const char* wrong = attention_decode_launch(a, stream_of(qkv), pdl);
+  LaunchList list(this_device(), pdl);
+  plan_attention(list, a);
+  const char* wrong = list.run(stream_of(qkv));
   STD_TORCH_CHECK(!wrong, op, " of qkv ", text_of(qkv), ", pools ", text_of(k_pool), " and ", text_of(v_pool), ": ", wrong);
   return {out, x};
 }
@@ -184,7 +190,9 @@ std::tuple<Tensor, Tensor, Tensor> rope_append_cuda(const Tensor& qkv, const Ten
   Tensor q = torch::stable::new_empty(qkv, q_shape, ScalarType::Half);
   Tensor k = torch::stable::new_empty(qkv, shape, ScalarType::Half), v = torch::stable::new_empty(qkv, shape, ScalarType::Half);
   a.q_f16 = q.mutable_data_ptr(), a.k_f16 = k.mutable_data_ptr(), a.v_f16 = v.mutable_data_ptr();
-  const char* wrong = rope_append_launch(a, stream_of(qkv), false);
+  LaunchList list(this_device(), false);
+  plan_rope_append(list, a);
+  const char* wrong = list.run(stream_of(qkv));
   STD_TORCH_CHECK(!wrong, op, " of qkv ", text_of(qkv), ", pools ", text_of(k_pool), " and ", text_of(v_pool), ": ", wrong);
   return {q, k, v};
 }

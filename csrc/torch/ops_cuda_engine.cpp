@@ -9,8 +9,10 @@
 #include <optional>
 #include <vector>
 
+#include "cuda/runtime/device.h"
 #include "cuda/runtime/exchange.h"
 #include "cuda/runtime/launch.h"
+#include "cuda/runtime/launches.h"
 #include "cuda/runtime/step.h"
 #include "format/gpu_layout.h"
 #include "gpu_blob.h"
@@ -187,7 +189,8 @@ Tensor step_bytes(const Tensor& program, int64_t capacity) {
   require("gpu_step_bytes", "program", program, ScalarType::Long, -1, false);
   size_t bytes = 0;
   int64_t width = 0;
-  const std::string wrong = step_workspace({program.const_data_ptr<int64_t>(), program.numel()}, int(capacity), bytes, width);
+  const std::string wrong =
+      step_workspace(this_device(), {program.const_data_ptr<int64_t>(), program.numel()}, int(capacity), bytes, width);
   STD_TORCH_CHECK(wrong.empty(), "gpu_step_bytes: ", wrong);
   const std::vector<int64_t> two{2};
   Tensor out = torch::stable::empty(two, ScalarType::Long);
@@ -223,12 +226,14 @@ void exchange_cuda(const Tensor& peers, const Tensor& x, std::vector<int64_t> wi
   require(op, "out", out, ScalarType::Float, rows * a.first[parts]);
   STD_TORCH_CHECK(most > 0, op, ": the buffers of the ranks are smaller than a row of ", widest);
   a.x_stride = width, a.out_stride = a.first[parts];
+  LaunchList list(this_device(), false);
   for (int64_t first = 0; first < rows; first += most, a.peers.exchange++) {
     a.rows = int(std::min(most, rows - first));
     a.x = x.const_data_ptr<float>() + first * width, a.out = static_cast<float*>(out.mutable_data_ptr()) + first * a.out_stride;
-    require_ok(op, exchange_launch(a, stream_of(out), false), x, out);
+    plan_exchange(list, a);
   }
-  require_ok(op, exchanges_done(a.peers, a.peers.exchange, stream_of(out), false), out);
+  plan_exchange_count(list, a.peers, a.peers.exchange);
+  require_ok(op, list.run(stream_of(out)), x, out);
 }
 
 // The formats of the pools: 0 f16, 1 f32, 2 Q8, 3 Q4, 4 fp8 (csrc/format/pool.h). The caller has checked the numbers
@@ -256,7 +261,7 @@ void step_cuda(const Tensor& program, Tensor& workspace, int64_t capacity, const
   size_t bytes = 0;
   int64_t width = 0;
   const Program ops(program.const_data_ptr<int64_t>(), program.numel());
-  std::string wrong = step_workspace(ops, int(capacity), bytes, width);
+  std::string wrong = step_workspace(this_device(), ops, int(capacity), bytes, width);
   STD_TORCH_CHECK(wrong.empty(), op, ": ", wrong);
   GpuStep s{};
   if (peers) {

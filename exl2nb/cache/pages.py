@@ -11,10 +11,10 @@ import numpy as np
 from exl2nb.core.errors import OutOfPages
 
 KEY_BYTES = 16
-CANDIDATES = 16  # partial pages compared per match, the latest first
+MAX_COMPARED_PAGES = 16  # partial pages compared per match, the latest first
 
 
-class PageTable:
+class PageAllocator:
     """Page ids with reference counts, and the unreferenced pages in the order of their last use.
 
     A page is used (referenced), cached (unreferenced, its content marked with `keep`) or free. Cached pages count as free: when no other
@@ -27,7 +27,7 @@ class PageTable:
         num_pages: ids run from 0 to num_pages - 1.
 
     Example:
-        >>> pages = PageTable(4)
+        >>> pages = PageAllocator(4)
         >>> ids = pages.allocate(2); pages.share(ids); pages.free(ids); pages.num_free
         2
         >>> pages.keep(ids[0]); pages.free(ids); pages.num_free, pages.state(ids[0]), pages.state(ids[1])
@@ -146,7 +146,7 @@ class PageTable:
 # ---- Prefix cache index: a page's key is a hash of its tokens and of all tokens before them.
 
 
-class Entry(NamedTuple):
+class PageContent(NamedTuple):
     """Content of a page. parent: key of the text before it. key: of the text with it, None while the page is not full. tokens: int32."""
 
     parent: bytes
@@ -154,7 +154,7 @@ class Entry(NamedTuple):
     tokens: np.ndarray
 
 
-class Match(NamedTuple):
+class PrefixMatch(NamedTuple):
     """The cached beginning of a text: full pages in order, then `common` tokens of page `partial` (0 and None: no partial page)."""
 
     pages: list[int]
@@ -180,9 +180,9 @@ class PrefixIndex:
         page_size: tokens per page.
     """
 
-    def __init__(self, table: PageTable, page_size: int) -> None:
+    def __init__(self, table: PageAllocator, page_size: int) -> None:
         self._table, self._size = table, page_size
-        self._entries: list[Entry | None] = [None] * table.num_pages
+        self._entries: list[PageContent | None] = [None] * table.num_pages
         self._filled = [0] * table.num_pages
         self._full: dict[bytes, int] = {}
         self._children: dict[bytes, dict[int, None]] = {}
@@ -191,7 +191,7 @@ class PrefixIndex:
     def __len__(self) -> int:
         return sum(entry is not None for entry in self._entries)
 
-    def entry(self, page: int) -> Entry | None:
+    def entry(self, page: int) -> PageContent | None:
         """The published content of `page`."""
         return self._entries[page]
 
@@ -203,7 +203,7 @@ class PrefixIndex:
         """The full page with this key."""
         return self._full.get(key)
 
-    def match(self, ids: Sequence[int], keys: Sequence[bytes], root: bytes, *, limit: int) -> Match:
+    def match(self, ids: Sequence[int], keys: Sequence[bytes], root: bytes, *, limit: int) -> PrefixMatch:
         """Find the longest cached beginning of a text.
 
         Args:
@@ -217,7 +217,7 @@ class PrefixIndex:
             pages.append(page)
         at = len(pages) * self._size
         partial, common = self.match_partial(ids[at : min(limit, at + self._size)], keys[len(pages) - 1] if pages else root)
-        return Match(pages, partial, common)
+        return PrefixMatch(pages, partial, common)
 
     def match_partial(self, ids: Sequence[int], parent: bytes) -> tuple[int | None, int]:
         """The page below `parent` that shares most tokens with the beginning of `ids`, and how many."""
@@ -226,7 +226,7 @@ class PrefixIndex:
         if not children or not ids:
             return best, common
         wanted = np.asarray(ids, np.int32)
-        for page in list(children)[: -CANDIDATES - 1 : -1]:
+        for page in list(children)[: -MAX_COMPARED_PAGES - 1 : -1]:
             entry = self._entries[page]
             assert entry is not None
             length = min(len(entry.tokens), len(wanted))
@@ -248,7 +248,7 @@ class PrefixIndex:
         if key is not None and (known := self._full.get(key)) is not None:
             return known
         self.forget(page)
-        self._entries[page] = Entry(parent, key, np.asarray(tokens, np.int32))
+        self._entries[page] = PageContent(parent, key, np.asarray(tokens, np.int32))
         self._filled[page] = len(tokens)
         if key is not None:
             self._full[key] = page

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from exl2nb.cache.spec import STORAGES, CacheSpec
+from exl2nb.cache.spec import PAGE_STORAGES, CacheSpec
 from exl2nb.core.errors import OptionError
 from exl2nb.core.show import facts
-from exl2nb.ops.memory import large_pages
+from exl2nb.ops.memory_ops import large_pages
 from exl2nb.ops.placement import Placement
 
 LARGE_BYTES = 2 << 20  # caches of at least this size use large pages
@@ -111,7 +111,7 @@ def _pools(spec: CacheSpec, layers: int, device: str) -> tuple[list[Tensor], lis
         memory = torch.zeros(size, dtype=torch.uint8, device=device)  # one tensor: a GPU gives each its own segments
     pieces = memory.split([spec.pool_bytes(mode) for mode in (spec.k_mode, spec.v_mode) for _ in range(layers)])
     shape = (spec.num_pages, spec.num_kv_heads, spec.page_size, spec.head_dim)
-    k, v = ([STORAGES[mode].pool(piece, *shape) for piece in half]
+    k, v = ([PAGE_STORAGES[mode].pool(piece, *shape) for piece in half]
             for mode, half in ((spec.k_mode, pieces[:layers]), (spec.v_mode, pieces[layers:])))  # fmt: skip
     return k, v
 

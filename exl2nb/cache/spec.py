@@ -28,7 +28,7 @@ class Storage:
             return ""
         if head_dim % 8:
             return f"needs a head_dim that is a multiple of 8, found {head_dim}"
-        return f"needs pages of {kv_codes.PAGE} tokens, found {page_size}" if page_size != kv_codes.PAGE else ""
+        return f"needs pages of {kv_codes.PAGE_TOKENS} tokens, found {page_size}" if page_size != kv_codes.PAGE_TOKENS else ""
 
     def row_bytes(self, page_size: int, head_dim: int) -> int:
         """Bytes of one head of one page."""
@@ -46,8 +46,8 @@ class Storage:
         return memory.view(num_pages, num_kv_heads, self.row_bytes(page_size, head_dim)).view(self.dtype)
 
 
-# To add one: a row here, its bytes in FORMAT.md, its name in `MODES`, the encoding in `ops/kv_codes.py` and the kernels.
-STORAGES: dict[str, Storage] = {
+# To add one: a row here, its bytes in FORMAT.md, its name in `CACHE_MODES`, the encoding in `ops/kv_codes.py` and the kernels.
+PAGE_STORAGES: dict[str, Storage] = {
     "fp32": Storage(torch.float32),
     "fp16": Storage(torch.float16),  # the default
     "fp8": Storage(torch.float8_e4m3fn, 8),  # e4m3 with a scale per 32, not rotated: the bytes of q8, less precision
@@ -55,7 +55,7 @@ STORAGES: dict[str, Storage] = {
     "q4": Storage(torch.uint8, 4),  # rotated groups of 32, 16 levels, the scale of least squared error: 4.5 bits a number
 }
 
-MODES: dict[str, tuple[str, str]] = {
+CACHE_MODES: dict[str, tuple[str, str]] = {
     "fp32": ("fp32", "fp32"),
     "fp16": ("fp16", "fp16"),
     "fp8": ("fp8", "fp8"),
@@ -65,14 +65,14 @@ MODES: dict[str, tuple[str, str]] = {
 }
 """Mode -> (storage of K, storage of V). q6 is no 6-bit code: keys lose more accuracy at few bits than values, so K has 8 bits and V 4."""
 
-_WIDTHS = {"4": "q4", "8": "q8", "16": "fp16"}
+_MODE_OF_BITS = {"4": "q4", "8": "q8", "16": "fp16"}
 
 
 def parse_mode(mode: object, *, where: str = "cache") -> str:
-    """The name of a mode as `MODES` has it, or as "k8v4" where it has none.
+    """The name of a mode as `CACHE_MODES` has it, or as "k8v4" where it has none.
 
     Args:
-        mode: a name in `MODES`, or "k<bits>v<bits>" with 4, 8 or 16 bits each, in any case.
+        mode: a name in `CACHE_MODES`, or "k<bits>v<bits>" with 4, 8 or 16 bits each, in any case.
         where: the public call, named in the message.
 
     Raises:
@@ -83,23 +83,23 @@ def parse_mode(mode: object, *, where: str = "cache") -> str:
         ('q6', 'k16v8')
     """
     name = mode.lower() if isinstance(mode, str) else ""
-    if name in MODES:
+    if name in CACHE_MODES:
         return name
     widths = re.fullmatch(r"k(4|8|16)v(4|8|16)", name)
     if not widths:
-        known = f"{', '.join(MODES)}, or bits of K and V apart as in k8v4 (4, 8 or 16 each)"
+        known = f"{', '.join(CACHE_MODES)}, or bits of K and V apart as in k8v4 (4, 8 or 16 each)"
         raise OptionError(f"{where}: unknown cache mode {mode!r}; known: {known}")
-    pair = (_WIDTHS[widths[1]], _WIDTHS[widths[2]])
-    return next((known for known, stored in MODES.items() if stored == pair), name)
+    pair = (_MODE_OF_BITS[widths[1]], _MODE_OF_BITS[widths[2]])
+    return next((known for known, stored in CACHE_MODES.items() if stored == pair), name)
 
 
 def storages_of(mode: str) -> tuple[str, str]:
     """Storage of K and of V for any name that `parse_mode` takes."""
     name = parse_mode(mode)
-    if name in MODES:
-        return MODES[name]
+    if name in CACHE_MODES:
+        return CACHE_MODES[name]
     k, v = name[1:].split("v")
-    return _WIDTHS[k], _WIDTHS[v]
+    return _MODE_OF_BITS[k], _MODE_OF_BITS[v]
 
 
 PAGE_SIZE = 256  # tokens; the attention kernels walk whole pages
@@ -136,13 +136,13 @@ class CacheSpec:
                 raise OptionError(f"cache: {name} is {value!r}; expected an integer from 1 to {high}")
         object.__setattr__(self, "mode", parse_mode(self.mode))
         for kind in (self.k_mode, self.v_mode):
-            problem = STORAGES[kind].problem(self.page_size, self.head_dim)
+            problem = PAGE_STORAGES[kind].problem(self.page_size, self.head_dim)
             if problem:
                 raise OptionError(f"cache: mode {self.mode} {problem}; use fp16")
 
     @property
     def k_mode(self) -> str:
-        """How K is stored, a key of `STORAGES`."""
+        """How K is stored, a key of `PAGE_STORAGES`."""
         return storages_of(self.mode)[0]
 
     @property
@@ -167,7 +167,7 @@ class CacheSpec:
 
     def pool_bytes(self, mode: str) -> int:
         """Bytes of one layer's pool of K or of V, kept as `mode`."""
-        return self.num_pages * self.num_kv_heads * STORAGES[mode].row_bytes(self.page_size, self.head_dim)
+        return self.num_pages * self.num_kv_heads * PAGE_STORAGES[mode].row_bytes(self.page_size, self.head_dim)
 
     @property
     def token_bytes(self) -> int:

@@ -22,12 +22,13 @@ from exl2nb.core.errors import OptionError
 from exl2nb.core.progress import Sink
 
 if TYPE_CHECKING:
-    from exl2nb.llm.model import LLM
+    from exl2nb.llm.llm import LLM
 
 WARM_UP = 32  # tokens; caches, graphs and clocks settle
-BATCHES = (1, 8)  # of a report
-CACHES = ("fp16", "q8", "q6", "q4")
-ROWS, LENGTH = 2, 256  # of the packaged evaluation text, for every KL
+REPORT_BATCH_SIZES = (1, 8)  # of a report
+REPORT_CACHE_MODES = ("fp16", "q8", "q6", "q4")
+KL_ROWS = 2  # of the packaged evaluation text, for every KL
+KL_ROW_TOKENS = 256
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -201,15 +202,20 @@ def card_report(
     from exl2nb.llm.load import load
     from exl2nb.llm.plan import plan
 
-    longest = max(context + tokens + spare(max(BATCHES)) + 1, LENGTH)
+    longest = max(context + tokens + spare(max(REPORT_BATCH_SIZES)) + 1, KL_ROW_TOKENS)
     start = time.perf_counter()
-    tokens_kept = max(BATCHES) * (longest + 256)
+    tokens_kept = max(REPORT_BATCH_SIZES) * (longest + 256)
     with load(folder, device=device, cache=cache, context=longest, cache_tokens=tokens_kept, progress=progress) as llm:
         load_s, gpu = time.perf_counter() - start, llm.model.device.startswith("cuda")
-        planned = plan(folder, context=longest + 256, cache=cache, batch=max(BATCHES), device="cuda" if gpu else "cpu")
-        speed = [{"batch": batch, **measure(llm, batch=batch, context=context, tokens=tokens, rounds=rounds)} for batch in BATCHES]
+        planned = plan(folder, context=longest + 256, cache=cache, batch=max(REPORT_BATCH_SIZES), device="cuda" if gpu else "cpu")
+        speed = [
+            {"batch": batch, **measure(llm, batch=batch, context=context, tokens=tokens, rounds=rounds)} for batch in REPORT_BATCH_SIZES
+        ]
         most_used = torch.cuda.max_memory_reserved() if gpu else None
-        kl = {mode: compare(llm, llm, rows=ROWS, length=LENGTH, cache=mode, progress=progress).kl_mean for mode in CACHES}
+        kl = {
+            mode: compare(llm, llm, rows=KL_ROWS, length=KL_ROW_TOKENS, cache=mode, progress=progress).kl_mean
+            for mode in REPORT_CACHE_MODES
+        }
         name, weight_bytes = llm.name, llm.model.weight_bytes
     free = plan(folder, device="cuda" if gpu else "cpu")  # the model is closed: all of its memory is free again
     return {
@@ -219,7 +225,7 @@ def card_report(
             "planned": planned.total if gpu else None,
             "most_used": most_used,
             "free": free.free,
-            "longest": {mode: free.at(cache=mode).longest for mode in CACHES},
+            "longest": {mode: free.at(cache=mode).longest for mode in REPORT_CACHE_MODES},
         },
         "speed": speed,
         "kl": {**kl, "cpu": against_the_cpu(progress) if gpu else None},
@@ -232,7 +238,7 @@ def against_the_cpu(progress: Sink | None) -> float:
     from exl2nb.llm.load import load
 
     with load(demo_directory(), device="cpu", progress=progress) as here, load(demo_directory(), device="cuda", progress=progress) as there:
-        return compare(here, there, rows=ROWS, length=LENGTH, progress=progress).kl_mean
+        return compare(here, there, rows=KL_ROWS, length=KL_ROW_TOKENS, progress=progress).kl_mean
 
 
 def machine(gpu: bool) -> dict[str, str]:
@@ -246,13 +252,13 @@ def machine(gpu: bool) -> dict[str, str]:
         card = torch.cuda.get_device_properties()
         capability, size = f"{card.major}.{card.minor}", card.total_memory / 2**30
         found["card"] = f"{card.name}, compute capability {capability}, {card.multi_processor_count} SMs, {size:.1f} GiB"
-        driver = ".".join(map(str, _load.driver() or ()))
+        driver = ".".join(map(str, _load.driver_cuda_version() or ()))
         try:
             compiler = f"NVRTC {'.'.join(map(str, kernel_code.nvrtc().version))}"
         except kernel_code.NoCompiler:
             compiler = "no NVRTC"
         found["CUDA"] = f"driver for {driver}, torch for {torch.version.cuda}, {compiler}"
-    found["processor"] = f"{cpu_name()}, {torch.get_num_threads()} threads, {_load.load().isa}"
+    found["processor"] = f"{cpu_name()}, {torch.get_num_threads()} threads, {_load.load_libraries().isa}"
     found["system"] = f"{platform.system()} {platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}"
     return found
 
@@ -270,7 +276,7 @@ def markdown(found: dict[str, Any]) -> str:
     if memory["free"] is not None:
         fitting = ", ".join(f"{mode} {tokens}" for mode, tokens in memory["longest"].items())
         facts["longest context"] = f"{fitting} tokens, in {size_text(memory['free'])} of free memory"
-    facts["KL of a cache"] = ", ".join(f"{mode} {kl[mode]:.2g}" for mode in CACHES) + " nats against fp32"
+    facts["KL of a cache"] = ", ".join(f"{mode} {kl[mode]:.2g}" for mode in REPORT_CACHE_MODES) + " nats against fp32"
     if kl["cpu"] is not None:
         facts["KL against the CPU"] = f"{kl['cpu']:.2g} nats, demo model in fp16"
     title = found["machine"].get("card", found["machine"]["processor"]).split(",")[0]

@@ -14,7 +14,7 @@ import exl2nb
 from exl2nb.cli.console import Console
 from exl2nb.core import errors
 
-COMMANDS = {
+COMMAND_HELP = {
     "demo": "quantise the packaged model, stream from it, measure it, write a report: start here",
     "convert": "quantise a model directory to EXL2",
     "measure": "measure what every width costs each matrix, for any bitrate to be solved from",
@@ -32,7 +32,7 @@ COMMANDS = {
     "lab": "the course in JupyterLab: copies of the notebooks in a folder of yours",
     "doctor": "check this installation and say what to do",
 }
-HOMES = {
+COMMAND_MODULES = {
     "measure": "convert",
     "chat": "generate",
     "logits": "eval",
@@ -42,8 +42,8 @@ HOMES = {
     "push": "inspect",
 }
 """Commands defined in another command's module, as `run_NAME` and `add_NAME_arguments`."""
-FAILURES = (errors.GenerationError, errors.ConversionError, errors.EngineClosed, errors.OutOfPages, errors.Interrupted)
-INTERRUPTED = 130
+REPORTED_ERRORS = (errors.GenerationError, errors.ConversionError, errors.EngineClosed, errors.OutOfPages, errors.Interrupted)
+INTERRUPTED_STATUS = 130
 
 
 class UsageError(Exception):
@@ -66,13 +66,13 @@ def build_parser(command: str | None = None) -> Parser:
     parser = Parser(prog="exl2nb", description="EXL2-quantised language models: quantise, run, measure.")
     parser.add_argument("--version", action="version", version=f"exl2nb {exl2nb.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
-    for name, summary in COMMANDS.items():
+    for name, summary in COMMAND_HELP.items():
         sub = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
         sub.add_argument("--json", action="store_true", help="print one JSON object instead of text")
         sub.add_argument("--quiet", action="store_true", help="no progress on stderr")
         sub.add_argument("--traceback", action="store_true", help="show where an error came from")
         if command in (None, name):
-            home = HOMES.get(name)
+            home = COMMAND_MODULES.get(name)
             module = import_module(f"exl2nb.cli.{home or name}")
             getattr(module, f"add_{name}_arguments" if home else "add_arguments")(sub)
             sub.set_defaults(run=getattr(module, f"run_{name}" if home else "run"))
@@ -82,7 +82,7 @@ def build_parser(command: str | None = None) -> Parser:
 def run(argv: Sequence[str] | None = None) -> int:
     """See `exl2nb.cli.main`."""
     words = list(sys.argv[1:] if argv is None else argv)
-    name = next((word for word in words if word in COMMANDS), None)
+    name = next((word for word in words if word in COMMAND_HELP), None)
     console = Console(json_mode="--json" in words, quiet="--quiet" in words)
     try:
         args = build_parser(name or "").parse_args(words)
@@ -93,7 +93,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     except SystemExit as stop:  # argparse after --help or --version
         return int(stop.code or 0)
     except KeyboardInterrupt:
-        return console.fail("Interrupted", "interrupted", INTERRUPTED)
+        return console.fail("Interrupted", "interrupted", INTERRUPTED_STATUS)
     except UsageError as error:
         return console.fail("UsageError", str(error), 2)
     except BrokenPipeError:  # `exl2nb inspect | head`: the reader closed the pipe, which is not an error
@@ -109,7 +109,7 @@ def report(error: Exception, console: Console) -> int:
     """Say what went wrong; returns the exit code."""
     kind = type(error).__name__
     if isinstance(error, errors.Exl2Error):
-        return console.fail(kind, str(error), 1 if isinstance(error, FAILURES) else 2)
+        return console.fail(kind, str(error), 1 if isinstance(error, REPORTED_ERRORS) else 2)
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
         return console.fail(kind, f"{where}{error.strerror or error}", 1)

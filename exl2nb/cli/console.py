@@ -18,7 +18,7 @@ from exl2nb.core.progress import SilentSink, Sink, TextSink
 from exl2nb.core.show import colour, ink
 
 MAX_ERROR_LINE = 2000
-_ALONE = re.compile("[\ud800-\udfff]")  # halves of a pair, which UTF-8 has no bytes for
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # halves of a pair, which UTF-8 has no bytes for
 
 
 class Console:
@@ -83,7 +83,7 @@ def to_json(value: Any) -> str:
         return None if isinstance(item, float) and not math.isfinite(item) else item
 
     text = json.dumps(plain(value), ensure_ascii=False, default=str, allow_nan=False)
-    return _ALONE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    return _LONE_SURROGATE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
@@ -104,11 +104,11 @@ def width(text: str) -> int:
     return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
 
 
-_KEY = re.compile(r"\.layers\.(\d+)\.(.+)$")
+_LAYER_KEY = re.compile(r"\.layers\.(\d+)\.(.+)$")
 
 
 @dataclass(frozen=True)
-class BitMap:
+class BitTable:
     """matrices: names of the rows; layers: numbers of the columns; bits[row][column] is None where a layer has no such matrix."""
 
     matrices: tuple[str, ...]
@@ -116,18 +116,18 @@ class BitMap:
     bits: tuple[tuple[float | None, ...], ...]
 
     @classmethod
-    def of(cls, bits: Mapping[str, float]) -> BitMap:
+    def of(cls, bits: Mapping[str, float]) -> BitTable:
         """Arrange module keys such as `model.layers.3.self_attn.q_proj` -> bits per weight; other keys (the head) are left out."""
         cells: dict[tuple[str, int], float] = {}
         for key, value in bits.items():
-            if match := _KEY.search(key):
+            if match := _LAYER_KEY.search(key):
                 cells[match[2].split(".")[-1], int(match[1])] = value
         matrices = tuple(dict.fromkeys(name for name, _ in cells))
         layers = tuple(sorted({layer for _, layer in cells}))
         return cls(matrices, layers, tuple(tuple(cells.get((name, layer)) for layer in layers) for name in matrices))
 
 
-def render_text(map_: BitMap, *, colours: bool = False, columns: int = 100) -> str:
+def render_text(map_: BitTable, *, colours: bool = False, columns: int = 100) -> str:
     """The map for a terminal: one decimal a cell where the width allows, else whole bits; coloured cells with `colours`."""
     label = max([6, *(len(name) for name in map_.matrices)])
     fine = label + 1 + 4 * len(map_.layers) <= columns

@@ -10,13 +10,13 @@ from typing import Any
 
 from exl2nb.cli.console import Console
 from exl2nb.cli.models import add_flag, locate
-from exl2nb.converter.keywords import CONVERT, MeasureOptions
+from exl2nb.converter.convert_keywords import CONVERT_OPTIONS, MeasureOptions
 from exl2nb.core.errors import OptionError
 from exl2nb.core.show import size_text
 
-FLAGS = [one for one in CONVERT.values() if one.flag is not None and one.name != "bpw"]
-MEASURE = tuple(MeasureOptions.__annotations__)
-CHANGES: dict[str, dict[str, Any]] = {"overrides": {"action": "append"}}
+CONVERT_FLAGS = [one for one in CONVERT_OPTIONS.values() if one.flag is not None and one.name != "bpw"]
+MEASURE_OPTION_NAMES = tuple(MeasureOptions.__annotations__)
+FLAG_ARGUMENTS: dict[str, dict[str, Any]] = {"overrides": {"action": "append"}}
 """Arguments of a flag that do not follow from the type of its option."""
 
 
@@ -25,20 +25,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="IN", help="model directory, hub id, or `demo`")
     parser.add_argument("destination", type=Path, metavar="OUT", help="directory to make; it appears when it is complete")
     goal = parser.add_mutually_exclusive_group(required=True)
-    add_flag(goal, CONVERT["bpw"])
+    add_flag(goal, CONVERT_OPTIONS["bpw"])
     goal.add_argument("--bytes", metavar="SIZE", help="size of all weight files, such as 7GB; the head shares the budget")
     goal.add_argument("--fits", metavar="SIZE", help="memory for weights and cache, such as 24GiB; see --context")
     parser.add_argument("--context", type=int, default=0, help="with --fits: tokens of cache that must fit too")
     parser.add_argument("--cache", default="fp16", help="with --fits: mode of that cache")
-    for one in FLAGS:
-        if one.name not in MEASURE:
-            add_flag(parser, one, **CHANGES.get(one.name, {}))
+    for one in CONVERT_FLAGS:
+        if one.name not in MEASURE_OPTION_NAMES:
+            add_flag(parser, one, **FLAG_ARGUMENTS.get(one.name, {}))
     add_calibration(parser)
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Convert and print what came out."""
-    from exl2nb.converter.job import ConversionJob
+    from exl2nb.converter.conversion_job import ConversionJob
     from exl2nb.io.hf_config import read_config
     from exl2nb.model.archs import ARCHS
 
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         args.destination,
         bpw=args.bpw,
         target=_target(args),
-        **given(args, *(one.name for one in FLAGS)),
+        **given(args, *(one.name for one in CONVERT_FLAGS)),
     )
     done = job.run(console.sink)
     data: dict[str, Any] = {
@@ -98,7 +98,7 @@ def _head_bits(text: str) -> int | str:
     return int(text) if re.fullmatch("[0-9]{1,3}", text) else text
 
 
-_READ: dict[str, Callable[[Any], Any]] = {"overrides": lambda rules: dict(map(_override, rules)), "head_bits": _head_bits}
+_VALUE_READERS: dict[str, Callable[[Any], Any]] = {"overrides": lambda rules: dict(map(_override, rules)), "head_bits": _head_bits}
 
 
 def _size(text: str) -> int | str:
@@ -115,9 +115,11 @@ def add_measure_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_measure(args: argparse.Namespace, console: Console) -> int:
     """Measure, write the file, and print the requested plans."""
-    from exl2nb.converter.job import measure
+    from exl2nb.converter.conversion_job import measure
 
-    found = measure(locate(args.source, console.sink, revision=args.revision), args.out, progress=console.sink, **given(args, *MEASURE))
+    found = measure(
+        locate(args.source, console.sink, revision=args.revision), args.out, progress=console.sink, **given(args, *MEASURE_OPTION_NAMES)
+    )
     plans = [found.solve(bpw) for bpw in args.bpw or ()]
     low, high = found.range
     data: dict[str, Any] = {
@@ -135,8 +137,8 @@ def run_measure(args: argparse.Namespace, console: Console) -> int:
 
 def add_calibration(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    for one in FLAGS:
-        if one.name in MEASURE:
+    for one in CONVERT_FLAGS:
+        if one.name in MEASURE_OPTION_NAMES:
             add_flag(parser, one)
         if one.name == "calibration":
             parser.add_argument("--revision", help="branch, tag or commit of IN on the hub")
@@ -145,4 +147,4 @@ def add_calibration(parser: argparse.ArgumentParser) -> None:
 def given(args: argparse.Namespace, *names: str) -> dict[str, Any]:
     """What was given of these options, as keywords of `ConversionJob`."""
     found = {name: value for name in names if (value := getattr(args, name)) is not None}
-    return {name: _READ[name](value) if name in _READ else value for name, value in found.items()}
+    return {name: _VALUE_READERS[name](value) if name in _VALUE_READERS else value for name, value in found.items()}

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import exl2nb
 from exl2nb.cli import report
-from exl2nb.cli.console import BitMap, Console, render_text
+from exl2nb.cli.console import BitTable, Console, render_text
 from exl2nb.cli.models import demo_directory, file_bytes, loaded
-from exl2nb.cli.report import DemoResult, Entry
+from exl2nb.cli.report import DemoResult, ReportEntry
 from exl2nb.core.errors import OptionError
 from exl2nb.core.options import check_range
 from exl2nb.core.show import size_text
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from exl2nb.eval.comparison import Comparison
     from exl2nb.tokenizer.tokenizer import Tokenizer
 
-MARK = ".exl2nb-demo"  # in a directory that the demo made, and may therefore make again
-REPORT = "report.html"
-PROMPT = "The old house stood at the end of the lane, and"
-SAMPLING = {"temperature": 0.8, "top_p": 0.95, "seed": 1}
+DEMO_MARK_FILE = ".exl2nb-demo"  # in a directory that the demo made, and may therefore make again
+REPORT_FILE = "report.html"
+DEMO_PROMPT = "The old house stood at the end of the lane, and"
+DEMO_SAMPLING = {"temperature": 0.8, "top_p": 0.95, "seed": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     for entry in result.quantised:
         console.say("\n" + console.bold(f"Where the bits went at {entry.name}") + "  (bits per weight, layers across)\n")
         columns = shutil.get_terminal_size().columns
-        console.say(render_text(BitMap.of(entry.bits), colours=console.colour, columns=columns))
+        console.say(render_text(BitTable.of(entry.bits), colours=console.colour, columns=columns))
     console.say(f"\nReport: {Path(result.report).resolve()}\nModels: {', '.join(entry.path for entry in result.quantised)}")
     console.say(f"{result.total_s:.0f} s in all. Next: exl2nb generate {result.quantised[0].path} --prompt 'It was'")
     return 0
@@ -88,7 +88,7 @@ def run_demo(options: DemoOptions, console: Console) -> DemoResult:
 
     Raises:
         OptionError: options out of range, or `out` is a directory with something else in it.
-        ConversionError: see `converter.job`.
+        ConversionError: see `converter.conversion_job`.
     """
     begin = time.monotonic()
     prepare(options.out)
@@ -100,7 +100,7 @@ def run_demo(options: DemoOptions, console: Console) -> DemoResult:
     entries[1:] = sorted(entries[1:], key=lambda entry: -(entry.target_bpw or 0))
     result = DemoResult(
         entries=tuple(entries),
-        prompt=PROMPT,
+        prompt=DEMO_PROMPT,
         rows=options.rows,
         length=options.length,
         passage=passage,
@@ -108,11 +108,11 @@ def run_demo(options: DemoOptions, console: Console) -> DemoResult:
         total_s=time.monotonic() - begin,
         created=time.strftime("%Y-%m-%d %H:%M"),
         version=exl2nb.__version__,
-        report=str(options.out / REPORT),
+        report=str(options.out / REPORT_FILE),
     )
     from exl2nb.io.atomic import atomic_write
 
-    with atomic_write(options.out / REPORT) as file:
+    with atomic_write(options.out / REPORT_FILE) as file:
         file.write(report.render(result).encode())
     return result
 
@@ -122,14 +122,14 @@ def prepare(out: Path) -> None:
     if out.exists() and not out.is_dir():
         raise OptionError(f"demo: {out} is a file; expected a directory for the models and the report; give another --out")
     if out.is_dir() and any(out.iterdir()):
-        if not (out / MARK).is_file():
+        if not (out / DEMO_MARK_FILE).is_file():
             raise OptionError(
                 f"demo: {out} holds other files; expected a new or empty directory, or one of an earlier demo; give another --out"
             )
         for path in out.glob("*bpw"):
             shutil.rmtree(path)
     out.mkdir(parents=True, exist_ok=True)
-    (out / MARK).write_text("Made by `exl2nb demo`, which may replace what is in this directory.\n", encoding="utf-8")
+    (out / DEMO_MARK_FILE).write_text("Made by `exl2nb demo`, which may replace what is in this directory.\n", encoding="utf-8")
 
 
 Made = tuple[str, Path, "float | None", "float | None"]  # name, directory, requested bpw, seconds of conversion
@@ -137,7 +137,7 @@ Made = tuple[str, Path, "float | None", "float | None"]  # name, directory, requ
 
 def convert_all(options: DemoOptions, console: Console) -> list[Made]:
     """Convert the demo model to every bitrate; the first run's measurement serves the others."""
-    from exl2nb.converter.job import ConversionJob
+    from exl2nb.converter.conversion_job import ConversionJob
 
     made: list[Made] = []
     with tempfile.TemporaryDirectory(prefix=".work-", dir=options.out) as work:
@@ -167,9 +167,9 @@ def stream_from(name: str, path: Path, options: DemoOptions, console: Console) -
     with load(path, progress=None) as llm:
         console.say(console.bold(f"\n{name} writes:"))
         if not console.json_mode:
-            console.write(PROMPT)
-        text = stream_text(llm.stream(PROMPT, max_tokens=options.tokens, ignore_eos=True, **SAMPLING), console).text
-        timed = llm.generate(PROMPT, max_tokens=options.timed_tokens, temperature=0, ignore_eos=True)
+            console.write(DEMO_PROMPT)
+        text = stream_text(llm.stream(DEMO_PROMPT, max_tokens=options.tokens, ignore_eos=True, **DEMO_SAMPLING), console).text
+        timed = llm.generate(DEMO_PROMPT, max_tokens=options.timed_tokens, temperature=0, ignore_eos=True)
         console.say(f"\n[{timed.timings.decode_tok_s:.0f} tok/s]")
     return text, timed.timings.decode_tok_s
 
@@ -204,14 +204,14 @@ def passage_texts(tokenizer: Tokenizer, ids: list[int]) -> tuple[str, ...]:
 
 def _entry(
     model: Made, sample: tuple[str, float], result: Comparison | None, measured: dict[str, Comparison], options: DemoOptions
-) -> Entry:
-    from exl2nb.model.inspect import inspect
+) -> ReportEntry:
+    from exl2nb.model.inspection import inspect
 
     name, path, target, seconds = model
     found = inspect(path)
     some = next(iter(measured.values()))
     head = found.head
-    return Entry(
+    return ReportEntry(
         name=name,
         path=str(path),
         target_bpw=target,
@@ -238,7 +238,7 @@ def machine() -> dict[str, str]:
     from exl2nb.cli.doctor import cpu_name
     from exl2nb.ops import _load
 
-    found = _load.load()
+    found = _load.load_libraries()
     engine = f"compiled, {found.isa}" if "cpu" in found.loaded else f"torch reference ops ({found.note})"
     return {
         "Engine": engine,

@@ -12,7 +12,7 @@ from exl2nb.core.errors import OptionError
 from exl2nb.core.show import size_text
 
 # name: what `converter.calibration.read_calibration` fetches
-PUBLIC = {
+PUBLIC_TEXTS = {
     "wikitext2": "dataset:Salesforce/wikitext:wikitext-2-raw-v1/test-*.parquet",
     "wikitext103": "dataset:Salesforce/wikitext:wikitext-103-raw-v1/test-*.parquet",
     "c4": "dataset:allenai/c4:en/c4-validation.00000-of-*.json.gz",
@@ -26,7 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--text",
         metavar="SOURCE",
-        help=f"file (.txt, .jsonl, .parquet ...), dataset:owner/name, or {', '.join(PUBLIC)}; its encoding is cut into rows from the start",
+        help=f"file (.txt, .jsonl, .parquet ...), dataset:owner/name, or {', '.join(PUBLIC_TEXTS)}; "
+        "its encoding is cut into rows from the start",
     )
     parser.add_argument("--rows", type=int, default=32, help="rows to read (default 32)")
     parser.add_argument("--length", type=int, default=512, help="tokens a row (default 512)")
@@ -46,7 +47,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         return _run_tasks(args, console)
     from exl2nb.eval.comparison import compare_models, perplexity
     from exl2nb.eval.rows import token_rows
-    from exl2nb.model.inspect import inspect
+    from exl2nb.model.inspection import inspect
     from exl2nb.tokenizer.tokenizer import Tokenizer
 
     text = read_source(args.text)
@@ -91,7 +92,7 @@ def _run_tasks(args: argparse.Namespace, console: Console) -> int:
 
 
 def read_source(source: str) -> str:
-    """The text of a file, of a data set on the hub, or of one of PUBLIC; records are joined by line breaks.
+    """The text of a file, of a data set on the hub, or of one of PUBLIC_TEXTS; records are joined by line breaks.
 
     Raises:
         OptionError: there is no text, or it cannot be fetched; says what to do.
@@ -100,9 +101,9 @@ def read_source(source: str) -> str:
 
     known = Path(source).exists()
     try:
-        return read_calibration(PUBLIC.get(source, source) if not known else source)[0]
+        return read_calibration(PUBLIC_TEXTS.get(source, source) if not known else source)[0]
     except OptionError as error:
-        hint = "" if known or ":" in source or source in PUBLIC else f"; or one of {', '.join(PUBLIC)}, or dataset:owner/name"
+        hint = "" if known or ":" in source or source in PUBLIC_TEXTS else f"; or one of {', '.join(PUBLIC_TEXTS)}, or dataset:owner/name"
         raise OptionError(str(error).replace("calibration ", "text ", 1) + hint) from error
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from exl2nb.generator.request import Completion
 
 
-LORA = "LoRA adapter in PEFT's format, with its weight; given again: several at once"
+LORA_HELP = "LoRA adapter in PEFT's format, with its weight; given again: several at once"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--context", type=int, help="tokens of prompt and answer together")
     add_load_options(parser)
-    add_lora_option(parser, LORA)
+    add_lora_option(parser, LORA_HELP)
     add_options(parser)
 
 
@@ -61,11 +61,11 @@ def stream_text(handle: Handle, console: Console) -> Completion:
 def read_template(name: str | None) -> str | None:
     """What --template names: the source in a file, the name of an instruct format as it is; None where the model's own is meant."""
     from exl2nb.eval.rows import read_text
-    from exl2nb.tokenizer.template import INSTRUCT
+    from exl2nb.tokenizer.template import INSTRUCT_TEMPLATES
 
     if name in (None, "model"):
         return None
-    return name if name in INSTRUCT and not Path(name).is_file() else read_text(name)
+    return name if name in INSTRUCT_TEMPLATES and not Path(name).is_file() else read_text(name)
 
 
 def _show(console: Console, text: str) -> None:
@@ -77,7 +77,7 @@ def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
     add_model(parser, cache="fp16")
     add_load_options(parser)
-    add_lora_option(parser, LORA)
+    add_lora_option(parser, LORA_HELP)
     parser.add_argument("--system", help="system message")
     parser.add_argument("--message", action="append", metavar="TEXT", help="say this instead of reading lines; may be given again")
     parser.add_argument(

@@ -18,7 +18,7 @@ from exl2nb.cli.console import Console
 from exl2nb.core.errors import MissingDependency, ModelNotFound, OptionError
 from exl2nb.io.atomic import atomic_write
 
-RECORD = ".exl2nb-course.json"
+RECORD_FILE = ".exl2nb-course.json"
 """In the folder: name -> SHA-256 of the notebook as it was copied, to tell edited ones from old ones."""
 
 
@@ -59,13 +59,13 @@ def copy_course(target: Path, source: Path | None = None) -> Copied:
     found: dict[str, list[str]] = {"new": [], "updated": [], "kept": [], "same": []}
     if target.resolve() == source.resolve():
         return Copied(new=(), updated=(), kept=(), same=tuple(path.name for path in _notebooks(source)))
-    record = _read_record(target / RECORD)
+    record = _read_record(target / RECORD_FILE)
     for path in _notebooks(source):
         state = _copy_one(path, target / path.name, record.get(path.name))
         found[state].append(path.name)
         if state != "kept":
             record[path.name] = _digest(path.read_bytes())
-    with atomic_write(target / RECORD) as file:
+    with atomic_write(target / RECORD_FILE) as file:
         file.write(json.dumps(record, indent=1, sort_keys=True).encode())
     return Copied(**{state: tuple(names) for state, names in found.items()})
 
@@ -102,14 +102,16 @@ def _read_record(path: Path) -> dict[str, str]:
     return {str(name): str(digest) for name, digest in data.items()} if isinstance(data, dict) else {}
 
 
-FOLDER = "exl2nb-course"
-FIRST = "01_quickstart.ipynb"
+COURSE_FOLDER = "exl2nb-course"
+FIRST_NOTEBOOK = "01_quickstart.ipynb"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
-    parser.add_argument("folder", nargs="?", default=FOLDER, help=f"where your copies of the notebooks go (default ./{FOLDER})")
-    parser.add_argument("--open", default=FIRST, metavar="NOTEBOOK", help=f"the notebook to open (default {FIRST})")
+    parser.add_argument(
+        "folder", nargs="?", default=COURSE_FOLDER, help=f"where your copies of the notebooks go (default ./{COURSE_FOLDER})"
+    )
+    parser.add_argument("--open", default=FIRST_NOTEBOOK, metavar="NOTEBOOK", help=f"the notebook to open (default {FIRST_NOTEBOOK})")
     parser.add_argument("--port", type=int, help="port of the server (default: the first free one from 8888)")
     parser.add_argument("--no-browser", action="store_true", help="print the address and open no browser")
     parser.add_argument("--copy-only", action="store_true", help="copy the notebooks and start nothing")
@@ -134,7 +136,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     return _until_it_ends(command, folder)
 
 
-def lab_command(folder: Path, *, first: str = FIRST, port: int | None = None, browser: bool = True) -> list[str]:
+def lab_command(folder: Path, *, first: str = FIRST_NOTEBOOK, port: int | None = None, browser: bool = True) -> list[str]:
     """The command line that opens `first` of `folder`."""
     command = [sys.executable, "-m", "jupyter", "lab", f"--ServerApp.root_dir={folder.resolve()}"]
     command += [f"--LabApp.default_url=/lab/tree/{first}"] if (folder / first).is_file() else []

@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from exl2nb.core.options import Option
+from exl2nb.core.options import OptionField
 from exl2nb.core.progress import Sink
-from exl2nb.llm.keywords import LOAD, PARALLEL
+from exl2nb.llm.load_keywords import LOAD_OPTIONS_BY_NAME, PARALLEL_MODES
 
 if TYPE_CHECKING:
-    from exl2nb.llm.model import LLM
+    from exl2nb.llm.llm import LLM
     from exl2nb.model.model import Model
 
 
@@ -39,7 +39,7 @@ def demo_directory() -> Path:
     return Path(__file__).resolve().parent.parent / "demo_model"
 
 
-def add_flag(group: argparse._ActionsContainer, option: Option, **changes: Any) -> None:
+def add_flag(group: argparse._ActionsContainer, option: OptionField, **changes: Any) -> None:
     """Add the flag of an option; `changes` are arguments of `add_argument` that replace those that follow from the option."""
     how: dict[str, Any] = (
         {"action": "store_const", "const": True} if option.kind is bool else {"type": option.kind, "metavar": option.metavar}
@@ -56,9 +56,9 @@ def add_model(parser: argparse.ArgumentParser, *, cache: str = "", revision: boo
         add_cache_option(parser, cache)
 
 
-OTHERS = ("cache", "context", "cache_tokens", "max_sequences", "generation_config")
+OTHER_LOAD_OPTIONS = ("cache", "context", "cache_tokens", "max_sequences", "generation_config")
 """Keywords of `exl2nb.load` that the commands add where they mean something."""
-LOAD_OPTIONS = tuple(name for name, one in LOAD.items() if one.flag is not None and name not in OTHERS)
+LOAD_OPTIONS = tuple(name for name, one in LOAD_OPTIONS_BY_NAME.items() if one.flag is not None and name not in OTHER_LOAD_OPTIONS)
 """Keywords of `exl2nb.load` that `add_load_options` adds."""
 
 
@@ -71,22 +71,25 @@ def add_load_options(parser: argparse.ArgumentParser, *, draft: bool = True, dev
         device: the default, named in the help.
     """
     group = parser.add_argument_group("loading")
-    changes = {"device": {"type": _device, "help": f"{LOAD['device'].help} (default {device})"}, "rope_scaling": {"type": _json_object}}
+    changes = {
+        "device": {"type": _device, "help": f"{LOAD_OPTIONS_BY_NAME['device'].help} (default {device})"},
+        "rope_scaling": {"type": _json_object},
+    }
     for name in LOAD_OPTIONS:
         if name == "devices":
             add_devices_options(group)
-        elif name not in DEVICES and (draft or name != "draft"):
-            add_flag(group, LOAD[name], **changes.get(name, {}))
+        elif name not in DEVICE_OPTIONS and (draft or name != "draft"):
+            add_flag(group, LOAD_OPTIONS_BY_NAME[name], **changes.get(name, {}))
 
 
-DEVICES = ("devices", "gpu_layers", "parallel")
+DEVICE_OPTIONS = ("devices", "gpu_layers", "parallel")
 
 
 def add_devices_options(group: argparse._ActionsContainer) -> None:
     """--devices, --gpu-layers, --parallel."""
-    changes = {"devices": {"type": _devices}, "parallel": {"choices": PARALLEL}}
-    for name in DEVICES:
-        add_flag(group, LOAD[name], **changes.get(name, {}))
+    changes = {"devices": {"type": _devices}, "parallel": {"choices": PARALLEL_MODES}}
+    for name in DEVICE_OPTIONS:
+        add_flag(group, LOAD_OPTIONS_BY_NAME[name], **changes.get(name, {}))
 
 
 def _devices(text: str) -> str | list[str] | dict[str, str | int]:
@@ -169,12 +172,18 @@ def _json_object(text: str) -> dict[str, Any]:
 
 def add_generation_config_option(parser: argparse.ArgumentParser) -> None:
     """--no-generation-config."""
-    add_flag(parser, LOAD["generation_config"], const=False)
+    add_flag(parser, LOAD_OPTIONS_BY_NAME["generation_config"], const=False)
 
 
 def add_cache_option(parser: argparse.ArgumentParser, default: str) -> None:
     """--cache, checked before anything is loaded."""
-    add_flag(parser, LOAD["cache"], type=_cache_mode, default=default, help=f"{LOAD['cache'].help} (default {default})")
+    add_flag(
+        parser,
+        LOAD_OPTIONS_BY_NAME["cache"],
+        type=_cache_mode,
+        default=default,
+        help=f"{LOAD_OPTIONS_BY_NAME['cache'].help} (default {default})",
+    )
 
 
 def _cache_mode(text: str) -> str:
@@ -195,7 +204,7 @@ def loaded(directory: Path, progress: Sink | None = None, *, options: dict[str, 
     from exl2nb.ops.placement import pick_device
 
     options = options or {}
-    rope = RopeOverride(**{name.removeprefix("rope_"): options.get(name) for name in LOAD if name.startswith("rope_")})
+    rope = RopeOverride(**{name.removeprefix("rope_"): options.get(name) for name in LOAD_OPTIONS_BY_NAME if name.startswith("rope_")})
     model = load_model(directory, device=pick_device(options.get("device", "cpu")), rope=rope, progress=progress)
     try:
         yield model

@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from exl2nb.cli.console import BitMap, table
+from exl2nb.cli.console import BitTable, table
 from exl2nb.core.show import colour, ink, size_text
 
 Histogram = Sequence[tuple[float, float, float]]
@@ -100,7 +100,7 @@ def _svg(width: int, height: int, label: str, parts: Sequence[str]) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class ReportEntry:
     """One model of the table.
 
     name: "FP16" or "4.0 bpw". path: its directory. target_bpw: asked for, None for the reference. bpw: reached, over the decoder's linears.
@@ -134,7 +134,7 @@ class DemoResult:
     entries: reference first, then from many bits to few. passage: texts of the passage's tokens. machine: name -> value.
     """
 
-    entries: tuple[Entry, ...]
+    entries: tuple[ReportEntry, ...]
     prompt: str
     rows: int
     length: int
@@ -146,12 +146,12 @@ class DemoResult:
     report: str = ""
 
     @property
-    def reference(self) -> Entry:
+    def reference(self) -> ReportEntry:
         """The FP16 model."""
         return self.entries[0]
 
     @property
-    def quantised(self) -> tuple[Entry, ...]:
+    def quantised(self) -> tuple[ReportEntry, ...]:
         """All others."""
         return self.entries[1:]
 
@@ -234,7 +234,7 @@ def _results(result: DemoResult) -> str:
     )
 
 
-def _row(entry: Entry, reference: Entry, worst: float) -> str:
+def _row(entry: ReportEntry, reference: ReportEntry, worst: float) -> str:
     base = entry.target_bpw is None
     cells = [
         f"{entry.bpw:.3f}",
@@ -279,8 +279,8 @@ def _maps(result: DemoResult) -> str:
     )
 
 
-def _map_table(entry: Entry) -> str:
-    grid = BitMap.of(entry.bits)
+def _map_table(entry: ReportEntry) -> str:
+    grid = BitTable.of(entry.bits)
     head = "".join(f'<th scope="col">{layer}</th>' for layer in grid.layers)
     rows = ""
     for name, row in zip(grid.matrices, grid.bits):

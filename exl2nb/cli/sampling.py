@@ -9,27 +9,29 @@ from typing import TYPE_CHECKING, Any
 from exl2nb.cli.models import add_flag
 from exl2nb.core.options import options_of
 from exl2nb.generator.request import Request
-from exl2nb.sampling.defaults import NEUTRAL
-from exl2nb.sampling.params import PRESETS, SamplingParams
+from exl2nb.sampling.defaults import NEUTRAL_VALUES
+from exl2nb.sampling.params import SAMPLING_PRESETS, SamplingParams
 
 if TYPE_CHECKING:
     from exl2nb.generator.request import Completion
 
-FLAGS = {
+SAMPLING_FLAGS = {
     name: one for cls in (Request, SamplingParams) for name, one in options_of(cls).items() if one.flag is not None and one.kind is not None
 }
-FILES = ("schema", "grammar")
+FILE_OPTIONS = ("schema", "grammar")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add `--max-tokens`, `--temperature` and so on, `--stop`, and the options for structured answers."""
-    for one in FLAGS.values():
+    for one in SAMPLING_FLAGS.values():
         if one.common:
             add_flag(parser, one)
     parser.add_argument("--stop", action="append", metavar="TEXT", help="end at this text; may be given again")
-    parser.add_argument("--preset", choices=sorted(PRESETS), help="a whole set of sampling options; options given with it override it")
+    parser.add_argument(
+        "--preset", choices=sorted(SAMPLING_PRESETS), help="a whole set of sampling options; options given with it override it"
+    )
     more = parser.add_argument_group("more sampling", "the definitions stand in exl2nb.sampling")
-    for one in FLAGS.values():
+    for one in SAMPLING_FLAGS.values():
         if not one.common:
             add_flag(more, one)
     more.add_argument("--ban", action="append", type=int, metavar="ID", help="never choose this token; may be given again")
@@ -44,9 +46,11 @@ def given_options(args: argparse.Namespace) -> dict[str, Any]:
     """Keywords of `LLM.stream` for the options that were given."""
     from exl2nb.eval.rows import read_text
 
-    options = {**NEUTRAL, **PRESETS[args.preset]} if args.preset else {}  # a preset is whole: no default of the model adds to it
-    options |= {name: value for name in (*FLAGS, "stop", "regex", "choice") if (value := getattr(args, name)) is not None}
-    options |= {name: read_text(Path(path)) for name in FILES if (path := getattr(args, name)) is not None}
+    options = (
+        {**NEUTRAL_VALUES, **SAMPLING_PRESETS[args.preset]} if args.preset else {}
+    )  # a preset is whole: no default of the model adds to it
+    options |= {name: value for name in (*SAMPLING_FLAGS, "stop", "regex", "choice") if (value := getattr(args, name)) is not None}
+    options |= {name: read_text(Path(path)) for name in FILE_OPTIONS if (path := getattr(args, name)) is not None}
     if args.ban:
         options["banned_tokens"] = args.ban
     if "mirostat_tau" in options:

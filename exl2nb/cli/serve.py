@@ -22,13 +22,13 @@ from exl2nb.cli.models import (
     locate_demo,
 )
 from exl2nb.core.errors import OptionError
-from exl2nb.llm.keywords import LOAD
+from exl2nb.llm.load_keywords import LOAD_OPTIONS_BY_NAME
 
 if TYPE_CHECKING:
-    from exl2nb.server.options import ServerOptions
+    from exl2nb.server.server_options import ServerOptions
 
-ON = ("on", "replicas", "replica_gpus")
-LOADING = ("cache", "context", "cache_tokens", "max_sequences", *LOAD_OPTIONS)
+REPLICA_OPTIONS = ("on", "replicas", "replica_gpus")
+LOADING_OPTIONS = ("cache", "context", "cache_tokens", "max_sequences", *LOAD_OPTIONS)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_cache_option(parser, "fp16")
     parser.set_defaults(cache=None)
     for name in ("context", "cache_tokens", "max_sequences"):
-        add_flag(parser, LOAD[name])
+        add_flag(parser, LOAD_OPTIONS_BY_NAME[name])
     add_load_options(parser)
     add_lora_option(parser, "LoRA adapter that requests may name as MODEL:ADAPTER; again for more")
 
@@ -69,13 +69,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, console: Console) -> int:
     """Load and serve; SIGINT and SIGTERM let running requests finish."""
     from exl2nb.llm.load import load
-    from exl2nb.server.options import ServerOptions
-    from exl2nb.server.serve import Server
+    from exl2nb.server.http_server import Server
+    from exl2nb.server.server_options import ServerOptions
 
     given = _given(args)
     name = given.pop("model", None)
-    loading, adapters = {key: given.pop(key) for key in LOADING if key in given}, args.lora
-    on, replicas, gpus = (given.pop(key, None) for key in ON)
+    loading, adapters = {key: given.pop(key) for key in LOADING_OPTIONS if key in given}, args.lora
+    on, replicas, gpus = (given.pop(key, None) for key in REPLICA_OPTIONS)
     options = ServerOptions.of(**given)
     if on == "ray":
         return _on_ray(name, options, {"replicas": replicas or 1, "gpus": gpus, "loading": loading, "adapters": adapters or ()}, console)
@@ -124,16 +124,16 @@ def _on_ray(name: str | None, options: ServerOptions, given: dict[str, Any], con
 def _given(args: argparse.Namespace) -> dict[str, Any]:
     """Options of the file and of the command line together."""
     from exl2nb.eval.rows import read_text
-    from exl2nb.server.options import ServerOptions, read_config, read_keys
-    from exl2nb.tokenizer.template import INSTRUCT
+    from exl2nb.server.server_options import ServerOptions, read_config, read_keys
+    from exl2nb.tokenizer.template import INSTRUCT_TEMPLATES
 
-    known = [*(field.name for field in fields(ServerOptions)), *LOADING, *ON, "model", "api_key_file"]
+    known = [*(field.name for field in fields(ServerOptions)), *LOADING_OPTIONS, *REPLICA_OPTIONS, "model", "api_key_file"]
     given = read_config(args.config, known) if args.config is not None else {}
     given |= {key: value for key in known if (value := getattr(args, key, None)) is not None}
     if (path := given.pop("api_key_file", None)) is not None:
         users, admins = read_keys(Path(path))
         given["api_keys"] = (*given.get("api_keys", ()), *users)
         given["admin_keys"] = (*given.get("admin_keys", ()), *admins)
-    if isinstance(template := given.get("template"), str) and template not in INSTRUCT and "{" not in template:
+    if isinstance(template := given.get("template"), str) and template not in INSTRUCT_TEMPLATES and "{" not in template:
         given["template"] = read_text(Path(template))
     return given

@@ -20,10 +20,10 @@ from exl2nb.core.errors import StructureError
 
 MAX_STALE_STEPS = 100  # of a search that only repeats choices
 WIDE_OPTIONS = 48  # more allowed characters than this are free text
-STRUCTURAL = '"}],:{[)>\n'  # ends of free text come first, or a search spends its steps inside one string
-_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
-_SINGLE = ("items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains", "propertyNames")
+STRUCTURAL_CHARACTERS = '"}],:{[)>\n'  # ends of free text come first, or a search spends its steps inside one string
+_SCHEMA_MAP_KEYWORDS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_SCHEMA_LIST_KEYWORDS = ("allOf", "anyOf", "oneOf", "prefixItems")
+_SINGLE_SCHEMA_KEYWORDS = ("items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains", "propertyNames")
 
 
 class DeadEnd(NamedTuple):
@@ -80,11 +80,11 @@ def _parts(schema: Any) -> Iterator[dict[str, Any]]:
 
 def _inside(schema: dict[str, Any]) -> Iterator[Any]:
     for key, value in schema.items():
-        if key in _MAPS and isinstance(value, dict):
+        if key in _SCHEMA_MAP_KEYWORDS and isinstance(value, dict):
             yield from value.values()
-        elif (key in _LISTS or key in _SINGLE) and isinstance(value, list):
+        elif (key in _SCHEMA_LIST_KEYWORDS or key in _SINGLE_SCHEMA_KEYWORDS) and isinstance(value, list):
             yield from value
-        elif key in _SINGLE:
+        elif key in _SINGLE_SCHEMA_KEYWORDS:
             yield value
 
 
@@ -94,12 +94,12 @@ def _mapped(schema: Any, change: Callable[[dict[str, Any]], Any]) -> Any:
         return schema
     made: dict[str, Any] = {}
     for key, value in schema.items():
-        if key in _MAPS and isinstance(value, dict):
+        if key in _SCHEMA_MAP_KEYWORDS and isinstance(value, dict):
             made[key] = {name: _mapped(one, change) for name, one in value.items()}
-        elif (key in _LISTS or key in _SINGLE) and isinstance(value, list):
+        elif (key in _SCHEMA_LIST_KEYWORDS or key in _SINGLE_SCHEMA_KEYWORDS) and isinstance(value, list):
             made[key] = [_mapped(one, change) for one in value]
         else:
-            made[key] = _mapped(value, change) if key in _SINGLE else value
+            made[key] = _mapped(value, change) if key in _SINGLE_SCHEMA_KEYWORDS else value
     return change(made)
 
 
@@ -215,7 +215,7 @@ def find_dead_end(matcher: Any, alphabet: Mapping[int, str], steps: int) -> Dead
         The first dead end, or None.
     """
     ids = np.fromiter(alphabet, np.int64, len(alphabet))
-    structural = np.fromiter((text in STRUCTURAL for text in alphabet.values()), np.bool_, len(alphabet))
+    structural = np.fromiter((text in STRUCTURAL_CHARACTERS for text in alphabet.values()), np.bool_, len(alphabet))
     chosen: dict[bytes, Counter[int]] = {}
     rng, stale = random.Random(0), 0
     while steps > 0 and stale < MAX_STALE_STEPS:
@@ -232,7 +232,7 @@ def find_dead_end(matcher: Any, alphabet: Mapping[int, str], steps: int) -> Dead
                 allowed &= structural
             options = [int(i) for i in ids[allowed]] or [int(i) for i in np.flatnonzero(bits)[:64]]
             counts = chosen.setdefault(bytes(mask), Counter())
-            token = min(options, key=lambda one: (counts[one], alphabet.get(one, "") not in STRUCTURAL, rng.random()))
+            token = min(options, key=lambda one: (counts[one], alphabet.get(one, "") not in STRUCTURAL_CHARACTERS, rng.random()))
             stale = 0 if not counts or (counts[token] == 0 and not wide) else stale + 1
             counts[token] += 1
             if not here.consume_token(token):

@@ -20,15 +20,15 @@ MAX_DEPTH = 100  # of nested groups
 MAX_REPEATS = 1 << 20
 _SIMPLE_ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\", '"': '"', "[": "[", "]": "]"}
 _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
-_NAME = re.compile(r"[A-Za-z0-9_-]+")
-_NUMBER = re.compile(r"[0-9]{1,9}")
-_TOKEN = re.compile(r"<(?:\[[0-9]{1,9}\]|[^<>\s\"']{1,100})>")
-_LARK = re.compile(r"(?m)^\s*(?:%llguidance\b|start\s*:(?!:=))")
+_RULE_NAME = re.compile(r"[A-Za-z0-9_-]+")
+_NUMBER_PATTERN = re.compile(r"[0-9]{1,9}")
+_TOKEN_PATTERN = re.compile(r"<(?:\[[0-9]{1,9}\]|[^<>\s\"']{1,100})>")
+_LARK_MARK = re.compile(r"(?m)^\s*(?:%llguidance\b|start\s*:(?!:=))")
 
 
 def is_lark(text: str) -> bool:
     """Whether a grammar is written in the engine's own language."""
-    return _LARK.search(text) is not None
+    return _LARK_MARK.search(text) is not None
 
 
 def lark_of(text: str) -> str:
@@ -44,7 +44,7 @@ def lark_of(text: str) -> str:
         >>> lark_of('root ::= [a-c] "é"')
         'start: ROOT\nROOT: /[a-c]/ /\\x{E9}/'
     """
-    rules = _Parser(text).rules()
+    rules = _GrammarParser(text).rules()
     terminal = _terminals(rules)
     names, taken = {}, {"start"}
     for name in rules:
@@ -85,7 +85,7 @@ class _Item:
     at: int = 0
 
 
-class _Parser:
+class _GrammarParser:
     """Reads a grammar from its beginning to its end."""
 
     def __init__(self, text: str) -> None:
@@ -97,7 +97,7 @@ class _Parser:
         self._skip(lines=True)
         while self._at < len(self._text):
             at = self._at
-            name = self._match(_NAME, "the name of a rule")
+            name = self._match(_RULE_NAME, "the name of a rule")
             self._skip()
             self._expect("::=")
             if name in found:
@@ -147,9 +147,9 @@ class _Parser:
             elif here == "(":
                 made.append(_Item(group=self._group(depth), at=at))
             elif here == "<":
-                made.append(_Item(token=self._match(_TOKEN, "a token, such as <[123]> or <think>"), at=at))
-            elif _NAME.match(here) and not self._is_rule():
-                made.append(_Item(name=self._match(_NAME, "the name of a rule"), at=at))
+                made.append(_Item(token=self._match(_TOKEN_PATTERN, "a token, such as <[123]> or <think>"), at=at))
+            elif _RULE_NAME.match(here) and not self._is_rule():
+                made.append(_Item(name=self._match(_RULE_NAME, "the name of a rule"), at=at))
             elif here and here in "*+?{":
                 if not made:
                     self._fail(f"{here!r} repeats nothing; expected an item before it")
@@ -159,7 +159,7 @@ class _Parser:
 
     def _is_rule(self) -> bool:
         """Whether a name begins another rule: inside a group that was not closed."""
-        found = _NAME.match(self._text, self._at)
+        found = _RULE_NAME.match(self._text, self._at)
         return found is not None and re.compile(r"[ \t]*::=").match(self._text, found.end()) is not None
 
     def _group(self, depth: int) -> list[list[_Item]]:
@@ -194,7 +194,7 @@ class _Parser:
 
     def _number(self) -> int:
         at = self._at
-        value = int(self._match(_NUMBER, "a number"))
+        value = int(self._match(_NUMBER_PATTERN, "a number"))
         if value > MAX_REPEATS:
             self._fail(f"{value} repetitions; expected at most {MAX_REPEATS}", at)
         return value

@@ -14,20 +14,20 @@ from typing import Any
 import numpy as np
 
 from exl2nb.constraint.dead_ends import without_dead_ends
-from exl2nb.constraint.engine import byte_matcher, compile_grammar, explained
+from exl2nb.constraint.mask_engine import byte_matcher, compile_grammar, explained
 from exl2nb.core.errors import MissingDependency, OptionError, StructureError
 from exl2nb.core.options import shown
 from exl2nb.sampling.constraint import Allowed
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
-KINDS = ("schema", "regex", "choice", "grammar")
+STRUCTURE_KINDS = ("schema", "regex", "choice", "grammar")
 
 
 class Structure:
     """One schema, regex, choice or grammar. Never changes; any number of requests may share it.
 
     Args:
-        kind: one of `KINDS`.
+        kind: one of `STRUCTURE_KINDS`.
         source: see `structure_of`.
         vocab_size: columns of its logits.
 
@@ -89,7 +89,7 @@ def structure_of(options: dict[str, Any], tokenizer: Tokenizer, vocab_size: int,
     Raises:
         OptionError: more than one was given. StructureError, MissingDependency: see `Structure`.
     """
-    given = {kind: value for kind in KINDS if (value := options.pop(kind, None)) is not None}
+    given = {kind: value for kind in STRUCTURE_KINDS if (value := options.pop(kind, None)) is not None}
     if not given:
         return None
     if len(given) > 1:
@@ -173,11 +173,11 @@ def _checked(schema: dict[str, Any]) -> dict[str, Any]:
     return without_dead_ends(_with_few_remainders(without_annotations(schema)), byte_matcher)
 
 
-FORMATS = frozenset(("date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"))
+STRING_FORMATS = frozenset(("date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"))
 """Values of `format` that the mask engine holds texts to. All others are annotations, as JSON Schema says, and bind nobody."""
-UNSUPPORTED = ("not", "if", "then", "else", "contains", "dependentRequired", "dependencies", "unevaluatedProperties")
+UNSUPPORTED_KEYWORDS = ("not", "if", "then", "else", "contains", "dependentRequired", "dependencies", "unevaluatedProperties")
 """Keywords that the mask engine refuses whatever their value."""
-_DATA = ("const", "enum", "default", "example", "examples")  # keywords with values in them, not schemas
+_VALUE_KEYWORDS = ("const", "enum", "default", "example", "examples")  # keywords with values in them, not schemas
 
 
 def without_annotations(schema: Any) -> Any:
@@ -188,13 +188,13 @@ def without_annotations(schema: Any) -> Any:
         return schema
     made: dict[str, Any] = {}
     for key, value in schema.items():
-        if key == "format" and isinstance(value, str) and value not in FORMATS:
+        if key == "format" and isinstance(value, str) and value not in STRING_FORMATS:
             continue
         if key == "propertyNames" and (value is True or value in ({}, {"type": "string"})):
             continue
         if key == "uniqueItems" and value is False:
             continue
-        made[key] = value if key in _DATA else without_annotations(value)
+        made[key] = value if key in _VALUE_KEYWORDS else without_annotations(value)
     return made
 
 
@@ -270,7 +270,7 @@ def _rewritten(value: Any, depth: int, *, close: bool) -> Any:
 
 
 CHEAP_S = 40e-6  # of a mask; handing it to another thread and taking it back costs the engine's thread 25 us (2 cores, 2026-11)
-FORGET = 0.8
+MEAN_DECAY = 0.8
 _lock = threading.Lock()
 _pool: ThreadPoolExecutor | None = None
 
@@ -384,7 +384,7 @@ class MatcherConstraint:
         try:
             return self._mask()
         finally:
-            self._cost_s = max(time.perf_counter() - started, FORGET * self._cost_s if self._cost_s < 1.0 else 0.0)
+            self._cost_s = max(time.perf_counter() - started, MEAN_DECAY * self._cost_s if self._cost_s < 1.0 else 0.0)
 
     def _mask(self) -> Allowed:
         matcher, bits = self._matcher, self._bits

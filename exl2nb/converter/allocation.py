@@ -26,15 +26,15 @@ from exl2nb.core.errors import ConversionError, OptionError
 from exl2nb.io.hf_config import read_json
 from exl2nb.io.shards import TensorStore
 from exl2nb.model.layout import Linear
-from exl2nb.quant.bits import WIDTHS, bits_per_weight, padded, stored_bits
+from exl2nb.quant.bits import CODE_WIDTHS, bits_per_weight, padded, stored_bits
 from exl2nb.quant.exl2 import parse_groups
 
 if TYPE_CHECKING:
     import pandas as pd
 
 GROUP_SIZES = (32, 64, 128)
-DESCENDING = tuple(sorted(WIDTHS, reverse=True))
-PRICES = 96  # Lagrange multipliers tried per group size
+DESCENDING_WIDTHS = tuple(sorted(CODE_WIDTHS, reverse=True))
+PRICE_STEPS = 96  # Lagrange multipliers tried per group size
 _FEW_GROUPS = 4  # 126 mixes
 Anchors = Mapping[tuple[int, int], Sequence[float]]
 Groups = tuple[tuple[int, int], ...]
@@ -45,7 +45,7 @@ class ParetoFront:
     """Options of one linear that no other option beats in both bits and error, as arrays, smallest first.
 
     bits: int64 `(M,)`, on disk. error: f64 `(M,)`, predicted KL in nats. mix: int64 `(M, 7)`: group size, then how many groups each width
-    of DESCENDING has. fixed: the groups of a front with one option that no mix describes.
+    of DESCENDING_WIDTHS has. fixed: the groups of a front with one option that no mix describes.
     """
 
     in_features: int
@@ -62,7 +62,7 @@ class ParetoFront:
         if self.fixed is not None:
             return self.fixed
         size, *counts = self.mix[index].tolist()
-        widths = [bits for bits, count in zip(DESCENDING, counts) for _ in range(count)]
+        widths = [bits for bits, count in zip(DESCENDING_WIDTHS, counts) for _ in range(count)]
         return tuple(zip(widths, group_rows(self.in_features, size)))
 
 
@@ -74,7 +74,7 @@ def group_rows(in_features: int, group_size: int) -> list[int]:
 def pareto_fronts(in_features: int, linears: Sequence[tuple[int, Anchors, bool]]) -> list[ParetoFront]:
     """Pareto fronts of linears with the same number of inputs.
 
-    Candidates: for each group size and each of PRICES Lagrange multipliers, the widths (never rising from top to bottom) that minimise
+    Candidates: for each group size and each of PRICE_STEPS Lagrange multipliers, the widths (never rising from top to bottom) that minimise
     error + multiplier * bits. A matrix with few groups: all such widths, so that small models can spend their last bits, too.
 
     Args:
@@ -83,19 +83,19 @@ def pareto_fronts(in_features: int, linears: Sequence[tuple[int, Anchors, bool]]
     found: list[list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = [[] for _ in linears]
     for size in GROUP_SIZES:
         rows = np.array(group_rows(in_features, size))
-        widths = [[group_errors(anchors, bits, size, len(rows)) for bits in DESCENDING] for _, anchors, _ in linears]
+        widths = [[group_errors(anchors, bits, size, len(rows)) for bits in DESCENDING_WIDTHS] for _, anchors, _ in linears]
         errors = np.array(widths)  # (L, 6, G): predicted KL per linear, width and group
-        for place, widths in enumerate(_mixes(errors, rows)):
+        for place, widths in enumerate(_best_mixes(errors, rows)):
             out_features, _, bias = linears[place]
-            counts = np.stack([(widths == i).sum(1) for i in range(len(DESCENDING))], 1)
+            counts = np.stack([(widths == i).sum(1) for i in range(len(DESCENDING_WIDTHS))], 1)
             fixed = stored_bits([(0, int(r)) for r in rows], padded(out_features), bias=bias)
-            bits = fixed + (np.array(DESCENDING)[widths] * rows).sum(1) * padded(out_features)
+            bits = fixed + (np.array(DESCENDING_WIDTHS)[widths] * rows).sum(1) * padded(out_features)
             error = errors[place][widths, np.arange(len(rows))].sum(1)
             found[place].append((bits, error, np.concatenate([np.full((len(counts), 1), size), counts], 1)))
-    return [_pareto(in_features, parts) for parts in found]
+    return [_pareto_front(in_features, parts) for parts in found]
 
 
-def _pareto(in_features: int, parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> ParetoFront:
+def _pareto_front(in_features: int, parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> ParetoFront:
     """The options that are not beaten, by rising bits and falling error."""
     bits, error, mix = (np.concatenate(arrays) for arrays in zip(*parts))
     order = np.lexsort((*mix.T, error, bits))
@@ -120,23 +120,23 @@ def group_errors(anchors: Anchors, bits: int, size: int, count: int) -> np.ndarr
 
 @functools.lru_cache(maxsize=8)
 def _all_mixes(groups: int) -> np.ndarray:
-    return np.array(list(itertools.combinations_with_replacement(range(len(DESCENDING)), groups)))
+    return np.array(list(itertools.combinations_with_replacement(range(len(DESCENDING_WIDTHS)), groups)))
 
 
-def _mixes(errors: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:
-    """Per linear, the best widths for each price, not rising along the groups: indices into DESCENDING, int `(M, G)`.
+def _best_mixes(errors: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:
+    """Per linear, the best widths for each price, not rising along the groups: indices into DESCENDING_WIDTHS, int `(M, G)`.
 
     errors: f64 `(L, 6, G)`. rows: of each group `(G,)`.
     """
     count = errors.shape[2]
     if count <= _FEW_GROUPS:
         return [_all_mixes(count)] * len(errors)
-    cost = np.array(DESCENDING, dtype=np.float64)[:, None] * rows
+    cost = np.array(DESCENDING_WIDTHS, dtype=np.float64)[:, None] * rows
     slope = np.maximum((errors[:, 1:] - errors[:, :-1]) / (cost[:-1] - cost[1:]), 1e-300)
     low, high = np.log(slope.min((1, 2))) - 1, np.log(slope.max((1, 2))) + 1
-    prices = np.exp(low[:, None] + (high - low)[:, None] * np.linspace(0, 1, PRICES))  # (L, P)
+    prices = np.exp(low[:, None] + (high - low)[:, None] * np.linspace(0, 1, PRICE_STEPS))  # (L, P)
     total = errors[:, :, None, :] + cost[None, :, None, :] * prices[:, None, :, None]  # (L, 6, P, G)
-    places = np.arange(len(DESCENDING))[None, :, None]
+    places = np.arange(len(DESCENDING_WIDTHS))[None, :, None]
     best, came = total[..., 0], []
     for g in range(1, count):
         least = np.minimum.accumulate(best, 1)  # the group above is at least as wide
@@ -164,7 +164,7 @@ class _Pruned:
     reduced: np.ndarray
 
 
-def allocate(options: Sequence[Sequence[tuple[int, float]]], budget: int) -> list[int]:
+def allocate_bits(options: Sequence[Sequence[tuple[int, float]]], budget: int) -> list[int]:
     """Pick one option per linear: least sum of errors with at most `budget` bits in all.
 
     Args:
@@ -187,7 +187,7 @@ def allocate(options: Sequence[Sequence[tuple[int, float]]], budget: int) -> lis
 def allocate_arrays(
     bits: Sequence[np.ndarray], errors: Sequence[np.ndarray], budget: int, *, limit_states: int = LIMIT_STATES
 ) -> list[int]:
-    """`allocate` on arrays: per linear, int64 bits and f64 errors of its options.
+    """`allocate_bits` on arrays: per linear, int64 bits and f64 errors of its options.
 
     limit_states: fewer are faster and may miss the optimum by a hair (at 4000 states the demo model's is found within 1e-4 of the error).
     """
@@ -195,27 +195,27 @@ def allocate_arrays(
     if least > budget:
         raise ConversionError(f"a budget of {budget} bits cannot be met; expected at least {least} (up to {most} can be used)")
     best = [int(np.lexsort((b, e))[0]) for b, e in zip(bits, errors)]
-    if _bits(bits, best) <= budget:
+    if _total_bits(bits, best) <= budget:
         return best
-    price = _price(bits, errors, budget)
+    price = _lagrange_price(bits, errors, budget)
     cheapest = [int(np.lexsort((b, e + price * b))[0]) for b, e in zip(bits, errors)]
-    start = _improve(bits, errors, cheapest, budget)
+    start = _improve_allocation(bits, errors, cheapest, budget)
     relaxed = sum(float((e + price * b).min()) for b, e in zip(bits, errors)) - price * budget
-    gap = max(0.0, _error(errors, start) - relaxed)
-    pruned = [_prune(b, e, price, gap * (1 + 1e-9) + 1e-300) for b, e in zip(bits, errors)]
+    gap = max(0.0, _total_error(errors, start) - relaxed)
+    pruned = [_prune_options(b, e, price, gap * (1 + 1e-9) + 1e-300) for b, e in zip(bits, errors)]
     found = _dynamic_program(pruned, budget, gap * (1 + 1e-9) + 1e-300, limit_states)
-    return found if found is not None and _error(errors, found) <= _error(errors, start) else start
+    return found if found is not None and _total_error(errors, found) <= _total_error(errors, start) else start
 
 
-def _bits(bits: Sequence[np.ndarray], picks: Sequence[int]) -> int:
+def _total_bits(bits: Sequence[np.ndarray], picks: Sequence[int]) -> int:
     return sum(int(b[i]) for b, i in zip(bits, picks))
 
 
-def _error(errors: Sequence[np.ndarray], picks: Sequence[int]) -> float:
+def _total_error(errors: Sequence[np.ndarray], picks: Sequence[int]) -> float:
     return float(sum(e[i] for e, i in zip(errors, picks)))
 
 
-def _price(bits: Sequence[np.ndarray], errors: Sequence[np.ndarray], budget: int) -> float:
+def _lagrange_price(bits: Sequence[np.ndarray], errors: Sequence[np.ndarray], budget: int) -> float:
     """The lowest price per bit (to float precision) at which the cheapest options fit."""
     wide = max(map(len, bits))
     table = np.stack([np.pad(b, (0, wide - len(b))) for b in bits])
@@ -240,9 +240,9 @@ def _price(bits: Sequence[np.ndarray], errors: Sequence[np.ndarray], budget: int
     return high
 
 
-def _improve(bits: Sequence[np.ndarray], errors: Sequence[np.ndarray], picks: list[int], budget: int) -> list[int]:
+def _improve_allocation(bits: Sequence[np.ndarray], errors: Sequence[np.ndarray], picks: list[int], budget: int) -> list[int]:
     """Spend what is left: again and again the single change that lowers the error most and still fits."""
-    left = budget - _bits(bits, picks)
+    left = budget - _total_bits(bits, picks)
     while True:
         best, change = 0.0, None
         for i, (b, e) in enumerate(zip(bits, errors)):
@@ -257,7 +257,7 @@ def _improve(bits: Sequence[np.ndarray], errors: Sequence[np.ndarray], picks: li
         picks[i] = j
 
 
-def _prune(bits: np.ndarray, error: np.ndarray, price: float, gap: float) -> _Pruned:
+def _prune_options(bits: np.ndarray, error: np.ndarray, price: float, gap: float) -> _Pruned:
     cost = error + price * bits
     reduced = cost - cost.min()
     keep = np.flatnonzero(reduced <= gap)
@@ -279,7 +279,7 @@ def _dynamic_program(pruned: Sequence[_Pruned], budget: int, gap: float, limit: 
         alive = alive[np.lexsort((alive, error[alive], bits[alive]))]
         lowest = np.minimum.accumulate(error[alive])
         alive = alive[np.concatenate(([True], error[alive][1:] < lowest[:-1]))] if len(alive) else alive
-        alive = _thin(alive, bits, limit)
+        alive = _thin_states(alive, bits, limit)
         if not len(alive):
             return None
         states = (bits[alive], error[alive], reduced[alive])
@@ -291,7 +291,7 @@ def _dynamic_program(pruned: Sequence[_Pruned], budget: int, gap: float, limit: 
     return picks[::-1]
 
 
-def _thin(alive: np.ndarray, bits: np.ndarray, limit: int) -> np.ndarray:
+def _thin_states(alive: np.ndarray, bits: np.ndarray, limit: int) -> np.ndarray:
     if len(alive) <= limit:
         return alive
     low, high = int(bits[alive[0]]), int(bits[alive[-1]])
@@ -338,7 +338,7 @@ class MixedMatrix:
 
 
 @dataclass(frozen=True)
-class Choice(MixedMatrix):
+class MatrixChoice(MixedMatrix):
     """One matrix of an allocation.
 
     nbytes: on disk, bias included. predicted_kl: nats per token. share: of the allocation's predicted KL, 0..1.
@@ -357,7 +357,7 @@ class Allocation:
     their matrices; head and embedding not counted. nbytes: of the finished weight files. predicted_kl: nats per token, in all.
     """
 
-    choices: tuple[Choice, ...]
+    choices: tuple[MatrixChoice, ...]
     target: str
     bpw: float
     nbytes: int
@@ -417,7 +417,7 @@ class MatrixOptions(Linear):
     front: ParetoFront
 
 
-def solve(matrices: Sequence[MatrixOptions], budget: int, *, where: str) -> list[tuple[Groups, int, float]]:
+def solve_allocation(matrices: Sequence[MatrixOptions], budget: int, *, where: str) -> list[tuple[Groups, int, float]]:
     """(groups, bits, predicted KL) per matrix: least sum of KL within `budget` bits.
 
     Raises:
@@ -432,7 +432,7 @@ def solve(matrices: Sequence[MatrixOptions], budget: int, *, where: str) -> list
     return [(s.front.groups(i), int(s.front.bits[i]), float(s.front.error[i])) for s, i in zip(matrices, picks)]
 
 
-def restricted(matrix: MatrixOptions, rule: Override) -> MatrixOptions:
+def restrict_matrix(matrix: MatrixOptions, rule: Override) -> MatrixOptions:
     """The matrix with only the options that an override leaves.
 
     Args:
@@ -446,7 +446,7 @@ def restricted(matrix: MatrixOptions, rule: Override) -> MatrixOptions:
     if isinstance(rule, (int, float)) and not isinstance(rule, bool):
         keep = np.flatnonzero(_mean_width(front) <= rule + 1e-9)[-1:]
     elif _is_groups(rule):
-        return _fixed(matrix, tuple((int(b), int(r)) for b, r in rule))  # type: ignore[union-attr]
+        return _with_fixed_groups(matrix, tuple((int(b), int(r)) for b, r in rule))  # type: ignore[union-attr]
     elif isinstance(rule, (tuple, list)) and len(rule) == 2 and all(isinstance(v, (int, float)) for v in rule):
         low, high = rule  # type: ignore[misc]
         widths = _mean_width(front)
@@ -466,7 +466,7 @@ def apply_overrides(
     """Apply overrides; the first pattern that matches a key counts.
 
     Args:
-        overrides: pattern -> rule (see `restricted`). A pattern is a module key, a glob (`*.down_proj`), a role ("v", "head") or
+        overrides: pattern -> rule (see `restrict_matrix`). A pattern is a module key, a glob (`*.down_proj`), a role ("v", "head") or
             "layer N" / "layers N-M".
 
     Raises:
@@ -474,8 +474,8 @@ def apply_overrides(
     """
     made = []
     for matrix in matrices:
-        rule = next((rule for pattern, rule in overrides.items() if _matches(pattern, matrix)), None)
-        made.append(matrix if rule is None else restricted(matrix, rule))
+        rule = next((rule for pattern, rule in overrides.items() if _matches_override(pattern, matrix)), None)
+        made.append(matrix if rule is None else restrict_matrix(matrix, rule))
     check_overrides(matrices, overrides, where=where)
     return made
 
@@ -487,7 +487,7 @@ def check_overrides(matrices: Sequence[MatrixOptions | Linear], overrides: Mappi
         OptionError: a pattern matches nothing, a rule of another kind, groups that do not fit a matrix.
     """
     for pattern, rule in overrides.items():
-        found = [matrix for matrix in matrices if _matches(pattern, matrix)]
+        found = [matrix for matrix in matrices if _matches_override(pattern, matrix)]
         if not found:
             raise OptionError(
                 f"{where}: {pattern!r} matches no matrix; expected a module key, a glob, a role "
@@ -506,7 +506,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _matches(pattern: str, matrix: MatrixOptions | Linear) -> bool:
+def _matches_override(pattern: str, matrix: MatrixOptions | Linear) -> bool:
     if found := re.fullmatch(r"layers? (\d+)(?:-(\d+))?", pattern):
         return int(found[1]) <= matrix.layer <= int(found[2] or found[1])
     return pattern in (matrix.key, matrix.role) or fnmatch.fnmatchcase(matrix.key, pattern)
@@ -524,14 +524,15 @@ def _is_groups(rule: object) -> bool:
 def _check_groups(matrix: MatrixOptions | Linear, groups: Groups) -> None:
     rows = [r for _, r in groups]
     fits = sum(rows) == matrix.in_features and all(r > 0 and r % 32 == 0 for r in rows)
-    if not fits or any(b not in WIDTHS for b, _ in groups) or any(a[0] < b[0] for a, b in itertools.pairwise(groups)):
+    if not fits or any(b not in CODE_WIDTHS for b, _ in groups) or any(a[0] < b[0] for a, b in itertools.pairwise(groups)):
         raise OptionError(
-            f"groups of {matrix.key} are {list(groups)[:8]}...; expected (bits, rows): bits of {WIDTHS} not rising, rows multiples of 32 "
+            f"groups of {matrix.key} are {list(groups)[:8]}...; expected (bits, rows): "
+            f"bits of {CODE_WIDTHS} not rising, rows multiples of 32 "
             f"that add up to {matrix.in_features}"
         )
 
 
-def _fixed(matrix: MatrixOptions, groups: Groups) -> MatrixOptions:
+def _with_fixed_groups(matrix: MatrixOptions, groups: Groups) -> MatrixOptions:
     _check_groups(matrix, groups)
     bits = stored_bits(groups, padded(matrix.out_features), bias=matrix.bias)
     near = int(np.abs(matrix.front.bits - bits).argmin())  # the error is read off the nearest option in size
@@ -541,7 +542,7 @@ def _fixed(matrix: MatrixOptions, groups: Groups) -> MatrixOptions:
 
 
 Frozen = Mapping[str, Any] | Allocation | str | os.PathLike[str]
-_SUFFIX = ".q_groups"
+_GROUPS_SUFFIX = ".q_groups"
 
 
 def read_choices(source: Frozen) -> dict[str, Groups]:
@@ -559,7 +560,7 @@ def read_choices(source: Frozen) -> dict[str, Groups]:
         return dict(source)
     path = Path(source)
     if path.is_dir():
-        return _of_model(path)
+        return _choices_of_model(path)
     table = read_json(path, error=OptionError)
     found = {c["key"]: c["groups"] for c in table["choices"]} if isinstance(table.get("choices"), list) else table
     try:
@@ -570,12 +571,12 @@ def read_choices(source: Frozen) -> dict[str, Groups]:
         ) from error
 
 
-def _of_model(path: Path) -> dict[str, Groups]:
+def _choices_of_model(path: Path) -> dict[str, Groups]:
     with TensorStore(path) as store:
-        keys = [name.removesuffix(_SUFFIX) for name in store.names() if name.endswith(_SUFFIX)]
+        keys = [name.removesuffix(_GROUPS_SUFFIX) for name in store.names() if name.endswith(_GROUPS_SUFFIX)]
         if not keys:
             raise OptionError(f"{path}: found no EXL2 matrix; expected an EXL2 model whose choices are to be kept")
         return {
-            key: tuple(parse_groups(store.read(key + _SUFFIX).tolist(), store.info(f"{key}.q_weight").shape[0], key, file=path))
+            key: tuple(parse_groups(store.read(key + _GROUPS_SUFFIX).tolist(), store.info(f"{key}.q_weight").shape[0], key, file=path))
             for key in keys
         }

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from exl2nb.converter.calibration import Rows
-from exl2nb.converter.grid import Adam, Grid, loaded, shares
-from exl2nb.converter.hessian import ROWS_PER_BATCH, batches, gpu_rows
-from exl2nb.converter.sensitivity import repeatable
+from exl2nb.converter.grid import Adam, Grid, learning_rate_shares, loaded_tensors
+from exl2nb.converter.hessian import ROWS_PER_BATCH, gpu_rows, row_batches
+from exl2nb.converter.sensitivity import repeatable_attention
 from exl2nb.converter.streams import Stream
 from exl2nb.converter.work import Packed
 from exl2nb.core.errors import ConversionError
@@ -31,14 +31,16 @@ from exl2nb.model.config import ModelConfig
 from exl2nb.model.layout import layer_linears, layer_vectors
 
 Weights = dict[str, Tensor]
-STEP_TOKENS, STEPS = 1024, 16  # tokens of a step; of a pass, where there is little text, this many steps at least
+STEP_TOKENS = 1024  # tokens per optimizer step
+MIN_PASS_STEPS = 16  # least number of steps per pass, where there is little text
 PER_WEIGHT = 48  # bytes: dense, latent, rounded, gradients, two moments, steps, what is kept
-PARTS = 4  # of the way: after each one the layer is judged
-HISTORY, TINY = "history", 1e-30
-DAMPING = 0.2  # of the products of gradients, as a share of their mean
+VALIDATION_INTERVALS = 4  # of the way: after each one the layer is judged
+HISTORY_KEY = "history"
+LOSS_EPS = 1e-30
+GRADIENT_DAMPING = 0.2  # of the products of gradients, as a share of their mean
 # how far a number may go if every gradient points the same way, over the square root of the steps of the way: of a step of the grid, or of
 # its own size. Fewer steps that are longer let many codes change together, and the error grows
-TRAVEL = {"codes": 0.1, "scales": 0.005, "vectors": 0.0025}
+LEARNING_RATES = {"codes": 0.1, "scales": 0.005, "vectors": 0.0025}
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class Learned:
 
     def filed(self) -> Weights:
         """What a later run takes over besides the matrices."""
-        return {**self.vectors, HISTORY: torch.tensor(self.history, dtype=torch.float64)}
+        return {**self.vectors, HISTORY_KEY: torch.tensor(self.history, dtype=torch.float64)}
 
 
 @dataclass(frozen=True)
@@ -119,8 +121,8 @@ class Metric:
             found = found.double()
             mean = float(found.diagonal(dim1=1, dim2=2).mean())
             if 0 < mean < math.inf:
-                found = found / ((1 + DAMPING) * mean)
-                found.diagonal(dim1=1, dim2=2).add_(DAMPING / (1 + DAMPING))
+                found = found / ((1 + GRADIENT_DAMPING) * mean)
+                found.diagonal(dim1=1, dim2=2).add_(GRADIENT_DAMPING / (1 + GRADIENT_DAMPING))
                 found = found.float()
             else:
                 found = None
@@ -163,7 +165,7 @@ class _Layer:
             line.key: Grid(packed[line.key][0], line.out_features, device, weights[f"{line.key}.weight"]) for line in self._linears
         }
         self.vectors = {name: weights[name].clone() for name in layer_vectors(config, layer)}
-        travel = {part: far * math.sqrt(steps) for part, far in TRAVEL.items()}
+        travel = {part: far * math.sqrt(steps) for part, far in LEARNING_RATES.items()}
         learning: list[tuple[Tensor, Tensor | float]] = []
         for grid in self.grids.values():
             learning += [(grid.latent, travel["codes"]), (grid.scale_max, travel["scales"] * grid.scale_max.clone())]
@@ -174,7 +176,7 @@ class _Layer:
 
     def weights(self) -> Weights:
         """All tensors of the layer as it is loaded; differentiable."""
-        return loaded(self.grids, self.vectors)
+        return loaded_tensors(self.grids, self.vectors)
 
     def keep(self) -> tuple[Weights, dict[str, Weights]]:
         """What the files will hold: vectors by name, and what `Grid.packed` takes, by key."""
@@ -206,7 +208,7 @@ class Learner:
 
     def of(self, layer: int, packed: Packed, more: Weights) -> Learned:
         """A layer that learned in a run before, of what `Learned.filed` gave."""
-        history = tuple((learned, choosing) for learned, choosing in more[HISTORY].tolist())
+        history = tuple((learned, choosing) for learned, choosing in more[HISTORY_KEY].tolist())
         return Learned(packed, {name: more[name] for name in layer_vectors(self.config, layer)}, history)
 
     def learn(self, layer: int, weights: Mapping[str, Tensor], packed: Packed, inputs: Stream, wanted: Stream, metric: Metric) -> Learned:
@@ -221,24 +223,24 @@ class Learner:
         steps, choosing = self._steps(layer, inputs.shape[1]), slice(self.first, self.first + self.choosing)
         state = _Layer(self.config, layer, weights, packed, len(steps), inputs.device)
         block = _Block(self.config, layer, inputs, wanted, metric)
-        share = shares(len(steps))
+        share = learning_rate_shares(len(steps))
         before = best = block.error(state.weights(), choosing)
         kept, history = state.keep(), [(before, before)]
-        for part in range(PARTS):
+        for part in range(VALIDATION_INTERVALS):
             losses = []
-            for at in range(len(steps) * part // PARTS, len(steps) * (part + 1) // PARTS):
+            for at in range(len(steps) * part // VALIDATION_INTERVALS, len(steps) * (part + 1) // VALIDATION_INTERVALS):
                 losses.append(block.step(state, steps[at], at, share[at]))
-                self.step((at + 1) / len(steps), f"error {losses[-1] / max(before, TINY):.3f} of what rounding left")
+                self.step((at + 1) / len(steps), f"error {losses[-1] / max(before, LOSS_EPS):.3f} of what rounding left")
             found = block.error(state.weights(), choosing)
             history.append((sum(losses) / max(1, len(losses)), found))
             if found < best:
                 best, kept = found, state.keep()
-        relative = tuple((learned / max(before, TINY), found / max(before, TINY)) for learned, found in history)
+        relative = tuple((learned / max(before, LOSS_EPS), found / max(before, LOSS_EPS)) for learned, found in history)
         return Learned(state.packed(kept[1]), kept[0], relative)
 
     def _steps(self, layer: int, length: int) -> list[slice]:
         """Rows of every step: all once in each pass, in another order."""
-        each = max(1, min(STEP_TOKENS // length, self.used // STEPS))
+        each = max(1, min(STEP_TOKENS // length, self.used // MIN_PASS_STEPS))
         parts = (0, self.used), (self.first + self.choosing, self.rows)
         runs = [slice(start, min(start + each, last)) for first, last in parts for start in range(first, last, each)]
         generator = torch.Generator().manual_seed(self.blocks.seed + layer)
@@ -261,8 +263,8 @@ class _Block:
             made = state.weights()
         leaves = {name: tensor.detach().requires_grad_(True) for name, tensor in made.items()}
         total, loss = [torch.zeros_like(leaf) for leaf in leaves.values()], 0.0
-        for part in batches(self.config, self.inputs, rows.start, rows.stop):
-            with torch.enable_grad(), repeatable(self.inputs):
+        for part in row_batches(self.config, self.inputs, rows.start, rows.stop):
+            with torch.enable_grad(), repeatable_attention(self.inputs):
                 found = self._cost(leaves, part) / ((rows.stop - rows.start) * self.inputs.shape[1])
                 for sums, gradient in zip(total, torch.autograd.grad(found, list(leaves.values()))):
                     sums += gradient
@@ -280,5 +282,5 @@ class _Block:
     def error(self, weights: Mapping[str, Tensor], rows: slice) -> float:
         """Mean cost of a token."""
         with torch.no_grad():
-            total = sum(float(self._cost(weights, part)) for part in batches(self.config, self.inputs, rows.start, rows.stop))
+            total = sum(float(self._cost(weights, part)) for part in row_batches(self.config, self.inputs, rows.start, rows.stop))
         return total / max(1, (rows.stop - rows.start) * self.inputs.shape[1])

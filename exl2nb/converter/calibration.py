@@ -19,24 +19,24 @@ import torch
 from torch import Tensor
 
 from exl2nb.cache.spec import PAGE_SIZE
-from exl2nb.converter.keywords import MIN_LENGTH
+from exl2nb.converter.convert_keywords import MIN_LENGTH
 from exl2nb.core.errors import CalibrationWarning, OptionError, TokenizerError
 from exl2nb.core.files import placeholder, read_regular
 from exl2nb.core.progress import Meter, Sink
 from exl2nb.io import hub
-from exl2nb.model.batch import Batch, Span
+from exl2nb.model.batch import Batch, SequenceSlice
 from exl2nb.model.loader import load_model
 
 if TYPE_CHECKING:
     from exl2nb.tokenizer.tokenizer import Tokenizer
 
 Render = Callable[[Sequence[Mapping[str, Any]]], str]
-HUB = "dataset:"
+HUB_PREFIX = "dataset:"
 MAX_CHARS = 64 << 20  # of text taken from one source; more than any calibration uses
 TEXT_COLUMNS = ("text", "content", "body", "completion")
 TALK_COLUMNS = ("messages", "conversations", "conversation")
-_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
-_OPENERS: dict[str, Callable[..., Any]] = {".xz": lzma.open, ".gz": gzip.open}
+_ROLE_NAMES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
+_FILE_OPENERS: dict[str, Callable[..., Any]] = {".xz": lzma.open, ".gz": gzip.open}
 
 
 def read_path(path: Path, render: Render | None) -> str:
@@ -45,7 +45,7 @@ def read_path(path: Path, render: Render | None) -> str:
     Raises:
         OptionError: missing, unreadable, damaged, not UTF-8, or without text; says what was found and what to do.
     """
-    kind = path.with_suffix("").suffix if path.suffix in _OPENERS else path.suffix
+    kind = path.with_suffix("").suffix if path.suffix in _FILE_OPENERS else path.suffix
     if not path.is_file():
         what = "a directory" if path.is_dir() else "no such file"
         raise OptionError(
@@ -58,11 +58,11 @@ def read_path(path: Path, render: Render | None) -> str:
     if found is not None and (found.startswith("a Git LFS") or kind in (".parquet", ".jsonl", ".json")):  # a web page is a text, too
         raise OptionError(f"calibration {path}: found {found}")
     if kind == ".parquet":
-        return _joined(_parquet(path, render), path)
+        return _join_texts(_parquet(path, render), path)
     try:
-        with _OPENERS.get(path.suffix, open)(path, "rt", encoding="utf-8") as file:
+        with _FILE_OPENERS.get(path.suffix, open)(path, "rt", encoding="utf-8") as file:
             if kind == ".jsonl":
-                return _joined(_json_lines(file, path, render), path)
+                return _join_texts(_json_lines(file, path, render), path)
             text = file.read(MAX_CHARS)
     except OSError as error:
         raise OptionError(
@@ -73,9 +73,9 @@ def read_path(path: Path, render: Render | None) -> str:
     if kind == ".json":
         if text.startswith("{") and "}\n{" in text:  # lines, as some data sets call them .json; the last one may be cut
             whole = text[: text.rindex("\n")] if len(text) == MAX_CHARS else text
-            return _joined(_json_lines(whole.splitlines(), path, render), path)
-        return _joined(_records(_parsed(text, str(path)), str(path), render), path)
-    return _checked(text, f"calibration {path}", "a UTF-8 text file")
+            return _join_texts(_json_lines(whole.splitlines(), path, render), path)
+        return _join_texts(_records(_parse_lines(text, str(path)), str(path), render), path)
+    return _check_text(text, f"calibration {path}", "a UTF-8 text file")
 
 
 def read_list(items: Sequence[Any], render: Render | None) -> str:
@@ -86,7 +86,7 @@ def read_list(items: Sequence[Any], render: Render | None) -> str:
     """
     texts = list(_records(list(items), "calibration", render))
     text = "\n".join(texts)
-    return _checked(text, "calibration", "a path, or a list of strings or conversations with text in them")
+    return _check_text(text, "calibration", "a path, or a list of strings or conversations with text in them")
 
 
 def read_hub(name: str, render: Render | None) -> str:
@@ -112,7 +112,7 @@ def read_hub(name: str, render: Render | None) -> str:
         wanted.sort(key=lambda file: "train" not in file)
         if not wanted:
             raise OptionError(
-                f"calibration {HUB}{name}: none of its {len(files)} files is a .parquet, .jsonl or .txt"
+                f"calibration {HUB_PREFIX}{name}: none of its {len(files)} files is a .parquet, .jsonl or .txt"
                 f"{f' named {pattern}' if pattern else ''}; expected one; give another data set, or download it and give a file"
             )
         path = huggingface_hub.hf_hub_download(repo, wanted[0], repo_type="dataset", revision=revision or None)
@@ -127,7 +127,8 @@ def read_hub(name: str, render: Render | None) -> str:
         if isinstance(error, OptionError):
             raise
         raise OptionError(
-            f"calibration {HUB}{name}: cannot be fetched ({str(error).splitlines()[0][:160]}); expected a public data set, or access; "
+            f"calibration {HUB_PREFIX}{name}: cannot be fetched ({str(error).splitlines()[0][:160]}); "
+            "expected a public data set, or access; "
             "check its name, or download it and give a file"
         ) from error
     return read_path(Path(path), render)
@@ -164,10 +165,10 @@ def _json_lines(file: Iterable[str], path: Path, render: Render | None) -> Itera
     for number, line in enumerate(file, start=1):
         if line.strip():
             where = f"{path}, line {number}"
-            yield from _records([_parsed(line, where)], where, render)
+            yield from _records([_parse_lines(line, where)], where, render)
 
 
-def _parsed(text: str, where: str) -> Any:
+def _parse_lines(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:  # ValueError: no JSON, or numbers of thousands of digits
@@ -180,13 +181,13 @@ def _records(values: Any, where: str, render: Render | None) -> Iterator[str]:
         if isinstance(value, str):
             yield value
         elif isinstance(value, dict) and any(c in value for c in TALK_COLUMNS):
-            yield _talk(value[next(c for c in TALK_COLUMNS if c in value)], where, render)
+            yield _conversation_text(value[next(c for c in TALK_COLUMNS if c in value)], where, render)
         elif isinstance(value, dict) and any(isinstance(value.get(c), str) for c in TEXT_COLUMNS):
             yield next(value[c] for c in TEXT_COLUMNS if isinstance(value.get(c), str))
         elif isinstance(value, dict) and any(value.get(c, 0) is None for c in TEXT_COLUMNS):
             continue  # a table's empty cell
         elif isinstance(value, list):
-            yield _talk(value, where, render)
+            yield _conversation_text(value, where, render)
         elif isinstance(value, dict) and len(value) == 1 and isinstance(next(iter(value.values())), str):
             yield next(iter(value.values()))
         else:
@@ -197,7 +198,7 @@ def _records(values: Any, where: str, render: Render | None) -> Iterator[str]:
             )
 
 
-def _talk(messages: Any, where: str, render: Render | None) -> str:
+def _conversation_text(messages: Any, where: str, render: Render | None) -> str:
     if render is None:
         raise OptionError(f"calibration {where}: found a conversation, and the model has no chat template; expected text; give texts")
     listed = cast(list[Any], messages) if isinstance(messages, (list, tuple)) else [None]
@@ -209,21 +210,21 @@ def _talk(messages: Any, where: str, render: Render | None) -> str:
             raise OptionError(
                 f"calibration {where}: found a message that is {str(message)[:80]!r}; expected an object with role and content"
             )
-        made.append({"role": _ROLES.get(role, role), "content": content})
+        made.append({"role": _ROLE_NAMES.get(role, role), "content": content})
     return render(made)
 
 
-def _joined(texts: Iterable[str], path: Path) -> str:
+def _join_texts(texts: Iterable[str], path: Path) -> str:
     kept, size = [], 0
     for text in texts:
         kept.append(text)
         size += len(text) + 1
         if size >= MAX_CHARS:
             break
-    return _checked("\n".join(kept), f"calibration {path}", "records with text in them")
+    return _check_text("\n".join(kept), f"calibration {path}", "records with text in them")
 
 
-def _checked(text: str, where: str, expected: str) -> str:
+def _check_text(text: str, where: str, expected: str) -> str:
     if not text.strip("\0 \t\r\n"):
         raise OptionError(f"{where}: found no text; expected {expected}; give another one")
     if (count := text.count("\0")) > len(text) // 1000:  # a stray one occurs in text from the web
@@ -232,16 +233,19 @@ def _checked(text: str, where: str, expected: str) -> str:
 
 
 Source = str | os.PathLike[str] | Sequence[Any] | None
-SELF = "self"  # text that the model writes (write_text)
+SELF_TEXT = "self"  # text that the model writes (write_text)
 # texts that come with the package: by their name as a source, what files call them and where they are
-MIXED, DEMO = "mixed", "demo"
-PACKAGED = {MIXED: ("(mixed)", "calibration_text/mixed.jsonl.xz"), DEMO: ("(default)", "demo_model/calibration.txt")}
-DATE = "01 Jan 2026"  # for chat templates that state one: the same text on every day
-UNLIKE = 1.0  # nats per token of excess loss; demo model: its own text 0.18, books it never saw 0.22, the mixed text 2.3, code 4.0
-SENSITIVITY = 0.15  # of the calibration rows; the others are for Hessians
+MIXED_TEXT = "mixed"
+DEMO_TEXT = "demo"
+PACKAGED_TEXTS = {MIXED_TEXT: ("(mixed)", "calibration_text/mixed.jsonl.xz"), DEMO_TEXT: ("(default)", "demo_model/calibration.txt")}
+TEMPLATE_DATE = "01 Jan 2026"  # for chat templates that state one: the same text on every day
+MAX_EXCESS_LOSS_NATS = (
+    1.0  # nats per token of excess loss; demo model: its own text 0.18, books it never saw 0.22, the mixed text 2.3, code 4.0
+)
+SENSITIVITY_SHARE = 0.15  # of the calibration rows; the others are for Hessians
 MAX_UNKNOWN = 0.25
 MAX_PARTS = 0.35  # demo model: English 0.00, Finnish 0.09, source code 0.00, Russian, of which its vocabulary knows nothing, 0.90
-PIECE = 1 << 14  # characters of a text that are encoded at once, and those up to the next empty line
+ENCODE_CHARACTERS = 1 << 14  # characters of a text that are encoded at once, and those up to the next empty line
 _CHARS_PER_TOKEN = 8  # more text per row than any tokenizer needs for prose; rows that still come out short fall back to the whole text
 
 
@@ -266,9 +270,9 @@ class Rows:
 
     @classmethod
     def of(cls, ids: Tensor, report: Tensor, name: str) -> Rows:
-        """Divide calibration rows: SENSITIVITY of them, spread over all, are for sensitivity."""
-        judging = min(len(ids) - 1, max(1, round(SENSITIVITY * len(ids))))
-        return cls(*part(ids, judging), report, name)
+        """Divide calibration rows: SENSITIVITY_SHARE of them, spread over all, are for sensitivity."""
+        judging = min(len(ids) - 1, max(1, round(SENSITIVITY_SHARE * len(ids))))
+        return cls(*take_spread_rows(ids, judging), report, name)
 
     @property
     def used(self) -> int:
@@ -302,19 +306,19 @@ def read_calibration(source: Source, render: Render | None = None) -> tuple[str,
     Raises:
         OptionError: the file is missing, unreadable, not UTF-8 text, or there is no text in it.
     """
-    if source is None or (isinstance(source, str) and source in PACKAGED):
-        name, file = PACKAGED[source or MIXED]
+    if source is None or (isinstance(source, str) and source in PACKAGED_TEXTS):
+        name, file = PACKAGED_TEXTS[source or MIXED_TEXT]
         path = Path(__file__).parent.parent / file
-        return (_mixed(path, render) if path.suffix == ".xz" else read_path(path, None)), name
-    if isinstance(source, str) and source.startswith(HUB):
-        return read_hub(source.removeprefix(HUB), render), source
+        return (_mixed_rows(path, render) if path.suffix == ".xz" else read_path(path, None)), name
+    if isinstance(source, str) and source.startswith(HUB_PREFIX):
+        return read_hub(source.removeprefix(HUB_PREFIX), render), source
     if isinstance(source, (str, os.PathLike)):
         path = Path(source)
         return read_path(path, render), path.name
     return read_list(source, render), f"{len(source)} strings"
 
 
-def _mixed(path: Path, render: Render | None) -> str:
+def _mixed_rows(path: Path, render: Render | None) -> str:
     """The mixed text, its conversations as the template writes them; without one, or where it refuses them, as plain lines."""
     made, folded = [], False
     with lzma.open(path, "rt", encoding="utf-8") as file:
@@ -322,21 +326,21 @@ def _mixed(path: Path, render: Render | None) -> str:
             if "text" in record:
                 made.append(record["text"])
                 continue
-            messages = _folded(record["messages"]) if folded and render is not None else record["messages"]
+            messages = _fold_spaces(record["messages"]) if folded and render is not None else record["messages"]
             try:
                 made.append(_lines(messages) if render is None else render(messages))
             except TokenizerError:  # some templates know no system message
                 if not folded and render is not None:
                     folded = True
                     with suppress(TokenizerError):
-                        made.append(render(_folded(messages)))
+                        made.append(render(_fold_spaces(messages)))
                         continue
                 made.append(_lines(messages))
                 render = None
     return "\n\n".join(made)
 
 
-def _folded(messages: list[dict[str, str]]) -> list[dict[str, str]]:
+def _fold_spaces(messages: list[dict[str, str]]) -> list[dict[str, str]]:
     """The same with the system message at the beginning of what the user says first."""
     if messages[0]["role"] != "system":
         return messages
@@ -357,10 +361,11 @@ def check_like(loss: float, entropy: float, name: str) -> None:
         loss: mean -log p of the tokens, nats. entropy: mean of the predictions' entropy at the same places, nats.
         name: of the text.
     """
-    if loss - entropy > UNLIKE:
+    if loss - entropy > MAX_EXCESS_LOSS_NATS:
         warnings.warn(
             f"calibration {name}: unlike the model's own text: a loss of {loss:.2f} nats per token where text of its kind has "
-            f"{entropy:.2f}, expected at most {UNLIKE:g} more; give text of its kind with calibration=, or calibration='self'",
+            f"{entropy:.2f}, expected at most {MAX_EXCESS_LOSS_NATS:g} more; "
+            "give text of its kind with calibration=, or calibration='self'",
             CalibrationWarning,
             stacklevel=2,
         )
@@ -401,13 +406,13 @@ def calibration_rows(
     if count < rows:
         raise OptionError(
             f"calibration: {rows} rows of {length} tokens need {rows * length} tokens, found {len(ids)}; "
-            + (f"use rows={count - spare}, a shorter length, or give more text" if count > spare else _shorter(len(ids), rows))
+            + (f"use rows={count - spare}, a shorter length, or give more text" if count > spare else _shorten_text(len(ids), rows))
         )
     places = torch.randperm(count, generator=generator)[:rows].sort().values
     return torch.tensor(ids[: count * length], dtype=torch.int32).view(count, length)[places].contiguous()
 
 
-def _shorter(count: int, rows: int) -> str:
+def _shorten_text(count: int, rows: int) -> str:
     """What to do where fewer rows are not enough."""
     fits = count // rows
     return f"give more text, or use length={fits}" if fits >= MIN_LENGTH else "give more text"
@@ -417,7 +422,7 @@ def encode_in_pieces(encoder: Tokenizer, text: str) -> list[int]:
     """Ids of a whole text, piece by piece: a tokenizer takes twice as long for a book at once. A piece ends before an empty line."""
     ids, begin = list[int](), 0
     while begin < len(text) or not begin:
-        end = text.find("\n\n", begin + PIECE)
+        end = text.find("\n\n", begin + ENCODE_CHARACTERS)
         end = len(text) if end < 0 else end
         ids += encoder.encode(text[begin:end], add_special=not begin)
         if end == len(text):
@@ -446,7 +451,7 @@ def check_known(encoder: Tokenizer, ids: Tensor, name: str) -> None:
             f"calibration {name}: {100 * share:.0f} % of its tokens are unknown to the model's tokenizer, expected at most "
             f"{100 * MAX_UNKNOWN:.0f} %; give text in a language of the model"
         )
-    share = float(torch.isin(ids, torch.tensor(_parts(encoder), dtype=ids.dtype)).float().mean())
+    share = float(torch.isin(ids, torch.tensor(_byte_token_ids(encoder), dtype=ids.dtype)).float().mean())
     if share > MAX_PARTS:
         warnings.warn(
             f"calibration {name}: {100 * share:.0f} % of its tokens are parts of characters that the model's vocabulary lacks, expected at "
@@ -456,7 +461,7 @@ def check_known(encoder: Tokenizer, ids: Tensor, name: str) -> None:
         )
 
 
-def _parts(encoder: Tokenizer) -> list[int]:
+def _byte_token_ids(encoder: Tokenizer) -> list[int]:
     """Byte tokens: a single byte, or some bytes of a character."""
     if encoder.byte_table is None:
         return sorted(encoder.byte_ids)
@@ -471,7 +476,7 @@ def _is_text(data: bytes) -> bool:
     return True
 
 
-def part(found: Tensor, extra: int) -> tuple[Tensor, Tensor]:
+def take_spread_rows(found: Tensor, extra: int) -> tuple[Tensor, Tensor]:
     """Rows, and `extra` of them taken out, spread over all."""
     picked = {int((i + 0.5) * len(found) / extra) for i in range(extra)}
     kept = [i for i in range(len(found)) if i not in picked]
@@ -494,7 +499,7 @@ def split_rows(encoder: Tokenizer, text: str, *, rows: int, extra: int, length: 
             if more:
                 continue
             raise
-        return part(found, more)
+        return take_spread_rows(found, more)
     raise AssertionError("unreachable: zero extra rows either work or raise")
 
 
@@ -526,9 +531,9 @@ def tuning_rows(
     wanted, least = max(rows, tuning) + choosing + extra, needed + choosing
     found = calibration_rows(encoder, text, rows=wanted, length=length, seed=seed, at_least=least, spare=choosing)
     extra = min(extra, len(found) - least)
-    kept, report = part(found, extra)
-    kept, chosen = part(kept, choosing)
-    return part(kept, rows)[1] if rows < len(kept) else kept, kept, chosen, report
+    kept, report = take_spread_rows(found, extra)
+    kept, chosen = take_spread_rows(kept, choosing)
+    return take_spread_rows(kept, rows)[1] if rows < len(kept) else kept, kept, chosen, report
 
 
 AT_ONCE = 32  # sequences that are written together
@@ -556,7 +561,7 @@ def write_text(
             cache = model.new_cache(model.cache_spec(pages * PAGE_SIZE * count))
             ids = [list(begin) or torch.randint(model.config.vocab_size, (1,), generator=generator).tolist() for _ in range(count)]
             for start in range(length - 1):
-                spans = [Span(ids=[row[start]], start=start, pages=range(b * pages, (b + 1) * pages)) for b, row in enumerate(ids)]
+                spans = [SequenceSlice(ids=[row[start]], start=start, pages=range(b * pages, (b + 1) * pages)) for b, row in enumerate(ids)]
                 logits = model.forward(Batch.build(spans, device=model.device), cache)
                 picked = torch.multinomial(logits.float().cpu().softmax(-1), 1, generator=generator)
                 for row, token in zip(ids, picked[:, 0].tolist()):

@@ -6,7 +6,7 @@ Descent goes over the finished matrix again, group by group: scale indices, the 
 others fixed.
 
 G couples columns: changes that are good one at a time may be bad together. Of the changes of a row that gain alone, those are made that
-gain at least some share of what the best one gains: the share, of SHARES, at which they gain most together, computed exactly. The best
+gain at least some share of what the best one gains: the share, of GAIN_SHARES, at which they gain most together, computed exactly. The best
 one alone is always a choice, so the loss never rises.
 """
 
@@ -22,11 +22,12 @@ from exl2nb.converter.hessian import AT_ONCE, Coupling, Factor
 from exl2nb.ops.bf16x3 import matmul
 from exl2nb.ops.gptq import Quantized
 
-SHARES = (0.0, 0.1, 0.3, 0.6, 1.0)
-ROUNDS = 2  # per row and per group, where columns are coupled
-ENOUGH = 1e-3  # a sweep that gains less, as a share of the loss, is the last one
-INDICES = 16
-SMALLEST, LARGEST = 2.0**-16, 65000.0  # of a largest step; of a weight
+GAIN_SHARES = (0.0, 0.1, 0.3, 0.6, 1.0)
+SCALE_ROUNDS = 2  # per row and per group, where columns are coupled
+MIN_SWEEP_GAIN = 1e-3  # a sweep that gains less, as a share of the loss, is the last one
+SCALE_INDICES = 16
+MIN_LARGEST_STEP = 2.0**-16
+MAX_WEIGHT = 65000.0
 
 
 def descend(
@@ -37,31 +38,31 @@ def descend(
     Args:
         stored: f32 `(K, N)`, what was rounded (`Factor.stored`).
         made: what GPTQ gave.
-        factor, groups, coupling: as of `gptq.quantize`.
+        factor, groups, coupling: as of `rounding.quantize_matrix`.
         sweeps: over the whole matrix, at most.
 
     Returns:
         On the device of `made`; the loss, f32 `(1, 1)`, is that of the whole matrix and never larger than before.
 
-    Cost: per sweep two products `(K, K) x (K, N)`, ROUNDS * len(SHARES) products `(K, B) x (B, B)` for each block of B coupled columns, and
-    some tens of small operations for each of K rows.
+    Cost: per sweep two products `(K, K) x (K, N)`, SCALE_ROUNDS * len(GAIN_SHARES) products `(K, B) x (B, B)` for each block of B coupled
+    columns, and some tens of small operations for each of K rows.
     """
     device, columns = made.codes.device, stored.shape[1]
     hessian = torch.cholesky_inverse(factor.upper.to(device).double(), upper=True).float()
     wide = columns if coupling is not None else max(1, AT_ONCE // len(stored))
     if columns <= wide:
-        return _descended(_Descent(stored.to(device), made, hessian, groups, coupling), sweeps)
+        return _run_descent(_Descent(stored.to(device), made, hessian, groups, coupling), sweeps)
     parts = [slice(first, first + wide) for first in range(0, columns, wide)]  # a head's columns share nothing but the largest steps
     pieces = [made._replace(codes=made.codes[:, part], scale_index=made.scale_index[:, part]) for part in parts]
     found = [
-        _descended(_Descent(stored[:, part].to(device), piece, hessian, groups, None, whole=False), sweeps)
+        _run_descent(_Descent(stored[:, part].to(device), piece, hessian, groups, None, whole=False), sweeps)
         for part, piece in zip(parts, pieces)
     ]
     codes, index, loss = (torch.cat([getattr(one, name) for one in found], 1) for name in ("codes", "scale_index", "loss"))
     return Quantized(codes, index, made.scale_max, loss.sum(1, keepdim=True))
 
 
-def _descended(descent: _Descent, sweeps: int) -> Quantized:
+def _run_descent(descent: _Descent, sweeps: int) -> Quantized:
     loss = descent.loss()
     for _ in range(sweeps):
         before = descent.state()
@@ -70,7 +71,7 @@ def _descended(descent: _Descent, sweeps: int) -> Quantized:
         if not found < loss:
             descent.restore(before)
             break
-        small, loss = found > (1 - ENOUGH) * loss, found
+        small, loss = found > (1 - MIN_SWEEP_GAIN) * loss, found
         if small:
             break
     return descent.result(loss)
@@ -103,8 +104,8 @@ class _Descent:
             upper.diagonal(dim1=1, dim2=2).fill_(1)
             self._products = torch.cholesky_inverse(upper / spread.view(len(upper), -1, 1), upper=True).float()
         self._diagonal = 1.0 if self._products is None else self._products.diagonal(dim1=1, dim2=2).flatten()
-        self._shares = hessian.new_tensor(SHARES)[:, None]  # made once: a copy to a GPU for every row would take longer than the row
-        self._rounds = 1 if self._products is None else ROUNDS
+        self._shares = hessian.new_tensor(GAIN_SHARES)[:, None]  # made once: a copy to a GPU for every row would take longer than the row
+        self._rounds = 1 if self._products is None else SCALE_ROUNDS
         self._target, self._index, self._scale_max = target[:, self._order], made.scale_index[:, self._order], made.scale_max.float()
         self._codes = made.codes[:, self._order].float()
         for bits, part in self._parts:
@@ -149,13 +150,13 @@ class _Descent:
         return (self._codes[self._parts[at][1]] * self._steps(at)).half().float()
 
     def _steps(self, at: int) -> Tensor:
-        return _steps(self._index[at], self._scale_max[at])
+        return _group_steps(self._index[at], self._scale_max[at])
 
     def _coupled(self, x: Tensor) -> Tensor:
         """`x G` for x f32 `(rows, N)`."""
         if self._products is None:
             return x
-        return (_blocks(x, self._products) @ self._products).transpose(0, 1).reshape(x.shape)
+        return (_column_blocks(x, self._products) @ self._products).transpose(0, 1).reshape(x.shape)
 
     def _index_at_best(self, at: int, local: Tensor) -> None:
         """Scale indices at the codes that are there. local: the group's rows of H E, kept right."""
@@ -163,13 +164,17 @@ class _Descent:
         hessian, codes = self._hessian[part, part], self._codes[part]
         shifted = matmul(hessian, codes)
         curve = (codes * shifted).sum(0) * self._diagonal
-        form = None if self._products is None else _blocks(codes, self._products).mT @ _blocks(shifted, self._products) * self._products
-        every = _steps(torch.arange(INDICES, device=codes.device)[:, None], self._scale_max[at])
+        form = (
+            None
+            if self._products is None
+            else _column_blocks(codes, self._products).mT @ _column_blocks(shifted, self._products) * self._products
+        )
+        every = _group_steps(torch.arange(SCALE_INDICES, device=codes.device)[:, None], self._scale_max[at])
         for _ in range(self._rounds):
             before, slope = self._made(at), (codes * self._coupled(local)).sum(0)
             move = every - self._steps(at)
             gain, pick = (move * (2 * slope - move * curve)).max(0)
-            taken = _together(move.gather(0, pick[None])[0], gain, slope, self._shares, form) != 0
+            taken = _accepted_changes(move.gather(0, pick[None])[0], gain, slope, self._shares, form) != 0
             self._index[at] = torch.where(taken, pick.to(torch.uint8), self._index[at])
             local -= matmul(hessian, self._made(at) - before)
 
@@ -179,7 +184,7 @@ class _Descent:
         hessian, before, kept = self._hessian[part, part], self._made(at), self._scale_max[at].clone()
         shifted, coupled = matmul(hessian, before), self._coupled(local)
         growth = (coupled * before).sum() / (self._coupled(before) * shifted).sum().clamp_min(1e-30)
-        found = (kept * (1 + growth)).clamp(SMALLEST, LARGEST / (1 << (bits - 1))).half().float()
+        found = (kept * (1 + growth)).clamp(MIN_LARGEST_STEP, MAX_WEIGHT / (1 << (bits - 1))).half().float()
         self._scale_max[at] = found
         change = self._made(at) - before
         shifted = matmul(hessian, change)
@@ -200,27 +205,29 @@ class _Descent:
                 levels = ((made[row] + slope / curve) * inverse).round().clamp(low, high)
                 found = (levels * steps).half().float()
                 move = found - made[row]
-                move = _together(move, move * (2 * slope - move * curve), slope, self._shares, self._products, height)
+                move = _accepted_changes(move, move * (2 * slope - move * curve), slope, self._shares, self._products, height)
                 taken = move != 0
                 codes[row], made[row] = torch.where(taken, levels, codes[row]), torch.where(taken, found, made[row])
                 local.addr_(hessian[:, row], move, alpha=-1)
 
 
-def _steps(index: Tensor, scale_max: Tensor) -> Tensor:
+def _group_steps(index: Tensor, scale_max: Tensor) -> Tensor:
     """f32, as the loader computes them."""
     return ((index.float() + 1).square() * (scale_max / 256).half().float()).half().float()
 
 
-def _blocks(x: Tensor, products: Tensor) -> Tensor:
+def _column_blocks(x: Tensor, products: Tensor) -> Tensor:
     """`(rows, N)` as `(N / B, rows, B)`."""
     return x.view(len(x), len(products), -1).transpose(0, 1)
 
 
-def _together(move: Tensor, gain: Tensor, slope: Tensor, shares: Tensor, form: Tensor | None, height: Tensor | float = 1.0) -> Tensor:
+def _accepted_changes(
+    move: Tensor, gain: Tensor, slope: Tensor, shares: Tensor, form: Tensor | None, height: Tensor | float = 1.0
+) -> Tensor:
     """The changes that are made, f32 `(N,)`, 0 elsewhere.
 
     Args:
-        move: change of each column. gain: what it gains alone. shares: SHARES, `(S, 1)`.
+        move: change of each column. gain: what it gains alone. shares: GAIN_SHARES, `(S, 1)`.
         slope, form: a change m of all columns costs height * m form m^T - 2 m slope^T; form: f32 `(N / B, B, B)`, None: diagonal.
     """
     if form is None:

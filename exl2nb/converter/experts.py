@@ -11,13 +11,13 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from exl2nb.converter.hessian import Factor, Moments, factorize, stem_of
+from exl2nb.converter.hessian import Factor, Moments, factorize, strip_expert
 from exl2nb.model import reference
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.layout import layer_linears
 
 SAMPLE_TOKENS = 2048
-FLOOR = 0.02  # of the mean: how much every expert counts at least; calibration rows say little about one that they rarely visit
+MIN_EXPERT_SHARE = 0.02  # of the mean: how much every expert counts at least; calibration rows say little about one that they rarely visit
 Weights = Mapping[str, Tensor]
 
 
@@ -26,7 +26,7 @@ def share_of_sample(tokens: int, in_features: int) -> float:
     return max(0.0, 1.0 - tokens / in_features) ** 2
 
 
-class Sample:
+class RoutedSample:
     """Tokens from everywhere in the rows, as the router sees them.
 
     Args:
@@ -57,12 +57,14 @@ class Sample:
         if self._moe is None:
             return found
         x = torch.cat(self._seen)
-        common = _moment(x)
+        common = _weighted_moment(x)
         for expert in range(self._moe.num_experts):
             gate, down = f"gate.{expert}", f"down.{expert}"
             self._blend(found, gate, tokens.get(gate, 0), common)
             if tokens.get(down, 0) < self._moe.intermediate_size:
-                self._blend(found, down, tokens.get(down, 0), _moment(inner_of(self._config, self._layer, weights, x, expert)))
+                self._blend(
+                    found, down, tokens.get(down, 0), _weighted_moment(inner_activations(self._config, self._layer, weights, x, expert))
+                )
         return found
 
     @staticmethod
@@ -71,20 +73,20 @@ class Sample:
         found[name] = common if name not in found else (1.0 - share) * found[name] + share * common
 
 
-def level(gradients: Mapping[str, Tensor], roles: Mapping[str, str]) -> dict[str, Tensor]:
-    """Squared gradients of all linears, those of experts raised by FLOOR of the mean over the experts of the layer.
+def level_expert_gradients(gradients: Mapping[str, Tensor], roles: Mapping[str, str]) -> dict[str, Tensor]:
+    """Squared gradients of all linears, those of experts raised by MIN_EXPERT_SHARE of the mean over the experts of the layer.
 
     Args:
         gradients: linear key -> f64 `(N,)`. roles: linear key -> role.
     """
     found: dict[str, list[float]] = {}
     for key, role in roles.items():
-        found.setdefault(stem_of(role), []).append(float(gradients[key].mean()))
+        found.setdefault(strip_expert(role), []).append(float(gradients[key].mean()))
     means = {stem: sum(values) / len(values) for stem, values in found.items()}
-    return {key: gradients[key] + (FLOOR * means[stem_of(role)] if "." in role else 0.0) for key, role in roles.items()}
+    return {key: gradients[key] + (MIN_EXPERT_SHARE * means[strip_expert(role)] if "." in role else 0.0) for key, role in roles.items()}
 
 
-def inner_of(config: ModelConfig, layer: int, weights: Weights, x: Tensor, expert: int) -> Tensor:
+def inner_activations(config: ModelConfig, layer: int, weights: Weights, x: Tensor, expert: int) -> Tensor:
     """What the down matrix of an expert reads for tokens x f32 `(n, H)` -> `(n, I)`."""
     linears, seen = layer_linears(config, layer), {}
 
@@ -118,12 +120,12 @@ def expert_inputs(
     for expert in range(moe.num_experts):
         rows = (chosen == expert).any(1).nonzero().flatten()
         for name in (f"gate.{expert}", f"down.{expert}"):
-            tokens = statistics.get(f"{layer}.{stem_of(name)}")
+            tokens = statistics.get(f"{layer}.{strip_expert(name)}")
             size = config.hidden_size if name.startswith("gate") else moe.intermediate_size
-            index, weight = _joined(rows, sample, share_of_sample(len(rows), size), tokens)
+            index, weight = _join_samples(rows, sample, share_of_sample(len(rows), size), tokens)
             made, dense = found[index], wanted[index]
             if name.startswith("down"):
-                made, dense = (inner_of(config, layer, w, x, expert) for w, x in ((weights[1], made), (weights[0], dense)))
+                made, dense = (inner_activations(config, layer, w, x, expert) for w, x in ((weights[1], made), (weights[0], dense)))
             moments = Moments()
             moments.add(name, made, weight)
             if cross:
@@ -132,7 +134,7 @@ def expert_inputs(
             yield name, factorize(hessians[name], name=f"layer {layer}, input of {name}"), hessians.get("cross")
 
 
-def _joined(rows: Tensor, sample: Tensor, share: float, tokens: Tensor | None) -> tuple[Tensor, Tensor]:
+def _join_samples(rows: Tensor, sample: Tensor, share: float, tokens: Tensor | None) -> tuple[Tensor, Tensor]:
     """An expert's own tokens and, as `share` of the whole, those of the sample: their numbers, and what each counts."""
     own = torch.ones(len(rows), device=rows.device) if tokens is None else tokens.to(rows.device)[rows]
     if share == 0.0:
@@ -143,5 +145,5 @@ def _joined(rows: Tensor, sample: Tensor, share: float, tokens: Tensor | None) -
     return torch.cat([rows, sample]), torch.cat([own, torch.full((len(sample),), each, device=own.device)])
 
 
-def _moment(x: Tensor) -> Tensor:
+def _weighted_moment(x: Tensor) -> Tensor:
     return (x.T @ x).double() / max(len(x), 1)

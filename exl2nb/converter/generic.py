@@ -21,19 +21,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from exl2nb.converter.allocation import Allocation, Choice
-from exl2nb.converter.calibration import MIXED, SELF, Rows, check_like
-from exl2nb.converter.gptq import dense, quantize_stored
-from exl2nb.converter.hessian import Moments, block_of, couple, factorize
-from exl2nb.converter.measurement import ANCHORS, FORMAT, Measured, Measurement, measure_linear
-from exl2nb.converter.pipeline import REPORT, Run, cut_rows
-from exl2nb.converter.quantization import Made
-from exl2nb.converter.result import Conversion, Matrix, Quality, interval
-from exl2nb.converter.sensitivity import Levels, Probe, blend, products_of
-from exl2nb.converter.settings import Settings, describe_device
+from exl2nb.converter.allocation import Allocation, MatrixChoice
+from exl2nb.converter.calibration import MIXED_TEXT, SELF_TEXT, Rows, check_like
+from exl2nb.converter.hessian import Moments, couple_outputs, coupled_block, factorize
+from exl2nb.converter.measurement import ANCHOR_CODINGS, FORMAT_VERSION, Measured, Measurement, measure_linear
+from exl2nb.converter.pipeline import REPORT_FILE, ConversionRun, cut_rows
+from exl2nb.converter.quantization import QuantizedLayers
+from exl2nb.converter.result import Conversion, Quality, QuantizedMatrix, mean_interval
+from exl2nb.converter.rounding import dense_weight, quantize_stored
+from exl2nb.converter.sensitivity import Levels, Probe, blend_weights, block_products
+from exl2nb.converter.settings import ConversionSettings, describe_device
 from exl2nb.converter.sizes import Other
-from exl2nb.converter.weights import fingerprint_of
-from exl2nb.converter.work import REVISION, JobContext, Packed, hash_of
+from exl2nb.converter.weights import files_fingerprint
+from exl2nb.converter.work import ALGORITHM_REVISION, JobContext, Packed, hash_of
 from exl2nb.core.errors import ConversionError, MissingDependency, OptionError, UnknownArchitecture
 from exl2nb.io.hf_config import read_config
 from exl2nb.io.shards import TensorStore
@@ -75,7 +75,7 @@ class Found:
     def made(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
         """The quantised matrix as f32 `(N, K)` and its bias."""
         assert self.packed is not None
-        weight = dense(self.packed, self.linear.out_features, device) if self.half is None else self.half.float()
+        weight = dense_weight(self.packed, self.linear.out_features, device) if self.half is None else self.half.float()
         bias = None if self.packed.bias is None else self.packed.bias[: self.linear.out_features].float().to(device)
         return weight, bias
 
@@ -106,7 +106,7 @@ class _Product(torch.autograd.Function):
         return gradients[0] @ ctx.used()[0], None
 
 
-class Twin:
+class HubWeights:
     """A model and the same one with linears quantised, in the modules of the former; `quantised` says as which of the two it computes.
 
     Args:
@@ -124,7 +124,7 @@ class Twin:
                 small.append(one)
             one.module.forward = functools.partial(self._forward, one)
         try:
-            forward(model, ids)
+            forward_layers(model, ids)
         except RuntimeError:  # a matrix is also read directly, by code that expects fp32
             for one in small:
                 one.grow()
@@ -147,7 +147,7 @@ class Twin:
         """f32 `(B, S, V)` of one of the two for ids int `(B, S)`."""
         self.quantised = quantised
         try:
-            return forward(self.model, ids)
+            return forward_layers(self.model, ids)
         finally:
             self.quantised = False
 
@@ -157,7 +157,7 @@ def shared_parameters(model: Any) -> Counter[int]:
     return Counter(parameter.data_ptr() for _, parameter in model.named_parameters(remove_duplicate=False))
 
 
-def load(src: Path, device: torch.device) -> nn.Module:
+def load_with_transformers(src: Path, device: torch.device) -> nn.Module:
     """The model as Transformers builds it, in fp32.
 
     Raises:
@@ -232,7 +232,7 @@ def find_linears(model: Any, ids: Tensor) -> list[Found]:
 
     hooks = [module.register_forward_hook(see) for module in names]
     try:
-        forward(model, ids)
+        forward_layers(model, ids)
     finally:
         for hook in hooks:
             hook.remove()
@@ -245,7 +245,7 @@ def find_linears(model: Any, ids: Tensor) -> list[Found]:
     return [*(one for one in found if one.module is not head), names[head]]
 
 
-def forward(model: Any, ids: Tensor) -> Tensor:
+def forward_layers(model: Any, ids: Tensor) -> Tensor:
     """Logits f32 `(B, S, V)` of ids int `(B, S)`."""
     return model(input_ids=ids.long().to(next(model.parameters()).device), use_cache=False).logits.float()
 
@@ -311,11 +311,11 @@ def layers_of(linears: Sequence[Found]) -> list[list[Found]]:
     return [list(part) for _, part in itertools.groupby(linears, lambda one: (one.linear.layer, one.linear.role == "head"))]
 
 
-def chunks(layers: Sequence[list[Found]]) -> Iterator[range]:
+def row_chunks(layers: Sequence[list[Found]]) -> Iterator[range]:
     """Layers by their place, as many together as STATISTICS_BYTES allow."""
     first = size = 0
     for place, layer in enumerate(layers):
-        needed = sum(8 * one.linear.in_features**2 + 12 * one.linear.out_features * block_of(one.linear.out_features) for one in layer)
+        needed = sum(8 * one.linear.in_features**2 + 12 * one.linear.out_features * coupled_block(one.linear.out_features) for one in layer)
         if place > first and size + needed > STATISTICS_BYTES:
             yield range(first, place)
             first, size = place, 0
@@ -348,7 +348,7 @@ def statistics_of(
             square = flat.square().sum(0, dtype=torch.float64)
             found.gradients[key] = found.gradients.get(key, torch.zeros_like(square)) + square
         if place < used:
-            products = products_of(flat).double()
+            products = block_products(flat).double()
             found.couplings[key] = found.couplings.get(key, torch.zeros_like(products)) + products
             found.source[key] = name
             seen.setdefault(x.data_ptr(), (name, x, []))[2].append(flat.square().sum(1))
@@ -361,7 +361,7 @@ def statistics_of(
                 watch.restart()
                 seen.clear()
                 row = ids[place : place + 1].to(next(model.parameters()).device)
-                logprobs = forward(model, row)[0].log_softmax(-1)
+                logprobs = forward_layers(model, row)[0].log_softmax(-1)
                 probs = logprobs.detach().exp()
                 probe = Probe(probs.shape[-1], generator, probs.device) if probe is None else probe
                 (logprobs * probe(probs)).sum().backward()
@@ -380,7 +380,7 @@ def statistics_of(
     found.gradients = {key: square / (judging * ids.shape[1]) for key, square in found.gradients.items()}
     found.couplings = {key: (products / count).float() for key, products in found.couplings.items()}
     for name, parts in values.items():
-        found.token_weights[name] = list(blend(torch.cat(parts)).split([len(part) for part in parts]))
+        found.token_weights[name] = list(blend_weights(torch.cat(parts)).split([len(part) for part in parts]))
     tokens = len(ids) * (ids.shape[1] - 1)
     return found, (loss_sum / tokens, entropy_sum / tokens)
 
@@ -400,7 +400,7 @@ class Targets:
     source: dict[str, str]
 
 
-def targets_of(twin: Twin, linears: Sequence[Found], rows: Rows, filed: Mapping[str, Tensor] | None, *, asymmetric: bool) -> Targets:
+def targets_of(twin: HubWeights, linears: Sequence[Found], rows: Rows, filed: Mapping[str, Tensor] | None, *, asymmetric: bool) -> Targets:
     """Moments of what some linears read in the model as it is quantised so far, and with `asymmetric` in the dense one too.
 
     filed: what `Statistics.tensors` made of them; None: all tokens count alike.
@@ -445,22 +445,22 @@ def targets_of(twin: Twin, linears: Sequence[Found], rows: Rows, filed: Mapping[
     return Targets(moments.hessians(), both, source)
 
 
-class GenericPipeline(Run[JobContext]):
+class GenericPipeline(ConversionRun[JobContext]):
     """One run of such a conversion; the same calls as `pipeline.Pipeline`."""
 
-    def __init__(self, settings: Settings, src: Path, dst: Path, device: torch.device, context: JobContext) -> None:
+    def __init__(self, settings: ConversionSettings, src: Path, dst: Path, device: torch.device, context: JobContext) -> None:
         super().__init__(settings, src, dst, device, context)
         if settings.vision_bits is not None:
             raise OptionError(f"convert: vision_bits is {settings.vision_bits}, which needs a vision tower that exl2nb knows; leave it out")
         if settings.polish:
             raise OptionError("convert: polish is True, which needs an architecture of exl2nb's own table; leave polish out")
-        if settings.calibration == SELF:
+        if settings.calibration == SELF_TEXT:
             raise OptionError("convert: calibration is 'self', which needs an architecture of exl2nb's own table; give text")
         self.config = read_config(src)
         if self.config.get("quantization_config"):
             raise ConversionError(f"{src}: found a quantised model, expected a dense one; convert the model it was made from")
         with context.meter("calibrate", total=1, unit="models") as meter:
-            self.model: Any = load(src, device)
+            self.model: Any = load_with_transformers(src, device)
             what = f"{type(self.model).__name__} is not in exl2nb's table: converting it linear by linear, through Transformers"
             meter.step(detail=what)
         text: Any = self.model.config.get_text_config()
@@ -489,7 +489,7 @@ class GenericPipeline(Run[JobContext]):
         """Calibration rows, and rows for the report."""
         asked = self.settings
         with self.context.meter("calibrate", total=1, unit="texts") as meter:
-            source = MIXED if asked.calibration is None else asked.calibration
+            source = MIXED_TEXT if asked.calibration is None else asked.calibration
             rows = Rows.of(*cut_rows(Tokenizer.load(self.src), source, asked, self.length))
             highest = max(int(part.max()) for part in (rows.calibrating, rows.report) if part.numel())
             if highest >= self._vocabulary:
@@ -499,9 +499,9 @@ class GenericPipeline(Run[JobContext]):
             meter.step(detail=f"rows of {self.length} tokens from {rows.name}; computing on {describe_device(self.device)}")
         return rows
 
-    def _found(self, rows: Rows) -> tuple[Twin, list[list[Found]]]:
+    def _found(self, rows: Rows) -> tuple[HubWeights, list[list[Found]]]:
         linears = find_linears(self.model, rows.hessians[:1])
-        return Twin(self.model, linears, rows.hessians[:1]), layers_of(linears)
+        return HubWeights(self.model, linears, rows.hessians[:1]), layers_of(linears)
 
     def _measured(self, rows: Rows, layers: Sequence[list[Found]]) -> tuple[Measurement, str]:
         """The measurement given, the one in the work folder, or a new one; and the key of the statistics on these rows."""
@@ -509,12 +509,12 @@ class GenericPipeline(Run[JobContext]):
         fingerprint = self._fingerprint()
         known = self.given_measurement(fingerprint)
         ids = rows.calibrating.numpy().tobytes()
-        key = hash_of("generic", REVISION, FORMAT, fingerprint, ids, rows.used, seed, ANCHORS)
+        key = hash_of("generic", ALGORITHM_REVISION, FORMAT_VERSION, fingerprint, ids, rows.used, seed, ANCHOR_CODINGS)
         known = work.load_measurement(key) if known is None else known
         if known is not None and work.has_statistics(key, len(layers)):
             return known, key
         measured, likeness = dict[str, Measured](), (0.0, 0.0)
-        parts = list(chunks(layers))
+        parts = list(row_chunks(layers))
         total = len(parts) * len(rows.calibrating) + sum(map(len, layers))
         with self.context.steps("measure", total=total, unit="steps") as step:
             for part in parts:
@@ -575,10 +575,12 @@ class GenericPipeline(Run[JobContext]):
             made |= here
         return made, likeness
 
-    def _quantize(self, rows: Rows, twin: Twin, layers: Sequence[list[Found]], allocation: Allocation, statistics: str) -> Made:
+    def _quantize(
+        self, rows: Rows, twin: HubWeights, layers: Sequence[list[Found]], allocation: Allocation, statistics: str
+    ) -> QuantizedLayers:
         """Layer by layer, each on what the model quantised so far gives it; those in the work folder are taken over."""
         work, choices = self.context.work, {choice.key: choice for choice in allocation.choices}
-        made = Made(hash_of("generic", statistics, self.settings.rounding, list(allocation.groups().items())))
+        made = QuantizedLayers(hash_of("generic", statistics, self.settings.rounding, list(allocation.groups().items())))
         with self.context.meter("quantize", total=len(layers), unit="layers") as meter:
             for place, layer in enumerate(layers):
                 self.context.check()
@@ -594,14 +596,16 @@ class GenericPipeline(Run[JobContext]):
                     twin.put(one, tensors)
                     shape = (linear.in_features, linear.out_features)
                     predicted_kl = choices[linear.key].predicted_kl
-                    made.matrices.append(Matrix(linear.key, linear.role, linear.layer, *shape, tuple(tensors.groups), predicted_kl, loss))
+                    made.matrices.append(
+                        QuantizedMatrix(linear.key, linear.role, linear.layer, *shape, tuple(tensors.groups), predicted_kl, loss)
+                    )
                 meter.step(detail=f"layer {layer[0].linear.layer}" if layer[0].linear.role != "head" else "head")
         if len(rows.report):
             made.quality = self._judge(twin, rows.report)
         return made
 
     def _quantize_layer(
-        self, rows: Rows, twin: Twin, layer: Sequence[Found], choices: Mapping[str, Choice], filed: Mapping[str, Tensor] | None
+        self, rows: Rows, twin: HubWeights, layer: Sequence[Found], choices: Mapping[str, MatrixChoice], filed: Mapping[str, Tensor] | None
     ) -> Packed:
         if filed is None:
             raise ConversionError(f"{self.context.work.directory}: statistics of a layer are gone; run the conversion again")
@@ -611,13 +615,13 @@ class GenericPipeline(Run[JobContext]):
         for one in layer:
             key, name = one.linear.key, targets.source[one.linear.key]
             products = filed.get(f"{key}.coupling") if rounding.coupled else None
-            coupling = None if products is None else couple(products.to(self.device))
+            coupling = None if products is None else couple_outputs(products.to(self.device))
             bias = None if one.bias is None else one.bias.half()
             stored = factors[name].stored(one.weight, targets.cross.get(name), rounding.strength)
             packed[key] = quantize_stored(stored, factors[name], choices[key].groups, bias=bias, coupling=coupling)
         return packed
 
-    def _judge(self, twin: Twin, ids: Tensor) -> Quality:
+    def _judge(self, twin: HubWeights, ids: Tensor) -> Quality:
         kls, same, nlls = [], 0, ([], [])
         for row in ids:
             self.context.check()
@@ -626,7 +630,7 @@ class GenericPipeline(Run[JobContext]):
             same += int((before.argmax(-1) == after.argmax(-1)).sum())
             for nll, logprobs in zip(nlls, (before, after)):
                 nll.append(-float(logprobs[:-1].gather(-1, row[1:, None].long()).mean(dtype=torch.float64)))
-        kl, low, high = interval(kls)
+        kl, low, high = mean_interval(kls)
         source, own = (math.exp(min(700.0, sum(nll) / len(nll))) for nll in nlls)
         return Quality(len(ids), ids.shape[1], kl, low, high, same / ids.numel(), own, source)
 
@@ -650,7 +654,7 @@ class GenericPipeline(Run[JobContext]):
                 yield from one.packed.tensors(one.linear.key).items()
 
         with self.context.meter("write", total=1, unit="models") as meter:
-            report = {REPORT: (json.dumps(result.to_dict(), indent=1) + "\n").encode()}
+            report = {REPORT_FILE: (json.dumps(result.to_dict(), indent=1) + "\n").encode()}
             write_model(
                 self.dst, tensors(), config=self.config, source_dir=self.src, quantization_config=self.written(result), extra=report
             )
@@ -658,4 +662,4 @@ class GenericPipeline(Run[JobContext]):
 
     def _fingerprint(self) -> str:
         with TensorStore(self.src) as store:
-            return fingerprint_of(store.files, self.src)
+            return files_fingerprint(store.files, self.src)

@@ -2,10 +2,10 @@
 
 Every code has a latent value of which it is the nearest whole number. The forward pass rounds as the format does; the backward pass takes
 rounding for the identity (straight-through) and stops at the ends of the grid. A latent value begins near the middle of its cell, moved by
-SPREAD towards the dense weight: a code changes only after a quarter of a step or more of consistent gradients. At the weight itself codes
-near an edge flip by noise (demo model, 3 bits, 1600 rows once: KL 0.133 before, 0.144 so, 0.115 from the middle); exactly in the middle
-all codes with clear gradients flip in the same step, which is too much at once (tiny model of the tests, 3 bits: 0.117 before, 0.087 from
-the middle, 0.061 with this spread).
+LATENT_SPREAD towards the dense weight: a code changes only after a quarter of a step or more of consistent gradients. At the weight itself
+codes near an edge flip by noise (demo model, 3 bits, 1600 rows once: KL 0.133 before, 0.144 so, 0.115 from the middle); exactly in the
+middle all codes with clear gradients flip in the same step, which is too much at once (tiny model of the tests, 3 bits: 0.117 before, 0.087
+from the middle, 0.061 with this spread).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch import Tensor
 
 from exl2nb.quant.exl2 import Exl2Tensors, encode
 
-SPREAD = 0.5  # of the cell, in whose middle latent values begin
-STACKED = 1 << 24  # numbers of matrices that learn as one tensor: a few large operations in place of many small ones
+LATENT_SPREAD = 0.5  # of the cell, in whose middle latent values begin
+MAX_STACK_NUMBERS = 1 << 24  # numbers of matrices that learn as one tensor: a few large operations in place of many small ones
 
 
 class _Reconstruct(torch.autograd.Function):
@@ -114,7 +114,7 @@ class Grid(_Table):
         if dense is not None:
             step = self.by_row(self.steps(self.scale_max))
             apart = torch.where(step > 0, dense.to(device) / step - self.latent, 0)
-            self.latent += SPREAD * apart.clamp(-0.5, 0.5)
+            self.latent += LATENT_SPREAD * apart.clamp(-0.5, 0.5)
 
     def by_row(self, steps: Tensor) -> Tensor:
         """f32 `(N, K)` of `(N, G)`."""
@@ -141,7 +141,7 @@ class Stack(_Table):
 
     def __init__(self, grids: Sequence[Grid]) -> None:
         self.latent, self.squares, self.members, self.scale_max, self.most = (
-            _stacked([getattr(grid, name) for grid in grids]) for name in ("latent", "squares", "members", "scale_max", "most")
+            _stack_padded([getattr(grid, name) for grid in grids]) for name in ("latent", "squares", "members", "scale_max", "most")
         )
         self.rows, self.low, self.high = (torch.stack([getattr(grid, name) for grid in grids])[:, None] for name in ("rows", "low", "high"))
         for at, grid in enumerate(grids):
@@ -154,47 +154,52 @@ class Stack(_Table):
         return steps.gather(2, self.rows.expand(self.latent.shape))
 
 
-def _stacked(tensors: Sequence[Tensor]) -> Tensor:
+def _stack_padded(tensors: Sequence[Tensor]) -> Tensor:
     """Tensors that differ at most in their last size, the shorter ones with zeros at the end."""
     most = max(tensor.shape[-1] for tensor in tensors)
     return torch.stack([torch.nn.functional.pad(tensor, (0, most - tensor.shape[-1])) for tensor in tensors])
 
 
-def stacks(grids: Mapping[str, Grid]) -> list[tuple[list[str], Stack]]:
+def stack_grids(grids: Mapping[str, Grid]) -> list[tuple[list[str], Stack]]:
     """All grids, those of one shape together as long as they are small, and their keys."""
     alike: dict[tuple[int, ...], list[str]] = {}
     for key, grid in grids.items():
         alike.setdefault(tuple(grid.latent.shape), []).append(key)
     found = []
     for (rows, columns), keys in alike.items():
-        many = max(1, STACKED // (rows * columns))
+        many = max(1, MAX_STACK_NUMBERS // (rows * columns))
         for first in range(0, len(keys), many):
             part = keys[first : first + many]
             found.append((part, Stack([grids[key] for key in part])))
     return found
 
 
-def through_f16(tensor: Tensor) -> Tensor:
+def round_through_f16(tensor: Tensor) -> Tensor:
     """Rounded to f16, with the gradient of what it was."""
     return tensor + (tensor.detach().half().float() - tensor.detach())
 
 
-def loaded(grids: Mapping[str, Grid], vectors: Mapping[str, Tensor], stacked: Iterable[tuple[list[str], Stack]] = ()) -> dict[str, Tensor]:
-    """All tensors as the file will hold them, by name, f32; differentiable. grids: by the key of their linear. stacked: of `stacks`."""
-    made = {name: through_f16(tensor) for name, tensor in vectors.items()}
+def loaded_tensors(
+    grids: Mapping[str, Grid], vectors: Mapping[str, Tensor], stacked: Iterable[tuple[list[str], Stack]] = ()
+) -> dict[str, Tensor]:
+    """All tensors as the file will hold them, by name, f32; differentiable. grids: by the key of their linear. stacked: of
+    `stack_grids`.
+    """
+    made = {name: round_through_f16(tensor) for name, tensor in vectors.items()}
     weights = {key: weight for keys, stack in stacked for key, weight in zip(keys, stack.weight().unbind())}
     for key, grid in grids.items():
         made[f"{key}.weight"] = weights[key] if key in weights else grid.weight()
         if grid.bias is not None:
-            made[f"{key}.bias"] = through_f16(grid.bias)
+            made[f"{key}.bias"] = round_through_f16(grid.bias)
     return made
 
 
-FIRST, SECOND = 0.9, 0.99  # decay of the moments, if not told
+FIRST_MOMENT_DECAY = 0.9  # where the caller gives none
+SECOND_MOMENT_DECAY = 0.99
 WARM_UP = 0.05  # of the way
-TINY = 1e-20
+ADAM_EPS = 1e-20
 _many: Any = torch  # its operations on many tensors at once have no types
-SMALL = 1 << 16  # numbers of a tensor that goes together with others: a kernel for all of them
+FUSED_TENSOR_NUMBERS = 1 << 16  # numbers of a tensor that goes together with others: a kernel for all of them
 
 
 class Adam:
@@ -218,7 +223,7 @@ class Adam:
     """
 
     def __init__(
-        self, learning: Sequence[tuple[Tensor, Tensor | float]], pooled: int = 0, decay: float = FIRST, damping: float = 1.0
+        self, learning: Sequence[tuple[Tensor, Tensor | float]], pooled: int = 0, decay: float = FIRST_MOMENT_DECAY, damping: float = 1.0
     ) -> None:
         self._pooled, self._decay, self._damping = pooled, decay, damping
         self.learning = [tensor.requires_grad_(True) for tensor, _ in learning]
@@ -226,29 +231,29 @@ class Adam:
         self.first, self.second = ([torch.zeros_like(one) for one in self.learning] for _ in range(2))
         place = self.learning[0].device if self.learning else None
         self._first_rate, self._second_rate = torch.ones(2, device=place)  # on the device: a step can be recorded
-        small = [at for at in range(pooled, len(learning)) if self.learning[at].numel() <= SMALL]
+        small = [at for at in range(pooled, len(learning)) if self.learning[at].numel() <= FUSED_TENSOR_NUMBERS]
         self._together = [[at for at in small if isinstance(self._travel[at], Tensor) == own] for own in (False, True)]
         self._alone = [at for at in range(len(learning)) if at not in set(small)]
 
     def pace(self, step: int, share: float) -> None:
         """Say which step comes next, counted from 0, and how much of the way it is."""
         self._first_rate.fill_(share / (1 - self._decay ** (step + 1)))
-        self._second_rate.fill_(1 / (1 - SECOND ** (step + 1)))
+        self._second_rate.fill_(1 / (1 - SECOND_MOMENT_DECAY ** (step + 1)))
 
     def move(self, gradients: Sequence[Tensor]) -> None:
         """One step."""
         _many._foreach_lerp_(self.first, list(gradients), 1 - self._decay)
-        _many._foreach_mul_(self.second, SECOND)
-        _many._foreach_addcmul_(self.second, list(gradients), list(gradients), value=1 - SECOND)
+        _many._foreach_mul_(self.second, SECOND_MOMENT_DECAY)
+        _many._foreach_addcmul_(self.second, list(gradients), list(gradients), value=1 - SECOND_MOMENT_DECAY)
         mean, damping = self._mean(), self._damping
         for at in self._alone:
             size = self.second[at] * self._second_rate
-            size = size.add_(damping * mean).div_((1 + damping) * mean.sqrt() + TINY) if at < self._pooled else size.sqrt_()
-            self.learning[at].sub_((self.first[at] / size.add_(TINY)).mul_(self._first_rate * self._travel[at]))
+            size = size.add_(damping * mean).div_((1 + damping) * mean.sqrt() + ADAM_EPS) if at < self._pooled else size.sqrt_()
+            self.learning[at].sub_((self.first[at] / size.add_(ADAM_EPS)).mul_(self._first_rate * self._travel[at]))
         for group in filter(None, self._together):
             sizes = _many._foreach_mul([self.second[at] for at in group], self._second_rate)
             _many._foreach_sqrt_(sizes)
-            _many._foreach_add_(sizes, TINY)
+            _many._foreach_add_(sizes, ADAM_EPS)
             moves = _many._foreach_div([self.first[at] for at in group], sizes)
             _many._foreach_mul_(moves, self._first_rate)
             _many._foreach_mul_(moves, [self._travel[at] for at in group])
@@ -261,7 +266,7 @@ class Adam:
         return total / max(1, sum(moment.numel() for moment in pooled)) * self._second_rate
 
 
-def shares(steps: int, power: float = 1) -> list[float]:
+def learning_rate_shares(steps: int, power: float = 1) -> list[float]:
     """How much of the way each step goes: a short warm-up, then a cosine to zero, to that power; they add up to 1."""
     raw = [min(1.0, (at + 1) / (1 + WARM_UP * steps)) * (1 + math.cos(math.pi * at / steps)) ** power for at in range(steps)]
     return [value / sum(raw) for value in raw]

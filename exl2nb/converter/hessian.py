@@ -14,42 +14,43 @@ from exl2nb.converter.streams import Stream
 from exl2nb.core.errors import ConversionError
 from exl2nb.model import reference
 from exl2nb.model.config import ModelConfig
-from exl2nb.model.layout import modules
+from exl2nb.model.layout import role_groups
 from exl2nb.ops.bf16x3 import matmul
 
 # linears that read the same tensor, filed under the first of them
-INPUTS: tuple[tuple[str, ...], ...] = (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))
-DAMPING = 0.03
+SHARED_INPUTS: tuple[tuple[str, ...], ...] = (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))
+HESSIAN_DAMPING = 0.03
 COUPLING_DAMPING = 0.2  # demo model, 3 bits, head shared: KL 0.181 at 0.03, 0.167 at 0.1 and at 0.3, 0.180 without coupling
 ROWS_PER_BATCH = 4
-SCORES = 1 << 25  # attention scores at once on a GPU: 128 MiB; 4 rows of 512 tokens for 32 heads
-INNER = 1 << 25  # numbers of an MLP's widest activation at once on a GPU
+MAX_SCORE_NUMBERS = 1 << 25  # attention scores at once on a GPU: 128 MiB; 4 rows of 512 tokens for 32 heads
+MAX_INNER_NUMBERS = 1 << 25  # numbers of an MLP's widest activation at once on a GPU
 MOST_IN_F64 = 8192  # inputs; more than these make matrices of half a GB and more, and some tens of batches lose nothing in fp32
 AT_ONCE = 1 << 26  # numbers of a matrix whose target is shifted at a time
 SMALLEST_PRODUCT = 192  # columns of a piece of a symmetric product
-ENOUGH = 16  # tokens per direction that the sweep uses
-WHOLE, BLOCK = 1024, 256  # outputs that are coupled: all of a matrix up to WHOLE, else blocks
+TOKENS_PER_DIRECTION = 16  # tokens per direction that the sweep uses
+MAX_WHOLE_OUTPUTS = 1024  # outputs of a matrix that are all coupled
+BLOCK_OUTPUTS = 256  # outputs per coupled block of a larger matrix
 Written = TypeVar("Written", bound=Stream)
 
 
-def input_of(roles: Iterable[str]) -> dict[str, str]:
+def role_inputs(roles: Iterable[str]) -> dict[str, str]:
     """Role -> name of its input (the first role that reads it), for the roles that a layer has; every expert has its own."""
     found: dict[str, str] = {}
-    for module in modules(roles):
+    for module in role_groups(roles):
         first: dict[int, str] = {}
         for role in module:
-            found[role] = first.setdefault(_stage(role), role)
+            found[role] = first.setdefault(_stage_of_role(role), role)
     return found
 
 
-def stem_of(name: str) -> str:
+def strip_expert(name: str) -> str:
     """A role or input without its expert: all experts of a layer share one weight per token."""
     return name.partition(".")[0]
 
 
-def _stage(role: str) -> int:
+def _stage_of_role(role: str) -> int:
     stem = role.partition(".")[0].rpartition("_")[2]  # "gate.7" and "shared_gate" are gates
-    return next(place for place, group in enumerate(INPUTS) if stem in group)
+    return next(place for place, group in enumerate(SHARED_INPUTS) if stem in group)
 
 
 @dataclass(frozen=True)
@@ -99,12 +100,14 @@ class Coupling:
     spread: Tensor
 
 
-def block_of(out_features: int) -> int:
+def coupled_block(out_features: int) -> int:
     """Columns per block of coupled outputs."""
-    return out_features if out_features <= WHOLE else next((b for b in (BLOCK, 128, 64, 32) if out_features % b == 0), 1)
+    return (
+        out_features if out_features <= MAX_WHOLE_OUTPUTS else next((b for b in (BLOCK_OUTPUTS, 128, 64, 32) if out_features % b == 0), 1)
+    )
 
 
-def couple(products: Tensor, *, damping: float = COUPLING_DAMPING) -> Coupling | None:
+def couple_outputs(products: Tensor, *, damping: float = COUPLING_DAMPING) -> Coupling | None:
     """Order and factor the outputs' products of gradients; None where there is nothing to couple.
 
     Args:
@@ -124,7 +127,7 @@ def couple(products: Tensor, *, damping: float = COUPLING_DAMPING) -> Coupling |
     lower, failed = torch.linalg.cholesky_ex(flipped)
     if failed.any():
         return None
-    upper = _inverse(lower).flip(1, 2)
+    upper = _lower_inverse(lower).flip(1, 2)
     diag = upper.diagonal(dim1=1, dim2=2)
     factor = torch.triu(upper / diag[:, :, None], 1).float().contiguous()
     whole = (perm + torch.arange(blocks, device=perm.device)[:, None] * size).flatten()
@@ -137,17 +140,17 @@ def check_finite(x: Tensor, name: str) -> None:
         raise ConversionError(f"{name} holds NaN or infinity; expected finite activations: do its weights run in fp32?")
 
 
-def moment(x: Tensor, y: Tensor) -> Tensor:
+def input_moment(x: Tensor, y: Tensor) -> Tensor:
     """`x^T y` for x and y f32 `(tokens, K)`."""
     return matmul(x.T, y)
 
 
-def gram(x: Tensor, y: Tensor | None = None) -> Tensor:
+def symmetric_moment(x: Tensor, y: Tensor | None = None) -> Tensor:
     """`x^T y` where that is symmetric, x and y f32 `(tokens, K)`, y = x if left out: computed above the diagonal and mirrored."""
     y, size = x if y is None else y, x.shape[1]
     width = max(SMALLEST_PRODUCT, size // 8)
     if x.is_cuda or size <= width:
-        return moment(x, y)
+        return input_moment(x, y)
     out = x.new_empty(size, size)
     for first in range(0, size, width):
         last = min(first + width, size)
@@ -158,7 +161,7 @@ def gram(x: Tensor, y: Tensor | None = None) -> Tensor:
 
 def stride_of(tokens: int, size: int) -> int:
     """Every how many tokens are enough to know `size` directions; odd, so that no place in a row is left out."""
-    return max(1, (tokens // (ENOUGH * size) - 1) | 1)
+    return max(1, (tokens // (TOKENS_PER_DIRECTION * size) - 1) | 1)
 
 
 class Moments:
@@ -172,12 +175,12 @@ class Moments:
     def add(self, name: str, x: Tensor, weight: Tensor | None = None) -> None:
         """Add tokens x f32 `(..., K)`, each counted `weight` `(tokens,)` times."""
         x = x.detach().flatten(0, -2)
-        self._add(name, gram(x) if weight is None else gram(x * weight[:, None], x), weight, len(x))
+        self._add(name, symmetric_moment(x) if weight is None else symmetric_moment(x * weight[:, None], x), weight, len(x))
 
     def add_cross(self, name: str, x: Tensor, other: Tensor, weight: Tensor | None = None) -> None:
         """Add `x^T diag(weight) other` for tokens x, other f32 `(..., K)`."""
         x, other = x.detach().flatten(0, -2), other.detach().flatten(0, -2)
-        self._add(name, moment(x if weight is None else x * weight[:, None], other), weight, len(x))
+        self._add(name, input_moment(x if weight is None else x * weight[:, None], other), weight, len(x))
 
     def _add(self, name: str, found: Tensor, weight: Tensor | None, tokens: int) -> None:
         self.tokens[name] = self.tokens.get(name, 0) + tokens
@@ -196,7 +199,7 @@ class Moments:
         return dict(self._sums)
 
 
-def factorize(hessian: Tensor, *, damping: float = DAMPING, name: str = "input") -> Factor:
+def factorize(hessian: Tensor, *, damping: float = HESSIAN_DAMPING, name: str = "input") -> Factor:
     """Order the channels by strength and factor the damped inverse, in fp64.
 
     Channels without activity cost nothing and keep their place at the end; damping makes the matrix positive. With J reversing the order,
@@ -227,7 +230,7 @@ def factorize(hessian: Tensor, *, damping: float = DAMPING, name: str = "input")
         lower, failed = torch.linalg.cholesky_ex(flipped)
         if not failed:
             del flipped
-            inverse = _inverse(lower)
+            inverse = _lower_inverse(lower)
             del lower
             upper = inverse.float()
             del inverse
@@ -235,25 +238,27 @@ def factorize(hessian: Tensor, *, damping: float = DAMPING, name: str = "input")
     raise ConversionError(f"{name}: its Hessian cannot be factored; expected a positive matrix; use more calibration rows")
 
 
-def _inverse(lower: Tensor) -> Tensor:
+def _lower_inverse(lower: Tensor) -> Tensor:
     """Of a lower triangular f64 matrix, or of many `(..., K, K)`."""
     eye = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device).expand(lower.shape).contiguous()
     return torch.linalg.solve_triangular(lower, eye, upper=False, out=eye)
 
 
-def batches(config: ModelConfig, x: Stream, first: int, last: int) -> list[slice]:
-    """Rows `first` to `last` of a stream x `(rows, S, H)` cut into what the network runs at once; a GPU: what SCORES and INNER allow."""
+def row_batches(config: ModelConfig, x: Stream, first: int, last: int) -> list[slice]:
+    """Rows `first` to `last` of a stream x `(rows, S, H)` cut into what the network runs at once; a GPU: what MAX_SCORE_NUMBERS and
+    MAX_INNER_NUMBERS allow.
+    """
     rows = gpu_rows(config, x.shape[1]) if x.is_cuda else ROWS_PER_BATCH
     return [slice(start, min(start + rows, last)) for start in range(first, last, rows)]
 
 
 def gpu_rows(config: ModelConfig, length: int) -> int:
     """Rows of `length` tokens that a GPU runs at once."""
-    return max(1, min(SCORES // (config.num_heads * length**2), INNER // (config.intermediate_size * length)))
+    return max(1, min(MAX_SCORE_NUMBERS // (config.num_heads * length**2), MAX_INNER_NUMBERS // (config.intermediate_size * length)))
 
 
-def advance(config: ModelConfig, layer: int, weights: Mapping[str, Tensor], x: Stream, made: Written) -> Written:
+def advance_stream(config: ModelConfig, layer: int, weights: Mapping[str, Tensor], x: Stream, made: Written) -> Written:
     """The stream after one layer, written to `made`, f32 `(rows, S, H)`, a few rows at a time."""
-    for part in batches(config, x, 0, len(x)):
+    for part in row_batches(config, x, 0, len(x)):
         made[part] = reference.block(config, layer, weights, x[part])
     return made

@@ -15,19 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from exl2nb.converter import gptq, peer
+from exl2nb.converter import peer, rounding
 from exl2nb.converter.allocation import (
     Allocation,
-    Choice,
     Groups,
+    MatrixChoice,
     MatrixOptions,
     Override,
     apply_overrides,
     group_rows,
     pareto_fronts,
-    solve,
+    solve_allocation,
 )
-from exl2nb.converter.sizes import RESERVE, CacheShape, Other, overhead_bytes, parse_bytes, parts_of
+from exl2nb.converter.sizes import MEMORY_RESERVE, CacheShape, Other, exl2_tensor_sizes, overhead_bytes, parse_bytes
 from exl2nb.core.errors import ConversionError, OptionError
 from exl2nb.core.options import check_range
 from exl2nb.core.show import facts
@@ -36,10 +36,10 @@ from exl2nb.io.hf_config import read_json
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.layout import Linear, end_vectors, layer_vectors
 from exl2nb.ops.bf16x3 import matmul
-from exl2nb.quant.bits import WIDTHS, head_mix, padded, stored_bits
+from exl2nb.quant.bits import CODE_WIDTHS, head_mix, padded, stored_bits
 
-FORMAT = 2
-ANCHORS = tuple((bits, size) for bits in WIDTHS for size in (32, 128))
+FORMAT_VERSION = 2
+ANCHOR_CODINGS = tuple((bits, size) for bits in CODE_WIDTHS for size in (32, 128))
 HEAD_BITS = 6
 
 
@@ -97,7 +97,7 @@ class Measurement:
 
     @property
     def range(self) -> tuple[float, float]:
-        """Least and most bits per weight of the layers that `solve` can reach."""
+        """Least and most bits per weight of the layers that `solve_allocation` can reach."""
         stack = [matrix for matrix in self.matrices if matrix.role != "head"]
         vectors = self._vector_bits()
         least, most = (sum(int(matrix.front.bits[i]) for matrix in stack) + vectors for i in (0, -1))
@@ -124,7 +124,7 @@ class Measurement:
             context, cache: tokens and mode of that KV cache.
             head_bits: the head's row of the format's table (2, 3, 4, 5, 6 or 8), or "auto": the head shares the budget. With `bpw`, "auto"
                 makes files as large as a 6-bit head would. None: 6 with `bpw`, "auto" otherwise.
-            overrides: pattern -> rule: limits per layer, role or matrix (see `allocation.apply_overrides`, `allocation.restricted`).
+            overrides: pattern -> rule: limits per layer, role or matrix (see `allocation.apply_overrides`, `allocation.restrict_matrix`).
             frozen: module key -> groups that must stay as they are, such as `allocation.groups()` of another allocation.
 
         Returns:
@@ -146,11 +146,11 @@ class Measurement:
                 f"bpw is {bpw:g}; this model reaches {low:.3f} to {high:.3f} bits per weight (scales, permutations, norms, biases counted)"
             )
         else:
-            target, room = self._room(bytes, fits, context, cache)
+            target, room = self._memory_budget(bytes, fits, context, cache)
             widest = ((s, [(8, rows) for rows in group_rows(s.in_features, 32)]) for s in matrices)
-            parts = [part for s, groups in widest for part in parts_of(s.key, groups, s.out_features, bias=s.bias)]
+            parts = [part for s, groups in widest for part in exl2_tensor_sizes(s.key, groups, s.out_features, bias=s.bias)]
             budget, where = 8 * (room - overhead_bytes(parts, self.others)), target
-        found = solve(matrices, budget, where=where)
+        found = solve_allocation(matrices, budget, where=where)
         return self._allocation(matrices, found, target)
 
     def _restricted(self, head_bits: int | str, overrides: Mapping[str, Override], frozen: Mapping[str, Groups]) -> list[MatrixOptions]:
@@ -172,7 +172,7 @@ class Measurement:
                 budget += fixed if head_bits == "auto" else int(matrix.front.bits[0])
         return budget
 
-    def _room(self, size: int | str | None, fits: int | str | None, context: int, cache: str) -> tuple[str, int]:
+    def _memory_budget(self, size: int | str | None, fits: int | str | None, context: int, cache: str) -> tuple[str, int]:
         if size is not None:
             return f"bytes is {size}", parse_bytes(size, where="bytes")
         memory = parse_bytes(fits, where="fits")  # type: ignore[arg-type]
@@ -180,7 +180,7 @@ class Measurement:
             raise OptionError("solve: this measurement does not say how large a cache is; measure again, or leave context at 0")
         held = self.cache.nbytes(context, cache) if self.cache is not None and context else 0
         beside = f" ({held:,} bytes)" if held else ""
-        return f"fits is {fits} with {context} tokens of {cache} cache{beside}", int(memory * (1 - RESERVE)) - held
+        return f"fits is {fits} with {context} tokens of {cache} cache{beside}", int(memory * (1 - MEMORY_RESERVE)) - held
 
     def _vector_bits(self) -> int:
         """Bits of the layers' norms: they count in the budget, so `bpw` times the weights is all that the layers store."""
@@ -189,10 +189,10 @@ class Measurement:
     def _allocation(self, matrices: Sequence[MatrixOptions], found: Sequence[tuple[Groups, int, float]], target: str) -> Allocation:
         total = sum(error for _, _, error in found) or 1e-300
         choices = tuple(
-            Choice(s.key, s.role, s.layer, s.in_features, s.out_features, groups, bits // 8, error, error / total)
+            MatrixChoice(s.key, s.role, s.layer, s.in_features, s.out_features, groups, bits // 8, error, error / total)
             for s, (groups, bits, error) in zip(matrices, found)
         )
-        parts = [part for c, s in zip(choices, matrices) for part in parts_of(c.key, c.groups, c.out_features, bias=s.bias)]
+        parts = [part for c, s in zip(choices, matrices) for part in exl2_tensor_sizes(c.key, c.groups, c.out_features, bias=s.bias)]
         stack = sum(c.nbytes for c in choices if c.role != "head")
         return Allocation(
             choices=choices,
@@ -211,20 +211,20 @@ class Measurement:
         """
         path = Path(path)
         ours = {
-            "format": FORMAT,
+            "format": FORMAT_VERSION,
             "key": self.key,
             "fingerprint": self.fingerprint,
             "calibration": self.calibration,
             "cache": [self.cache.num_layers, self.cache.num_kv_heads, self.cache.head_dim] if self.cache else None,
             "others": [[o.name, list(o.shape), o.in_layer] for o in self.others],
-            "linears": plain(self.linears),
+            "linears": measurement_to_json(self.linears),
         }
-        table = peer.table(self.linears)
+        table = peer.measurement_table(self.linears)
         write_json(path, {**table, "exl2nb": {**ours, "sha256": checksum({**table, "exl2nb": ours})}})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Measurement:
-        """Read what `save` wrote; its options are computed at once, so that the first `solve` is as quick as the others.
+        """Read what `save` wrote; its options are computed at once, so that the first `solve_allocation` is as quick as the others.
 
         Raises:
             ConversionError: not such a file, or damaged. A file of exllamav2's own goes to `peer.PeerMeasurement.load`.
@@ -237,11 +237,11 @@ class Measurement:
             if "sha256" in content and content.pop("sha256") != checksum(whole):  # files of version 0.1 have none
                 raise ConversionError(f"{path}: its content has changed since it was written (sha256); measure again")
             assert content.keys() <= {"format", "key", "fingerprint", "calibration", "cache", "others", "linears"}
-            assert content["format"] == FORMAT
+            assert content["format"] == FORMAT_VERSION
             cache = content["cache"]
             made = cls(
                 key=str(content["key"]),
-                linears=parse(content["linears"]),
+                linears=measurement_from_json(content["linears"]),
                 fingerprint=str(content["fingerprint"]),
                 others=tuple(Other(str(n), tuple(int(s) for s in shape), bool(layer)) for n, shape, layer in content["others"]),
                 cache=CacheShape(*(int(v) for v in cache)) if cache else None,
@@ -250,7 +250,7 @@ class Measurement:
             assert made.matrices
         except (AssertionError, KeyError, IndexError, TypeError, ValueError) as error:
             raise ConversionError(
-                f"{path}: found no usable `exl2nb` section ({type(error).__name__}), expected one of format {FORMAT}; measure again"
+                f"{path}: found no usable `exl2nb` section ({type(error).__name__}), expected one of format {FORMAT_VERSION}; measure again"
             ) from error
         return made
 
@@ -276,7 +276,7 @@ class Measurement:
         return f"Measurement({len(self.linears)} matrices, {low:.2f} to {high:.2f} bits per weight, {self.calibration})"
 
 
-def others_of(config: ModelConfig) -> tuple[Other, ...]:
+def other_tensors(config: ModelConfig) -> tuple[Other, ...]:
     """The tensors of a model's files other than its matrices."""
     layers = [layer_vectors(config, layer) for layer in range(config.num_layers)]
     return (
@@ -294,15 +294,15 @@ def measure_linear(linear: Linear, weight: Tensor, factor: Any, hessian: Tensor,
         gradient: f64 `(N,)`, mean squared gradient of each output.
     """
     column = gradient / 2
-    options = [[(bits, rows) for rows in group_rows(linear.in_features, size)] for bits, size in ANCHORS]
-    found = gptq.losses(weight, factor, options, column)
+    options = [[(bits, rows) for rows in group_rows(linear.in_features, size)] for bits, size in ANCHOR_CODINGS]
+    found = rounding.option_losses(weight, factor, options, column)
     # as the file will hold them, so that a saved measurement solves alike
-    anchors = {anchor: [float(f"{v:.6g}") for v in values] for anchor, values in zip(ANCHORS, found)}
+    anchors = {anchor: [float(f"{v:.6g}") for v in values] for anchor, values in zip(ANCHOR_CODINGS, found)}
     power = float((matmul(weight, hessian.float()) * weight).sum(1, dtype=torch.float64) @ column)
     return Measured(linear.in_features, linear.out_features, power, anchors, linear.role, linear.layer, linear.bias)
 
 
-def plain(linears: Mapping[str, Measured]) -> dict[str, Any]:
+def measurement_to_json(linears: Mapping[str, Measured]) -> dict[str, Any]:
     """Measured linears as JSON values."""
     return {
         key: {
@@ -317,8 +317,8 @@ def plain(linears: Mapping[str, Measured]) -> dict[str, Any]:
     }
 
 
-def parse(table: Any) -> dict[str, Measured]:
-    """The reverse of `plain`.
+def measurement_from_json(table: Any) -> dict[str, Measured]:
+    """The reverse of `measurement_to_json`.
 
     Raises:
         KeyError, TypeError, ValueError: damaged.
@@ -326,7 +326,7 @@ def parse(table: Any) -> dict[str, Measured]:
     linears = {}
     for key, entry in table.items():
         (k, n), anchors = entry["shape"], {}
-        for bits, size in ANCHORS:
+        for bits, size in ANCHOR_CODINGS:
             values = [float(v) for v in entry["anchors"][f"{bits}/{size}"]]
             if len(values) != len(group_rows(int(k), size)) or not all(math.isfinite(v) and v >= 0 for v in values):
                 raise ValueError(f"{key} {bits}/{size}")
@@ -341,15 +341,15 @@ def parse(table: Any) -> dict[str, Measured]:
 
 def checksum(value: Any) -> str:
     """SHA-256 of a JSON value, the same before it was written and after it was read."""
-    return hashlib.sha256(_json(value)).hexdigest()
+    return hashlib.sha256(_as_json(value)).hexdigest()
 
 
-def _json(value: Any) -> bytes:
+def _as_json(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
 
 
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file atomically."""
-    data = _json(value)
+    data = _as_json(value)
     with atomic_write(path, needed_bytes=len(data)) as file:
         file.write(data)

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from exl2nb.converter.allocation import allocate
+from exl2nb.converter.allocation import allocate_bits
 from exl2nb.core.errors import ConversionError, OptionError
 from exl2nb.core.options import check_range
 from exl2nb.io.hf_config import read_json
 from exl2nb.model.config import ModelConfig
-from exl2nb.model.layout import linears as linears_of
+from exl2nb.model.layout import model_linears as linears_of
 from exl2nb.quant.bits import group_layout, padded, stored_bits
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 Groups = tuple[tuple[int, int], ...]
 # (widths, shares, group size): our table for its optimiser, smallest first
-RECIPES: tuple[tuple[tuple[int, ...], tuple[float, ...], int], ...] = (
+EXLLAMAV2_RECIPES: tuple[tuple[tuple[int, ...], tuple[float, ...], int], ...] = (
     ((2,), (1,), 64),
     *(((b + 1, b), (share, 1 - share), size) for b in (2, 3) for share, size in ((0.125, 64), (0.25, 64), (0.5, 32))),
     ((3,), (1,), 32),
@@ -44,37 +44,37 @@ RECIPES: tuple[tuple[tuple[int, ...], tuple[float, ...], int], ...] = (
     ((8,), (1,), 32),
 )
 
-EXPERTS = {"gate": "w1", "up": "w3", "down": "w2"}
+EXPERT_NAMES = {"gate": "w1", "up": "w3", "down": "w2"}
 
 
-def table(linears: Mapping[str, Measured]) -> dict[str, Any]:
-    """The two keys that exllamav2 reads: per module, RECIPES with what the anchors predict."""
+def measurement_table(linears: Mapping[str, Measured]) -> dict[str, Any]:
+    """The two keys that exllamav2 reads: per module, EXLLAMAV2_RECIPES with what the anchors predict."""
     modules: dict[str, dict[str, list[Measured]]] = {}
     heads = []
     for key, measured in linears.items():
-        module, name = owner(key, measured.role)
+        module, name = peer_owner(key, measured.role)
         if measured.role == "head":
             heads.append(key)
         else:
             modules.setdefault(module, {}).setdefault(name, []).append(measured)
-    options = {module: [_option(recipe, parts) for recipe in RECIPES] for module, parts in modules.items()}
+    options = {module: [_peer_option(recipe, parts) for recipe in EXLLAMAV2_RECIPES] for module, parts in modules.items()}
     ends = {"model.norm.norm": None, **{f"{key}.linear": None for key in heads or ["lm_head"]}}
     return {"measurement": {**options, **ends}, "last_module_idx": len(modules) + 2}
 
 
-def owner(key: str, role: str) -> tuple[str, str]:
+def peer_owner(key: str, role: str) -> tuple[str, str]:
     """Module and projection under which exllamav2 files a matrix; all experts of a layer share their options, as w1, w3 and w2."""
     module, _, name = key.rpartition(".")
     stem, dot, _ = role.partition(".")
-    return (key.partition(".experts.")[0], EXPERTS[stem]) if dot else (module, name)
+    return (key.partition(".experts.")[0], EXPERT_NAMES[stem]) if dot else (module, name)
 
 
-def _option(recipe: tuple[tuple[int, ...], tuple[float, ...], int], parts: Mapping[str, Sequence[Measured]]) -> dict[str, Any]:
+def _peer_option(recipe: tuple[tuple[int, ...], tuple[float, ...], int], parts: Mapping[str, Sequence[Measured]]) -> dict[str, Any]:
     widths, shares, size = recipe
     error = power = cost = 0.0
     for m in itertools.chain.from_iterable(parts.values()):
         groups = group_layout(m.in_features, widths, shares, size)
-        error += _predicted(m, groups, size)
+        error += _predicted_error(m, groups, size)
         power += m.power
         cost += stored_bits(groups, padded(m.out_features), bias=m.bias)
     written = {"group_size": {str(b): size for b in widths}, "bits": list(widths), "bits_prop": list(shares), "scale_bits": 4}
@@ -82,7 +82,7 @@ def _option(recipe: tuple[tuple[int, ...], tuple[float, ...], int], parts: Mappi
     return {"accuracy": min(max(1e-6, accuracy), 1 - 1e-9), "total_bits": int(cost), **dict.fromkeys(parts, written)}
 
 
-def _predicted(measured: Measured, groups: Iterable[tuple[int, int]], size: int) -> float:
+def _predicted_error(measured: Measured, groups: Iterable[tuple[int, int]], size: int) -> float:
     from exl2nb.converter.allocation import group_errors
 
     groups = list(groups)
@@ -122,7 +122,7 @@ class PeerMeasurement:
             named = {f"{key.removesuffix('.parallel_decoder')}.{part}": v for part, v in value.items()} if split else {key: value}
             for module, options in named.items():
                 if options is not None:
-                    modules[_module(module)] = _options(path, module, options)
+                    modules[_module_name(module)] = _module_options(path, module, options)
         return cls(path, modules)
 
     def solve(self, config: ModelConfig, bpw: float) -> dict[str, Groups]:
@@ -136,13 +136,13 @@ class PeerMeasurement:
         """
         check_range("bpw", bpw, 2, 8, where="solve")
         stack = [linear for linear in linears_of(config) if linear.role != "head"]
-        owners, names_of = ({linear.key: owner(linear.key, linear.role)[i] for linear in stack} for i in (0, 1))
+        owners, names_of = ({linear.key: peer_owner(linear.key, linear.role)[i] for linear in stack} for i in (0, 1))
         missing = sorted(set(owners.values()) - set(self.modules))
         if missing:
             raise ConversionError(f"{self.path}: found no options for {missing[0]}; expected a measurement of this model")
         names = [name for name in self.modules if name in set(owners.values())]
         budget = int(bpw * sum(linear.in_features * linear.out_features for linear in stack))
-        picks = allocate([[(o.bits, o.error**2) for o in self.modules[name]] for name in names], budget)
+        picks = allocate_bits([[(o.bits, o.error**2) for o in self.modules[name]] for name in names], budget)
         chosen = {name: self.modules[name][pick] for name, pick in zip(names, picks)}
         groups: dict[str, Groups] = {}
         for linear in stack:
@@ -167,12 +167,12 @@ class PeerMeasurement:
         )
 
 
-def _module(key: str) -> str:
+def _module_name(key: str) -> str:
     """Its mixture modules are called `block_sparse_moe` or `mlp`, `parallel_decoder` parts `attn` and `mlp`."""
     return f"{key.removesuffix('.attn')}.self_attn" if key.endswith(".attn") else key
 
 
-def _options(path: Path, module: str, options: Any) -> tuple[PeerOption, ...]:
+def _module_options(path: Path, module: str, options: Any) -> tuple[PeerOption, ...]:
     made: list[PeerOption] = []
     listed: list[Any] = options if isinstance(options, list) and options else [{}]
     for i, option in enumerate(listed):

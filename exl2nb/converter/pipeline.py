@@ -17,37 +17,37 @@ from torch import Tensor
 from exl2nb.converter.allocation import Allocation, check_overrides
 from exl2nb.converter.blockwise import Layerwise
 from exl2nb.converter.calibration import (
-    DATE,
-    DEMO,
+    DEMO_TEXT,
     MAX_UNKNOWN,
-    MIXED,
-    PACKAGED,
-    SELF,
+    MIXED_TEXT,
+    PACKAGED_TEXTS,
+    SELF_TEXT,
+    TEMPLATE_DATE,
     Rows,
     Source,
     calibration_rows,
     check_known,
     check_like,
-    part,
     read_calibration,
     split_rows,
+    take_spread_rows,
     tuning_rows,
     unknown_share,
     write_text,
 )
 from exl2nb.converter.equalization import equalize
-from exl2nb.converter.gptq import block_linears, quantized_tower
-from exl2nb.converter.hessian import factorize, input_of
-from exl2nb.converter.measurement import ANCHORS, FORMAT, Measured, Measurement, measure_linear, others_of
+from exl2nb.converter.hessian import factorize, role_inputs
+from exl2nb.converter.measurement import ANCHOR_CODINGS, FORMAT_VERSION, Measured, Measurement, measure_linear, other_tensors
 from exl2nb.converter.polish import Polished, polish
-from exl2nb.converter.quantization import Made, cost, quantize_model
+from exl2nb.converter.quantization import QuantizedLayers, layer_cost, quantize_model
 from exl2nb.converter.result import Conversion
-from exl2nb.converter.sensitivity import LayerStatistics, sweep
-from exl2nb.converter.settings import Settings, describe_device
+from exl2nb.converter.rounding import quantized_tower, tower_block_linears
+from exl2nb.converter.sensitivity import LayerStatistics, sweep_layers
+from exl2nb.converter.settings import ConversionSettings, describe_device
 from exl2nb.converter.sizes import CacheShape
-from exl2nb.converter.tuning import CHOOSING, STEP_TOKENS, Tuned, fitting, seeing, tune
+from exl2nb.converter.tuning import STEP_TOKENS, VALIDATION_ROWS, Tuned, fit_to_device, tune, with_rows_seen
 from exl2nb.converter.weights import DenseWeights
-from exl2nb.converter.work import HEAD, REVISION, Context, JobContext, Work, hash_of
+from exl2nb.converter.work import ALGORITHM_REVISION, HEAD_LAYER, Context, JobContext, Work, hash_of
 from exl2nb.core.errors import ConversionError, OptionError, TokenizerError
 from exl2nb.core.progress import Forecast, Phase
 from exl2nb.io.hf_config import read_config, read_json
@@ -63,7 +63,9 @@ LEARNING_PASSES = {"cpu": 3, "cuda": 5}  # through all layers that learning from
 HELD_STATISTICS = 256 << 20  # bytes of statistics that a measurement keeps in memory for further bitrates
 
 
-def measured(context: Context, rows: Rows, seed: int, calibration: dict[str, Any], given: Measurement | None) -> tuple[Measurement, str]:
+def get_measurement(
+    context: Context, rows: Rows, seed: int, calibration: dict[str, Any], given: Measurement | None
+) -> tuple[Measurement, str]:
     """The measurement given, the one in the work folder, or a new one; and the key of the statistics on these rows.
 
     A measurement given without statistics of these rows costs one sweep, in which no linear is measured again.
@@ -74,23 +76,27 @@ def measured(context: Context, rows: Rows, seed: int, calibration: dict[str, Any
     """
     weights, work = context.weights, context.work
     fingerprint, layers = weights.fingerprint(), weights.config.num_layers
-    key = hash_of(REVISION, FORMAT, fingerprint, rows.calibrating.numpy().tobytes(), rows.used, seed, ANCHORS, weights.scaled)
+    key = hash_of(
+        ALGORITHM_REVISION, FORMAT_VERSION, fingerprint, rows.calibrating.numpy().tobytes(), rows.used, seed, ANCHOR_CODINGS, weights.scaled
+    )
     found = given if given is not None else work.load_measurement(key)
     if found is not None and ((found.key == key and found.statistics) or work.has_statistics(key, layers)):
         return found, key
-    made = _measure(context, rows, key, found, {**calibration, "seed": seed})
+    made = _run_measurement(context, rows, key, found, {**calibration, "seed": seed})
     work.save_measurement(made, layers)
     return made, key
 
 
-def _measure(context: Context, rows: Rows, key: str, known: Measurement | None, calibration: dict[str, Any]) -> Measurement:
+def _run_measurement(context: Context, rows: Rows, key: str, known: Measurement | None, calibration: dict[str, Any]) -> Measurement:
     weights, work, config, held, visits = context.weights, context.work, context.weights.config, _Held(), {}
     likeness: dict[str, float] = {}
     linears: dict[str, Measured] = dict(known.linears) if known is not None else {}
     steps = context.steps("measure", total=2 * config.num_layers + 1, unit="passes", phased=True)
     with fast_products_on_cpu(weights.device), steps as step:
-        for statistics in sweep(weights, rows.calibrating, used=rows.used, seed=calibration["seed"], step=step, directory=work.directory):
-            if statistics.layer != HEAD:
+        for statistics in sweep_layers(
+            weights, rows.calibrating, used=rows.used, seed=calibration["seed"], step=step, directory=work.directory
+        ):
+            if statistics.layer != HEAD_LAYER:
                 tensors = statistics.tensors()
                 work.save_statistics(key, statistics.layer, tensors)
                 held.add(tensors)
@@ -100,7 +106,7 @@ def _measure(context: Context, rows: Rows, key: str, known: Measurement | None, 
             if statistics.visits:
                 visits[str(statistics.layer)] = list(statistics.visits)
             if known is None:
-                linears |= _layer(weights, work, key, statistics)
+                linears |= _measure_layer(weights, work, key, statistics)
             del statistics  # its Hessians: the next layer's come while this name is still there
     if known is not None:
         return dataclasses.replace(known, statistics=held.tensors if known.key == key else {})
@@ -109,7 +115,7 @@ def _measure(context: Context, rows: Rows, key: str, known: Measurement | None, 
         key=key,
         linears={linear.key: linears[linear.key] for linear in (*table, head_linear(config))},
         fingerprint=weights.fingerprint(),
-        others=others_of(config),
+        others=other_tensors(config),
         cache=CacheShape(config.num_layers, config.num_kv_heads, config.head_dim),
         calibration={**calibration, **likeness, **({"expert_tokens": visits} if visits else {})},
         statistics=held.tensors,
@@ -129,31 +135,31 @@ class _Held:
         self.tensors = self.tensors | tensors if self._nbytes <= HELD_STATISTICS else {}
 
 
-def _layer(weights: DenseWeights, work: Work, key: str, statistics: LayerStatistics) -> dict[str, Measured]:
+def _measure_layer(weights: DenseWeights, work: Work, key: str, statistics: LayerStatistics) -> dict[str, Measured]:
     """Measure one layer, or the head, unless a run before this one did."""
     layer = statistics.layer
     done = work.load_part(key, layer)
     if done is not None:
         return done
-    where = "head" if layer == HEAD else f"layer {layer}"
-    linears = {"head": head_linear(weights.config)} if layer == HEAD else layer_linears(weights.config, layer)
-    names = {"head": "head"} if layer == HEAD else input_of(linears)
-    dense = {} if layer == HEAD else weights.layer(layer)
+    where = "head" if layer == HEAD_LAYER else f"layer {layer}"
+    linears = {"head": head_linear(weights.config)} if layer == HEAD_LAYER else layer_linears(weights.config, layer)
+    names = {"head": "head"} if layer == HEAD_LAYER else role_inputs(linears)
+    dense = {} if layer == HEAD_LAYER else weights.layer(layer)
     done = {}
     for name, roles in itertools.groupby(linears, names.__getitem__):  # one factor in memory at a time
         hessian = statistics.hessians[name]
         factor = factorize(hessian, name=f"{where}, input of {name}")
         for linear in (linears[role] for role in roles):
-            weight = weights.weight(linear) if layer == HEAD else dense[f"{linear.key}.weight"]
+            weight = weights.weight(linear) if layer == HEAD_LAYER else dense[f"{linear.key}.weight"]
             done[linear.key] = measure_linear(linear, weight, factor, hessian, statistics.gradients[linear.key])
     work.save_part(key, layer, done)
     return done
 
 
-REPORT = "conversion.json"  # in the model directory
+REPORT_FILE = "conversion.json"  # in the model directory
 
 
-def assemble(
+def write_output(
     context: Context,
     dst: Path,
     src: Path,
@@ -175,24 +181,24 @@ def assemble(
     with context.steps("write", total=len(result.matrices), unit="matrices") as step:
         write_model(
             dst,
-            _tensors(context, key, step, src, vectors or {}, vision_bits),
+            _untouched_tensors(context, key, step, src, vectors or {}, vision_bits),
             config=read_config(src),
             source_dir=src,
             quantization_config=quantization,
-            extra={REPORT: (json.dumps(result.to_dict(), indent=1) + "\n").encode()},
+            extra={REPORT_FILE: (json.dumps(result.to_dict(), indent=1) + "\n").encode()},
         )
 
 
-def _tensors(
+def _untouched_tensors(
     context: Context, key: str, step: Callable[[str], None], src: Path, vectors: Mapping[str, Tensor], vision_bits: int | None
 ) -> Iterator[tuple[str, Tensor]]:
     weights, work, config = context.weights, context.work, context.weights.config
     for name in end_vectors(config):
         yield name, vectors[name] if name in vectors else weights.stored(name)
-    for layer in (*range(config.num_layers), HEAD):
-        for name, shape in (layer_vectors(config, layer) if layer != HEAD else {}).items():
+    for layer in (*range(config.num_layers), HEAD_LAYER):
+        for name, shape in (layer_vectors(config, layer) if layer != HEAD_LAYER else {}).items():
             yield name, vectors[name] if name in vectors else weights.stored(name, shape)
-        linears = layer_linears(config, layer) if layer != HEAD else {"head": head_linear(config)}
+        linears = layer_linears(config, layer) if layer != HEAD_LAYER else {"head": head_linear(config)}
         packed = work.load(key, layer, linears)
         if packed is None:
             raise ConversionError(f"{work.quantized(key, layer)}: was damaged or removed meanwhile; run the conversion again")
@@ -204,10 +210,10 @@ def _tensors(
         if vision_bits is None:
             yield from ((name, store.read_untouched(name)) for name in store.untouched())
         else:
-            yield from quantized_tower(store, block_linears(config, src), vision_bits, context.check)
+            yield from quantized_tower(store, tower_block_linears(config, src), vision_bits, context.check)
 
 
-def forecast(asked: Settings, config: ModelConfig, device: torch.device, *, last: str = "write") -> Forecast:
+def forecast_costs(asked: ConversionSettings, config: ModelConfig, device: torch.device, *, last: str = "write") -> Forecast:
     """What the stages cost one beside the other, up to stage `last`: seconds on the demo model, 8 rows of 128 tokens, 2 cores."""
     layers, known = config.num_layers, asked.measurement is not None
     matrices = sum(len(layer_linears(config, layer)) for layer in range(layers)) + 1
@@ -219,14 +225,14 @@ def forecast(asked: Settings, config: ModelConfig, device: torch.device, *, last
         Phase("measure", layers, 1.7 if known else 6.0, name="backward"),
         Phase("allocate", 1, 0.1),
         Phase("polish", 2 * (layers + 1) if asked.polish else 0, 3.5),
-        Phase("quantize", layers + 1, cost(asked.sweeps, asked.blocks)),
+        Phase("quantize", layers + 1, layer_cost(asked.sweeps, asked.blocks)),
         *_tuning_phases(asked, layers, device),
         Phase("write", matrices, 0.01),
     ]
     return Forecast(phases[: max(at for at, phase in enumerate(phases) if phase.stage == last) + 1])
 
 
-def _tuning_phases(asked: Settings, layers: int, device: torch.device) -> tuple[Phase, ...]:
+def _tuning_phases(asked: ConversionSettings, layers: int, device: torch.device) -> tuple[Phase, ...]:
     """Writing text and tuning: a token that is written costs two passes through all layers, one that is learned from LEARNING_PASSES.
 
     As if the text gave all rows that it may; `Forecast.expect` says it better once they are there.
@@ -246,7 +252,7 @@ T = TypeVar("T")
 C = TypeVar("C", bound=JobContext)
 
 
-class Run(Generic[C]):
+class ConversionRun(Generic[C]):
     """What every run of a conversion has.
 
     Args:
@@ -254,7 +260,7 @@ class Run(Generic[C]):
         device: where it is computed. context: the folder of work in progress, where events go, what stops it.
     """
 
-    def __init__(self, settings: Settings, src: Path, dst: Path, device: torch.device, context: C) -> None:
+    def __init__(self, settings: ConversionSettings, src: Path, dst: Path, device: torch.device, context: C) -> None:
         self.settings, self.src, self.dst, self.device, self.context = settings, src, dst, device, context
         self.seconds: dict[str, float] = {}
 
@@ -294,7 +300,7 @@ class Run(Generic[C]):
         self,
         measurement: Measurement,
         allocation: Allocation,
-        made: Made,
+        made: QuantizedLayers,
         rows: Rows,
         polished: Polished | None = None,
         tuned: Tuned | None = None,
@@ -335,19 +341,19 @@ class Run(Generic[C]):
         return result
 
 
-class Pipeline(Run[Context]):
+class Pipeline(ConversionRun[Context]):
     """One run of a conversion, layer by layer from the files.
 
     Args:
         context: the dense model's tensors too.
     """
 
-    def __init__(self, settings: Settings, src: Path, dst: Path, context: Context) -> None:
+    def __init__(self, settings: ConversionSettings, src: Path, dst: Path, context: Context) -> None:
         self.weights, self.config = context.weights, context.weights.config
         if settings.tuning is not None:
             length = min(settings.length, self.config.max_position_embeddings)
-            settings = dataclasses.replace(settings, tuning=seeing(settings.tuning, self.config, self.weights.device, length))
-        whole = dataclasses.replace(context, forecast=forecast(settings, self.config, context.weights.device))
+            settings = dataclasses.replace(settings, tuning=with_rows_seen(settings.tuning, self.config, self.weights.device, length))
+        whole = dataclasses.replace(context, forecast=forecast_costs(settings, self.config, context.weights.device))
         super().__init__(settings, src, dst, self.weights.device, whole)
         self.length = min(settings.length, self.config.max_position_embeddings)
 
@@ -378,7 +384,7 @@ class Pipeline(Run[Context]):
         result = self.result(measurement, allocation, made, rows, polished, tuned, learned)
         key, vectors = (made.key, made.vectors) if tuned is None else (tuned.key, tuned.vectors)
         written, bits = self.written(result), self.settings.vision_bits
-        self.timed("write", lambda: assemble(self.context, self.dst, self.src, key, result, written, vectors=vectors, vision_bits=bits))
+        self.timed("write", lambda: write_output(self.context, self.dst, self.src, key, result, written, vectors=vectors, vision_bits=bits))
         for done in {made.key, key}:
             self.context.work.forget(done, self.config.num_layers)
         return self.finished(result)
@@ -387,16 +393,16 @@ class Pipeline(Run[Context]):
         """Leave out of tuning what this device cannot do; why, in words."""
         if self.settings.tuning is None:
             return ""
-        tuning, why = fitting(self.settings.tuning, self.config, self.device, self.length)
+        tuning, why = fit_to_device(self.settings.tuning, self.config, self.device, self.length)
         self.settings = dataclasses.replace(self.settings, tuning=tuning)
         if why and self.settings.least_rows is not None:  # a large model's layers see every row several times: more take hours
             self.settings = dataclasses.replace(self.settings, rows=self.settings.least_rows, least_rows=None)
-        self.context = dataclasses.replace(self.context, forecast=forecast(self.settings, self.config, self.device))
+        self.context = dataclasses.replace(self.context, forecast=forecast_costs(self.settings, self.config, self.device))
         return why
 
     def measure(self) -> Measurement:
         """Only the measurement."""
-        self.context = dataclasses.replace(self.context, forecast=forecast(self.settings, self.config, self.device, last="measure"))
+        self.context = dataclasses.replace(self.context, forecast=forecast_costs(self.settings, self.config, self.device, last="measure"))
         self._fit()
         return self.measurement(self.calibrate())[0]
 
@@ -417,15 +423,15 @@ class Pipeline(Run[Context]):
 
     def _rows(self, tokenizer: Tokenizer) -> tuple[Tensor, Tensor, str]:
         asked, source = self.settings, self.settings.calibration
-        if source == SELF:
+        if source == SELF_TEXT:
             rows = asked.rows + asked.report_rows
             found = write_text(self.src, tokenizer, rows=rows, length=self.length, seed=asked.seed, sink=self.context.sink)
-            return *part(found, asked.report_rows), "written by the model"
+            return *take_spread_rows(found, asked.report_rows), "written by the model"
         return cut_rows(tokenizer, self._source(), asked, self.length)
 
     def _source(self) -> Source:
         given = self.settings.calibration
-        return given if given is not None else DEMO if self.weights.fingerprint() == _demo_fingerprint() else MIXED
+        return given if given is not None else DEMO_TEXT if self.weights.fingerprint() == _demo_fingerprint() else MIXED_TEXT
 
     def _tuning_rows(self, tokenizer: Tokenizer) -> Rows:
         """The same, with rows to learn from, to choose by, and of a second text."""
@@ -435,13 +441,13 @@ class Pipeline(Run[Context]):
             "rows": asked.rows,
             "least": asked.least_rows,
             "tuning": tuning.most_rows(self.device),
-            "choosing": CHOOSING,
+            "choosing": VALIDATION_ROWS,
             "extra": asked.report_rows,
         }
-        if asked.calibration == SELF:
+        if asked.calibration == SELF_TEXT:
             written = write_text(self.src, tokenizer, rows=asked.rows + 8 + asked.report_rows, length=self.length, seed=asked.seed)
-            kept, report = part(written, asked.report_rows)
-            learning, choosing = part(kept, 8)
+            kept, report = take_spread_rows(written, asked.report_rows)
+            learning, choosing = take_spread_rows(kept, 8)
             ids, name = learning, "written by the model"
         else:
             text, name = read_text(tokenizer, self._source())
@@ -464,12 +470,12 @@ class Pipeline(Run[Context]):
         if self.settings.rounding.folded:
             self._equalize(rows)
         facts = {**rows.facts(), "split": rows.split()}
-        return measured(self.context, rows, self.settings.seed, facts, found)
+        return get_measurement(self.context, rows, self.settings.seed, facts, found)
 
     def _equalize(self, rows: Rows) -> None:
         """Scale the dense model, unless a run before this one found out how."""
         weights, work = self.weights, self.context.work
-        key = hash_of(REVISION, weights.fingerprint(), rows.hessians.numpy().tobytes())
+        key = hash_of(ALGORITHM_REVISION, weights.fingerprint(), rows.hessians.numpy().tobytes())
         factors = work.load_scales(key)
         if factors is None:
             with self.context.steps("equalize", total=self.config.num_layers, unit="layers") as step:
@@ -488,8 +494,8 @@ def _demo_fingerprint() -> str:
     return str(read_json(Path(__file__).parent.parent / "demo_model" / "measurement.json")["exl2nb"]["fingerprint"])
 
 
-def cut_rows(tokenizer: Tokenizer, source: Source, asked: Settings, length: int) -> tuple[Tensor, Tensor, str]:
-    """Calibration rows, rows for the report and the text's name, of any source but SELF."""
+def cut_rows(tokenizer: Tokenizer, source: Source, asked: ConversionSettings, length: int) -> tuple[Tensor, Tensor, str]:
+    """Calibration rows, rows for the report and the text's name, of any source but SELF_TEXT."""
     text, name = read_text(tokenizer, source)
     ids, held_out = split_rows(tokenizer, text, rows=asked.rows, extra=asked.report_rows, length=length, seed=asked.seed)
     check_known(tokenizer, ids, name)
@@ -497,9 +503,9 @@ def cut_rows(tokenizer: Tokenizer, source: Source, asked: Settings, length: int)
 
 
 def read_text(tokenizer: Tokenizer, source: Source) -> tuple[str, str]:
-    """Text and name of any source but SELF, conversations in the model's template."""
+    """Text and name of any source but SELF_TEXT, conversations in the model's template."""
     template = "default" in tokenizer.templates.templates
-    return read_calibration(source, functools.partial(_talk, tokenizer) if template else None)
+    return read_calibration(source, functools.partial(_conversation_text, tokenizer) if template else None)
 
 
 def second_rows(tokenizer: Tokenizer, name: str, rows: int, length: int) -> tuple[str, Tensor]:
@@ -507,7 +513,7 @@ def second_rows(tokenizer: Tokenizer, name: str, rows: int, length: int) -> tupl
     none = torch.empty(0, length, dtype=torch.int32)
     if not rows:
         return "", none
-    text, second = read_text(tokenizer, DEMO if name == PACKAGED[MIXED][0] else MIXED)
+    text, second = read_text(tokenizer, DEMO_TEXT if name == PACKAGED_TEXTS[MIXED_TEXT][0] else MIXED_TEXT)
     try:
         found = calibration_rows(tokenizer, text, rows=rows, length=length)
     except (OptionError, TokenizerError):
@@ -515,7 +521,7 @@ def second_rows(tokenizer: Tokenizer, name: str, rows: int, length: int) -> tupl
     return (second, found) if unknown_share(tokenizer, found) <= MAX_UNKNOWN else ("", none)
 
 
-def _talk(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> str:
+def _conversation_text(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> str:
     """A conversation as the model's template writes it."""
     template = tokenizer.templates.pick()
-    return render(messages, template, special_tokens=tokenizer.special_tokens, add_generation_prompt=False, date_string=DATE)
+    return render(messages, template, special_tokens=tokenizer.special_tokens, add_generation_prompt=False, date_string=TEMPLATE_DATE)

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from exl2nb.converter.allocation import Allocation, Groups, MatrixOptions
 from exl2nb.converter.calibration import Rows
-from exl2nb.converter.gptq import dense, quantize
-from exl2nb.converter.hessian import Factor, Moments, advance, batches, factorize, input_of
+from exl2nb.converter.hessian import Factor, Moments, advance_stream, factorize, role_inputs, row_batches
 from exl2nb.converter.measurement import Measured, Measurement
+from exl2nb.converter.rounding import dense_weight, quantize_matrix
 from exl2nb.converter.weights import DenseWeights
 from exl2nb.converter.work import Context, hash_of
 from exl2nb.model import reference
@@ -51,65 +51,69 @@ def true_kl(
     streams, place = [wanted], [0] * len(allocations)
     for layer in range(config.num_layers):
         linears, tensors = list(layer_linears(config, layer).values()), weights.layer(layer)
-        hessians, x = _inputs(weights, layer, tensors, x)
-        names, made = input_of({linear.role: linear for linear in linears}), Made()
+        hessians, x = _layer_hessians(weights, layer, tensors, x)
+        names, made = role_inputs({linear.role: linear for linear in linears}), Made()
         for name in dict.fromkeys(names.values()):
             factor = factorize(hessians.pop(name), name=f"layer {layer}, input of {name}")
-            made |= _rounded([linear for linear in linears if names[linear.role] == name], tensors, factor, allocations)
+            made |= _round_linears([linear for linear in linears if names[linear.role] == name], tensors, factor, allocations)
         ways = [(at, tuple(allocation[linear.key] for linear in linears)) for at, allocation in zip(place, allocations)]
         apart = list(dict.fromkeys(ways))
         place = [apart.index(way) for way in ways]
         streams = [
-            advance(config, layer, {**tensors, **_used(made, linears, how, device)}, streams[at], torch.empty_like(streams[at]))
+            advance_stream(
+                config, layer, {**tensors, **_dense_weights(made, linears, how, device)}, streams[at], torch.empty_like(streams[at])
+            )
             for at, how in apart
         ]
-        wanted = advance(config, layer, tensors, wanted, torch.empty_like(wanted))
+        wanted = advance_stream(config, layer, tensors, wanted, torch.empty_like(wanted))
         step(f"layer {layer}")
-    found = _judged(weights, x, wanted, [streams[at] for at in place], allocations)
+    found = _judge_head(weights, x, wanted, [streams[at] for at in place], allocations)
     step("head")
     return found
 
 
-def _inputs(weights: DenseWeights, layer: int, tensors: Mapping[str, Tensor], x: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+def _layer_hessians(weights: DenseWeights, layer: int, tensors: Mapping[str, Tensor], x: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     """Hessians of a layer's inputs, and the stream after it."""
     config, moments, out = weights.config, Moments(), torch.empty_like(x)
     roles = {linear.key: role for role, linear in layer_linears(config, layer).items()}
-    first = set(input_of(roles.values()).values())
+    first = set(role_inputs(roles.values()).values())
 
     def capture(key: str, value: Tensor, rows: Tensor | None = None) -> None:
         if roles.get(key) in first:
             moments.add(roles[key], value)
 
-    for part in batches(config, x, 0, len(x)):
+    for part in row_batches(config, x, 0, len(x)):
         out[part] = reference.block(config, layer, tensors, x[part], capture)
     return moments.hessians(), out
 
 
-def _rounded(linears: Sequence[Linear], tensors: Mapping[str, Tensor], factor: Factor, allocations: Sequence[Choices]) -> Made:
+def _round_linears(linears: Sequence[Linear], tensors: Mapping[str, Tensor], factor: Factor, allocations: Sequence[Choices]) -> Made:
     """Each linear, rounded once for each different choice."""
     made = Made()
     for linear in linears:
         weight = tensors[f"{linear.key}.weight"]
         for groups in dict.fromkeys(allocation[linear.key] for allocation in allocations):
-            made[linear.key, groups] = quantize(weight, factor, groups)[0]
+            made[linear.key, groups] = quantize_matrix(weight, factor, groups)[0]
     return made
 
 
-def _used(made: Made, linears: Sequence[Linear], how: Sequence[Groups], device: torch.device) -> dict[str, Tensor]:
+def _dense_weights(made: Made, linears: Sequence[Linear], how: Sequence[Groups], device: torch.device) -> dict[str, Tensor]:
     """Matrices as the network takes them."""
-    return {f"{linear.key}.weight": dense(made[linear.key, groups], linear.out_features, device) for linear, groups in zip(linears, how)}
+    return {
+        f"{linear.key}.weight": dense_weight(made[linear.key, groups], linear.out_features, device) for linear, groups in zip(linears, how)
+    }
 
 
-def _judged(weights: DenseWeights, x: Tensor, wanted: Tensor, streams: Sequence[Tensor], allocations: Sequence[Choices]) -> Tensor:
+def _judge_head(weights: DenseWeights, x: Tensor, wanted: Tensor, streams: Sequence[Tensor], allocations: Sequence[Choices]) -> Tensor:
     config, ends, moments = weights.config, weights.ends(embedding=False), Moments()
     linear = head_linear(config)
-    for part in batches(config, x, 0, len(x)):
+    for part in row_batches(config, x, 0, len(x)):
         moments.add("head", reference.final_norm(config, ends, x[part]))
     factor = factorize(moments.hessians()["head"], name="input of the head")
-    made = _rounded([linear], ends, factor, allocations)
+    made = _round_linears([linear], ends, factor, allocations)
     found = torch.zeros(len(allocations), len(wanted), dtype=torch.float64)
     for groups in dict.fromkeys(allocation[linear.key] for allocation in allocations):
-        quantised = {**ends, **_used(made, [linear], [groups], weights.device)}
+        quantised = {**ends, **_dense_weights(made, [linear], [groups], weights.device)}
         same = [i for i, allocation in enumerate(allocations) if allocation[linear.key] == groups]
         for i, row in itertools.product(same, range(len(wanted))):
             target, got = (
@@ -121,11 +125,12 @@ def _judged(weights: DenseWeights, x: Tensor, wanted: Tensor, streams: Sequence[
 
 
 ROUNDED_ON = 12  # rows whose Hessians the trial's rounding uses
-ROWS, LENGTH = 8, 256  # judged, and tokens of each
-NARROWER = 0.4  # bits per weight that a probe takes away
-STRETCHES = 4  # of layers
-STRENGTHS = (1.0, 0.5)
-TRUST = 0.15  # how far, as a logarithm, predictions of a kind are expected to be off; a noisier correction counts less
+JUDGED_ROWS = 8
+JUDGED_TOKENS = 256  # of each row
+PROBE_BITS = 0.4  # bits per weight that a probe takes away
+LAYER_STRETCHES = 4  # of layers
+CORRECTION_STRENGTHS = (1.0, 0.5)
+EXPECTED_LOG_ERROR = 0.15  # how far, as a logarithm, predictions of a kind are expected to be off; a noisier correction counts less
 
 
 @dataclass(frozen=True)
@@ -159,7 +164,7 @@ def polish(context: Context, rows: Rows, measurement: Measurement, allocation: A
         wanted: keywords of `Measurement.solve` that gave it.
     """
     weights, work = context.weights, context.work
-    ids, judged = rows.hessians[:: max(1, rows.used // ROUNDED_ON)][:ROUNDED_ON], rows.sensitivity[:ROWS, :LENGTH]
+    ids, judged = rows.hessians[:: max(1, rows.used // ROUNDED_ON)][:ROUNDED_ON], rows.sensitivity[:JUDGED_ROWS, :JUDGED_TOKENS]
     texts = hash_of(measurement.key, weights.fingerprint(), ids.numpy().tobytes(), judged.numpy().tobytes())
     with context.meter("polish", total=2 * (weights.config.num_layers + 1), unit="layers") as meter:
 
@@ -177,14 +182,14 @@ def polish(context: Context, rows: Rows, measurement: Measurement, allocation: A
             context.check()
             meter.step(detail=detail)
 
-        kinds = _kinds(measurement.linears, weights.config.num_layers)
-        probes = _probes(measurement.matrices, allocation, kinds)
+        kinds = _probe_kinds(measurement.linears, weights.config.num_layers)
+        probes = _make_probes(measurement.matrices, allocation, kinds)
         found = tried([allocation.groups(), *(groups for groups, _ in probes.values())])
         corrections = corrections_of(found, [predicted for _, predicted in probes.values()])
         factors = dict(zip(probes, corrections))
         allocations = [allocation]
-        for strength in STRENGTHS:
-            other = _corrected(measurement, kinds, factors, strength).solve(**wanted)
+        for strength in CORRECTION_STRENGTHS:
+            other = _correct_measurement(measurement, kinds, factors, strength).solve(**wanted)
             if all(other.groups() != one.groups() for one in allocations):
                 allocations.append(other)
         kl = tuple(float(value) for value in tried([one.groups() for one in allocations]).mean(1))
@@ -193,17 +198,17 @@ def polish(context: Context, rows: Rows, measurement: Measurement, allocation: A
     return found
 
 
-def _kinds(linears: Mapping[str, Measured], layers: int) -> dict[str, list[str]]:
+def _probe_kinds(linears: Mapping[str, Measured], layers: int) -> dict[str, list[str]]:
     """Kind -> keys: every role, and stretches of layers where there are two and more of each."""
     kinds: dict[str, list[str]] = {}
     for key, m in linears.items():
         kinds.setdefault(m.role, []).append(key)
-        if m.layer >= 0 and layers >= 2 * STRETCHES:
-            kinds.setdefault(f"stretch {m.layer * STRETCHES // layers}", []).append(key)
+        if m.layer >= 0 and layers >= 2 * LAYER_STRETCHES:
+            kinds.setdefault(f"stretch {m.layer * LAYER_STRETCHES // layers}", []).append(key)
     return kinds
 
 
-def _probes(
+def _make_probes(
     matrices: Sequence[MatrixOptions], allocation: Allocation, kinds: Mapping[str, Sequence[str]]
 ) -> dict[str, tuple[dict[str, Groups], float]]:
     """Kind -> the allocation with its matrices narrower, and what that is predicted to cost; none for a kind that cannot be narrower."""
@@ -212,7 +217,7 @@ def _probes(
         groups, predicted = allocation.groups(), 0.0
         for key in keys:
             matrix, choice = table[key], chosen[key]
-            most = 8 * choice.nbytes - NARROWER * choice.in_features * choice.out_features
+            most = 8 * choice.nbytes - PROBE_BITS * choice.in_features * choice.out_features
             index = max(0, int(np.searchsorted(matrix.front.bits, most, side="right")) - 1)
             if matrix.front.bits[index] < 8 * choice.nbytes:
                 groups[key] = matrix.front.groups(index)
@@ -233,12 +238,14 @@ def corrections_of(kl: Tensor, predicted: Sequence[float]) -> list[float]:
         ratio = float(row.mean()) / expected
         noise = float(row.std()) / math.sqrt(len(row)) / expected if len(row) > 1 else math.inf
         ratio = max(ratio, 0.25)
-        logs.append(math.log(min(ratio, 4.0)) / (1.0 + (noise / ratio / TRUST) ** 2))
+        logs.append(math.log(min(ratio, 4.0)) / (1.0 + (noise / ratio / EXPECTED_LOG_ERROR) ** 2))
     middle = sum(logs) / max(1, len(logs))
     return [math.exp(value - middle) for value in logs]
 
 
-def _corrected(measurement: Measurement, kinds: Mapping[str, Sequence[str]], factors: Mapping[str, float], strength: float) -> Measurement:
+def _correct_measurement(
+    measurement: Measurement, kinds: Mapping[str, Sequence[str]], factors: Mapping[str, float], strength: float
+) -> Measurement:
     """The measurement with the predicted costs of every kind multiplied."""
     by = dict.fromkeys(measurement.linears, 1.0)
     for kind, factor in factors.items():

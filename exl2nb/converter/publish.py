@@ -16,7 +16,7 @@ from exl2nb.io import hub
 from exl2nb.io.hf_config import read_json
 
 Model = Conversion | str | os.PathLike[str]
-_REPORT = "conversion.json"
+_REPORT_FILE = "conversion.json"
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def push(
     hub.check_id(repo_id)
     if not folders:
         raise OptionError("push: found no models, expected at least one")
-    reports = [_report(folder) for folder in folders]
+    reports = [_read_report(folder) for folder in folders]
     by_rate = (f"{report['target_bpw']:.2f}".rstrip("0").ljust(3, "0") + "bpw" for report in reports)
     names = list(revisions if revisions is not None else by_rate)
     if len(names) != len(folders) or len(set(names)) != len(names):
@@ -68,7 +68,7 @@ def push(
     import huggingface_hub
 
     api, made = huggingface_hub.HfApi(), []
-    with _errors(repo_id), Meter("push", total=len(folders) + 1, unit="revisions", sink=progress) as meter:
+    with _hub_errors(repo_id), Meter("push", total=len(folders) + 1, unit="revisions", sink=progress) as meter:
         api.create_repo(repo_id, private=private, exist_ok=True)
         readme = huggingface_hub.CommitOperationAdd("README.md", text)
         api.create_commit(repo_id, [readme], commit_message="Model card")
@@ -133,13 +133,13 @@ def card(repo_id: str, reports: Sequence[dict[str, Any]], revisions: Sequence[st
             f'llm = ex.load("{repo_id}", revision="{revisions[0]}")',
             "```",
             "",
-            f"Made by `{_command(reports[0], source)}`; every revision has its bits per matrix in `{_REPORT}`.",
+            f"Made by `{_convert_command(reports[0], source)}`; every revision has its bits per matrix in `{_REPORT_FILE}`.",
             "",
         ]
     )
 
 
-def _command(report: dict[str, Any], source: str | None) -> str:
+def _convert_command(report: dict[str, Any], source: str | None) -> str:
     """The command line that repeats the conversion of a report."""
     asked, calibration = dict(report.get("asked") or {"bpw": report["target_bpw"]}), report["calibration"]
     words = ["exl2nb convert", source or "SOURCE", "OUT"]
@@ -155,18 +155,20 @@ def _command(report: dict[str, Any], source: str | None) -> str:
     return " ".join([*words, f"--rows {calibration['rows']} --length {calibration['length']}"])
 
 
-def _report(folder: Path) -> dict[str, Any]:
-    if not (folder / _REPORT).is_file():
-        raise FormatError(f"{folder}: found no {_REPORT}, expected a directory that a conversion made; convert the model again")
-    found = read_json(folder / _REPORT, error=FormatError)
+def _read_report(folder: Path) -> dict[str, Any]:
+    if not (folder / _REPORT_FILE).is_file():
+        raise FormatError(f"{folder}: found no {_REPORT_FILE}, expected a directory that a conversion made; convert the model again")
+    found = read_json(folder / _REPORT_FILE, error=FormatError)
     fields = ("target_bpw", "bpw", "bytes", "calibration", "matrices")
     if any(name not in found for name in fields) or not isinstance(found["matrices"], list) or not found["matrices"]:
-        raise FormatError(f"{folder / _REPORT}: found {', '.join(found)[:120]}, expected a conversion's report; convert the model again")
+        raise FormatError(
+            f"{folder / _REPORT_FILE}: found {', '.join(found)[:120]}, expected a conversion's report; convert the model again"
+        )
     return found
 
 
 @contextmanager
-def _errors(repo_id: str) -> Any:
+def _hub_errors(repo_id: str) -> Any:
     from huggingface_hub import errors
 
     try:

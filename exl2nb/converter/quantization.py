@@ -15,17 +15,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from exl2nb.converter.allocation import Allocation, Choice
+from exl2nb.converter.allocation import Allocation, MatrixChoice
 from exl2nb.converter.blockwise import Blocks, Learned, Learner, further_rows
 from exl2nb.converter.calibration import Rows
 from exl2nb.converter.experts import expert_inputs
-from exl2nb.converter.gptq import dense, quantize_stored
-from exl2nb.converter.hessian import DAMPING, Factor, Moments, batches, couple, factorize, input_of
+from exl2nb.converter.hessian import HESSIAN_DAMPING, Factor, Moments, couple_outputs, factorize, role_inputs, row_batches
 from exl2nb.converter.measurement import Measurement
-from exl2nb.converter.result import Matrix, Quality, judge
+from exl2nb.converter.result import Quality, QuantizedMatrix, judge_rows
+from exl2nb.converter.rounding import dense_weight, quantize_stored
 from exl2nb.converter.streams import Stream, new_stream
 from exl2nb.converter.weights import DenseWeights
-from exl2nb.converter.work import HEAD, Context, Packed, Work, hash_of
+from exl2nb.converter.work import HEAD_LAYER, Context, Packed, Work, hash_of
 from exl2nb.core.errors import ConversionError
 from exl2nb.core.options import check_range
 from exl2nb.model import reference
@@ -34,7 +34,7 @@ from exl2nb.model.layout import Linear, head_linear, layer_linears
 from exl2nb.ops.gpu import fast_products_on_cpu
 from exl2nb.quant.exl2 import Exl2Tensors
 
-WORKING = 2  # streams
+WORKING_STREAMS = 2  # streams
 DESCENT_COST = 0.8  # of one sweep over a layer, beside 3.5 without: demo model on the CPU, 10 to 13 s of processor time beside 50
 BLOCK_COST = 2.0  # of one pass of block-wise learning
 HELD_BYTES = 2 << 30  # limit for activations of partly run layers; above it a layer is run again from its start for every stage
@@ -54,7 +54,7 @@ class Rounding:
     refresh: bool = True
     residual: float = 0.5
     weighted: bool = True
-    damping: float = DAMPING
+    damping: float = HESSIAN_DAMPING
     folded: bool = True
 
     def __post_init__(self) -> None:
@@ -63,8 +63,8 @@ class Rounding:
         check_range("damping", self.damping, 1e-6, 10, where="Rounding")
 
 
-def cost(sweeps: int, blocks: Blocks | None) -> float:
-    """What one layer takes, in the unit of `pipeline.forecast`."""
+def layer_cost(sweeps: int, blocks: Blocks | None) -> float:
+    """What one layer takes, in the unit of `pipeline.forecast_costs`."""
     return 3.5 + DESCENT_COST * sweeps + (0 if blocks is None else BLOCK_COST * blocks.passes)
 
 
@@ -87,14 +87,14 @@ class Streams:
             directory: for streams too large for memory; None: all are in memory.
         """
         shape, device = (*ids.shape, config.hidden_size), ends[f"{config.names.embed}.weight"].device
-        dense, made = (new_stream(shape, device, beside=WORKING, directory=directory) for _ in range(WORKING))
-        for part in batches(config, dense, 0, len(ids)):
+        dense, made = (new_stream(shape, device, beside=WORKING_STREAMS, directory=directory) for _ in range(WORKING_STREAMS))
+        for part in row_batches(config, dense, 0, len(ids)):
             dense[part] = made[part] = reference.embed(config, ends, ids[part].to(device))
         return cls(dense, made, used)
 
     def parts(self, config: ModelConfig) -> list[slice]:
         """All rows in batches, none with rows on both sides of `used`: a resumed run computes with the same shapes, so the same bits."""
-        return [*batches(config, self.dense, 0, self.used), *batches(config, self.dense, self.used, len(self.dense))]
+        return [*row_batches(config, self.dense, 0, self.used), *row_batches(config, self.dense, self.used, len(self.dense))]
 
     def move(self, part: slice, dense: Tensor, made: Tensor) -> None:
         """Replace some rows, in place: memory does not hold two copies."""
@@ -128,7 +128,7 @@ class _LayerRun:
 
     def __init__(self, config: ModelConfig, layer: int, dense: Mapping[str, Tensor], made: Mapping[str, Tensor], streams: Streams) -> None:
         self._config, self._layer, self._weights, self._streams = config, layer, (dense, made), streams
-        self._parts = batches(config, streams.dense, 0, streams.used)
+        self._parts = row_batches(config, streams.dense, 0, streams.used)
         wide = max(config.hidden_size, config.q_size, *(linear.in_features for linear in layer_linears(config, layer).values()))
         held = 2 * 4 * streams.used * streams.dense.shape[1] * (config.hidden_size + wide)
         self._apart: dict[str, Tensor] = {}
@@ -202,18 +202,18 @@ def quantize_layer(
         Key -> tensors and loss; and what was learned.
     """
     linears = layer_linears(config, layer)
-    names = input_of(linears)
+    names = role_inputs(linears)
     current, packed = dict(weights), {}
 
     def make(name: str, factor: Factor, cross: Tensor | None, lacking: Tensor | None = None) -> None:
         for linear in (linears[role] for role, source in names.items() if source == name):
             weight = weights[f"{linear.key}.weight"]
             products = statistics.get(f"{linear.key}.coupling") if rounding.coupled else None
-            coupling = None if products is None else couple(products.to(weight.device))
+            coupling = None if products is None else couple_outputs(products.to(weight.device))
             bias = weights[f"{linear.key}.bias"].half() if linear.bias else None
             stored = factor.stored(weight, cross, rounding.strength, lacking)
             packed[linear.key] = quantize_stored(stored, factor, groups[linear.key], bias=bias, coupling=coupling, sweeps=sweeps)
-            current[f"{linear.key}.weight"] = dense(packed[linear.key][0], linear.out_features, weight.device)
+            current[f"{linear.key}.weight"] = dense_weight(packed[linear.key][0], linear.out_features, weight.device)
 
     seen = current if rounding.refresh else dict(weights)
     walk, routed = _LayerRun(config, layer, weights, seen, streams), []
@@ -224,7 +224,7 @@ def quantize_layer(
         name = names[roles[0]]
         tokens = statistics.get(f"{layer}.{name}") if rounding.weighted else None
         cross, residual = bool(rounding.strength), 0.0 if config.post_norm else rounding.residual / config.residual_scale
-        moments = _moments(walk.stage(), tokens, streams.dense.shape[1], cross=cross, residual=bool(residual))
+        moments = _stage_moments(walk.stage(), tokens, streams.dense.shape[1], cross=cross, residual=bool(residual))
         factor = factorize(moments.pop("found"), damping=rounding.damping, name=f"layer {layer}, input of {name}")
         lacking = moments.pop("residual", None)
         make(name, factor, moments.pop("cross", None), None if lacking is None else residual * lacking)
@@ -237,7 +237,7 @@ def quantize_layer(
         walk.finish_dense()
         metric = learner.metric(layer, statistics, coupled=rounding.coupled, weighted=rounding.weighted)
         learned = learner.learn(layer, weights, packed, streams.made, streams.dense, metric)
-        streams.advance_made(config, layer, reconstructed(learned.packed, linears, learned.vectors, streams.dense.device))
+        streams.advance_made(config, layer, reconstruct_layer(learned.packed, linears, learned.vectors, streams.dense.device))
         return learned.packed, learned
     if rounding.refresh:
         walk.finish()
@@ -246,18 +246,20 @@ def quantize_layer(
     return packed, None
 
 
-def reconstructed(packed: Packed, linears: Mapping[str, Linear], vectors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+def reconstruct_layer(
+    packed: Packed, linears: Mapping[str, Linear], vectors: Mapping[str, Tensor], device: torch.device
+) -> dict[str, Tensor]:
     """What the loader will compute a layer with."""
     found = {name: tensor.to(device).float() for name, tensor in vectors.items()}
     for line in linears.values():
         matrix = packed[line.key][0]
-        found[f"{line.key}.weight"] = dense(matrix, line.out_features, device)
+        found[f"{line.key}.weight"] = dense_weight(matrix, line.out_features, device)
         if matrix.bias is not None:
             found[f"{line.key}.bias"] = matrix.bias[: line.out_features].to(device).float()
     return found
 
 
-def _moments(
+def _stage_moments(
     stage: Iterable[tuple[slice, Tensor, Tensor, Tensor | None]], tokens: Tensor | None, length: int, *, cross: bool, residual: bool
 ) -> dict[str, Tensor]:
     """The Hessian "found" of what the quantised model reads and, where wanted, its "cross" moments with what the dense one reads more, and
@@ -281,7 +283,7 @@ def quantize_head(
 ) -> tuple[Exl2Tensors, float]:
     """Quantise the head's matrix, which is taken out of `ends`, on the streams after the last layer."""
     moments = Moments()
-    for part in batches(config, streams.dense, 0, streams.used):
+    for part in row_batches(config, streams.dense, 0, streams.used):
         wanted, found = (reference.final_norm(config, ends, stream[part]) for stream in (streams.dense, streams.made))
         moments.add("head", found)
         if rounding.strength:
@@ -293,7 +295,7 @@ def quantize_head(
 
 
 @dataclass
-class Made:
+class QuantizedLayers:
     """What was quantised.
 
     key: of its files. matrices: in running order, the head last. resumed: layers taken over from an earlier run. vectors: norms that have
@@ -301,7 +303,7 @@ class Made:
     """
 
     key: str
-    matrices: list[Matrix] = field(default_factory=list)
+    matrices: list[QuantizedMatrix] = field(default_factory=list)
     resumed: int = 0
     quality: Quality | None = None
     vectors: dict[str, Tensor] = field(default_factory=dict)
@@ -317,7 +319,7 @@ def quantize_model(
     rounding: Rounding,
     sweeps: int = 0,
     blocks: Blocks | None = None,
-) -> Made:
+) -> QuantizedLayers:
     """Quantise every layer and the head into the work folder; those that are there already are taken over.
 
     Args:
@@ -333,10 +335,10 @@ def quantize_model(
         further = further_rows(rows, blocks)
         parts += [blocks, weights.device.type, further.numpy().tobytes()]
         ids = torch.cat([ids, further])
-    made, layers = Made(hash_of(*parts)), config.num_layers
+    made, layers = QuantizedLayers(hash_of(*parts)), config.num_layers
     streams = Streams.of(config, weights.ends(), ids, rows.used, work.directory)
     with fast_products_on_cpu(weights.device), context.meter("quantize", total=layers + 1, unit="layers") as meter:
-        rounded = cost(sweeps, None) / cost(sweeps, blocks)
+        rounded = layer_cost(sweeps, None) / layer_cost(sweeps, blocks)
 
         def learned(share: float, detail: str) -> None:
             context.check()
@@ -354,7 +356,7 @@ def quantize_model(
         if len(held_out):
             ends = weights.ends(embedding=False)  # loaded again: for a large vocabulary it takes GBs
             found = {**ends, **filed.dense(quantised, {"head": head_linear(config)})}
-            made.quality = judge(config, held_out, (ends, streams.dense[judged]), (found, streams.made[judged]))
+            made.quality = judge_rows(config, held_out, (ends, streams.dense[judged]), (found, streams.made[judged]))
         meter.step(detail="head" if made.quality is None else str(made.quality))
     return made
 
@@ -363,12 +365,18 @@ class _Filed:
     """Layers made and filed, or taken over from the work folder."""
 
     def __init__(
-        self, weights: DenseWeights, work: Work, made: Made, choices: Mapping[str, Choice], sweeps: int, learner: Learner | None
+        self,
+        weights: DenseWeights,
+        work: Work,
+        made: QuantizedLayers,
+        choices: Mapping[str, MatrixChoice],
+        sweeps: int,
+        learner: Learner | None,
     ) -> None:
         self._weights, self._work, self._made, self._choices, self._sweeps = weights, work, made, choices, sweeps
         self._learner = learner
 
-    def layer(self, layer: int, streams: Streams, statistics: Mapping[str, Tensor] | None, rounding: Rounding) -> list[Matrix]:
+    def layer(self, layer: int, streams: Streams, statistics: Mapping[str, Tensor] | None, rounding: Rounding) -> list[QuantizedMatrix]:
         """Quantise one layer, or take over its file, and advance the streams past it."""
         config, weights = self._weights.config, self._weights.layer(layer, then=layer + 1)
         linears = layer_linears(config, layer)
@@ -385,7 +393,7 @@ class _Filed:
             self._made.resumed += 1
             vectors = {} if learned is None else learned.vectors
             device = self._weights.device
-            streams.advance(config, layer, weights, {**weights, **reconstructed(packed, linears, vectors, device)})
+            streams.advance(config, layer, weights, {**weights, **reconstruct_layer(packed, linears, vectors, device)})
         if learned is not None:
             self._made.learned.append(learned)
             self._made.vectors |= learned.vectors
@@ -394,11 +402,11 @@ class _Filed:
     def head(self, streams: Streams, rounding: Rounding) -> Packed:
         """The same for the head."""
         linear = head_linear(self._weights.config)
-        packed = self._work.load(self._made.key, HEAD, {"head": linear})
+        packed = self._work.load(self._made.key, HEAD_LAYER, {"head": linear})
         if packed is None:
             ends, groups = self._weights.ends(embedding=False), self._choices[linear.key].groups
             packed = {linear.key: quantize_head(self._weights.config, ends, streams, groups, rounding, self._sweeps)}
-            self._work.save(self._made.key, HEAD, packed)
+            self._work.save(self._made.key, HEAD_LAYER, packed)
         else:
             self._made.resumed += 1
         self._add(packed, {"head": linear})
@@ -407,14 +415,14 @@ class _Filed:
     def dense(self, packed: Packed, linears: Mapping[str, Linear]) -> dict[str, Tensor]:
         """What the loader will compute with."""
         device = self._weights.device
-        return {f"{line.key}.weight": dense(packed[line.key][0], line.out_features, device) for line in linears.values()}
+        return {f"{line.key}.weight": dense_weight(packed[line.key][0], line.out_features, device) for line in linears.values()}
 
-    def _add(self, packed: Packed, linears: Mapping[str, Linear]) -> list[Matrix]:
-        done = [_matrix(linear, *packed[linear.key], self._choices[linear.key]) for linear in linears.values()]
+    def _add(self, packed: Packed, linears: Mapping[str, Linear]) -> list[QuantizedMatrix]:
+        done = [_quantized_matrix(linear, *packed[linear.key], self._choices[linear.key]) for linear in linears.values()]
         self._made.matrices += done
         return done
 
 
-def _matrix(linear: Linear, tensors: Exl2Tensors, loss: float, choice: Choice) -> Matrix:
+def _quantized_matrix(linear: Linear, tensors: Exl2Tensors, loss: float, choice: MatrixChoice) -> QuantizedMatrix:
     shape = (linear.in_features, linear.out_features)
-    return Matrix(linear.key, linear.role, linear.layer, *shape, tuple(tensors.groups), choice.predicted_kl, loss)
+    return QuantizedMatrix(linear.key, linear.role, linear.layer, *shape, tuple(tensors.groups), choice.predicted_kl, loss)

@@ -60,21 +60,43 @@ class Quality:
 
 
 # two-sided 95 % quantiles of Student's t by degrees of freedom; beyond the table the last one
-_T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13, 2.12, 2.11, 2.10, 2.09, 2.09, 2.04)
+_T_QUANTILES = (
+    12.71,
+    4.30,
+    3.18,
+    2.78,
+    2.57,
+    2.45,
+    2.36,
+    2.31,
+    2.26,
+    2.23,
+    2.20,
+    2.18,
+    2.16,
+    2.14,
+    2.13,
+    2.12,
+    2.11,
+    2.10,
+    2.09,
+    2.09,
+    2.04,
+)
 
 
-def interval(values: list[float]) -> tuple[float, float, float]:
+def mean_interval(values: list[float]) -> tuple[float, float, float]:
     """Mean and its 95 % confidence interval, NaN for one value, which has none."""
     n = len(values)
     mean = sum(values) / n
     if n < 2:
         return mean, math.nan, math.nan
     deviation = math.sqrt(sum((v - mean) ** 2 for v in values) / (n - 1) / n)
-    t = _T[min(n - 2, len(_T) - 1)]
+    t = _T_QUANTILES[min(n - 2, len(_T_QUANTILES) - 1)]
     return mean, mean - t * deviation, mean + t * deviation
 
 
-def judge(
+def judge_rows(
     config: ModelConfig, ids: Tensor, dense: tuple[Mapping[str, Tensor], Tensor], made: tuple[Mapping[str, Tensor], Tensor]
 ) -> Quality:
     """Compare two models on the streams before their heads.
@@ -93,17 +115,17 @@ def judge(
         same += int((wanted.argmax(-1) == found.argmax(-1)).sum())
         for nll, logprobs in zip(nlls, (wanted, found)):
             nll.append(-float(logprobs[:-1].gather(-1, row[1:, None].long().to(logprobs.device)).mean(dtype=torch.float64)))
-    kl, low, high = interval(kls)
+    kl, low, high = mean_interval(kls)
     source, own = (math.exp(min(700.0, sum(nll) / len(nll))) for nll in nlls)
     return Quality(len(ids), ids.shape[1], kl, low, high, same / ids.numel(), own, source)
 
 
-_SHADES = " ░▒▓█"
-_ACROSS = 20  # layers of one block of the terminal picture
+_SHADE_CHARACTERS = " ░▒▓█"
+_LAYERS_PER_BLOCK = 20  # layers of one block of the terminal picture
 
 
 @dataclass(frozen=True)
-class Matrix(MixedMatrix):
+class QuantizedMatrix(MixedMatrix):
     """One quantised matrix.
 
     predicted_kl: what the measurement expects it to cost, nats per token (0 where it was not measured). loss: sum over columns of
@@ -134,7 +156,7 @@ class Conversion:
     bpw: float
     head_bits: float
     nbytes: int
-    matrices: tuple[Matrix, ...]
+    matrices: tuple[QuantizedMatrix, ...]
     seconds: dict[str, float]
     calibration: dict[str, Any]
     resumed_layers: int
@@ -203,11 +225,11 @@ class Conversion:
         """Terminal picture: layers across, roles down, bits per weight of each matrix with a shade."""
         roles, layers = self._grid()
         wide, lines = max(5, *map(len, roles)), list[str]()
-        for first in range(0, len(layers), _ACROSS):
-            shown = list(layers)[first : first + _ACROSS]
+        for first in range(0, len(layers), _LAYERS_PER_BLOCK):
+            shown = list(layers)[first : first + _LAYERS_PER_BLOCK]
             lines.append(f"{'layer':<{wide}}" + "".join(f"{layer:>6}" for layer in shown))
-            lines += [f"{role:<{wide}}" + "".join(_shaded(layers[layer].get(role)) for layer in shown) for role in roles]
-        return "\n".join([*lines, f"{'head':<{wide}}{_shaded(self.matrices[-1])}"])
+            lines += [f"{role:<{wide}}" + "".join(_shaded_cell(layers[layer].get(role)) for layer in shown) for role in roles]
+        return "\n".join([*lines, f"{'head':<{wide}}{_shaded_cell(self.matrices[-1])}"])
 
     def __str__(self) -> str:
         stages = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.seconds.items())
@@ -226,8 +248,8 @@ class Conversion:
     def _repr_html_(self) -> str:
         roles, layers = self._grid()
         header = "".join(f"<th>{layer}</th>" for layer in layers)
-        body = "".join(f"<tr><th>{role}</th>{''.join(_cell(row.get(role)) for row in layers.values())}</tr>" for role in roles)
-        body += f"<tr><th>head</th>{_cell(self.matrices[-1])}</tr>"
+        body = "".join(f"<tr><th>{role}</th>{''.join(_html_cell(row.get(role)) for row in layers.values())}</tr>" for role in roles)
+        body += f"<tr><th>head</th>{_html_cell(self.matrices[-1])}</tr>"
         facts = f"{self.bpw:.4f} bits per weight (target {self.target_bpw:g}), head {self.matrices[-1].bpw:.2f}, {size_text(self.nbytes)}"
         return (
             '<div style="font:13px/1.4 system-ui,sans-serif">'
@@ -236,19 +258,19 @@ class Conversion:
             f'<table style="font-size:12px;font-variant-numeric:tabular-nums"><tr><th>layer</th>{header}</tr>{body}</table></div>'
         )
 
-    def _grid(self) -> tuple[list[str], dict[int, dict[str, Matrix]]]:
-        layers: dict[int, dict[str, Matrix]] = {}
+    def _grid(self) -> tuple[list[str], dict[int, dict[str, QuantizedMatrix]]]:
+        layers: dict[int, dict[str, QuantizedMatrix]] = {}
         for matrix in self.matrices[:-1]:
             layers.setdefault(matrix.layer, {})[matrix.role] = matrix
         return list(dict.fromkeys(m.role for m in self.matrices[:-1])), layers
 
 
-def _shaded(matrix: Matrix | None) -> str:
+def _shaded_cell(matrix: QuantizedMatrix | None) -> str:
     if matrix is None:
         return " " * 6
-    level = min(len(_SHADES) - 1, max(0, int((matrix.bpw - 2) / 6.2 * len(_SHADES))))
-    return f" {_SHADES[level] * 2}{matrix.bpw:3.1f}"
+    level = min(len(_SHADE_CHARACTERS) - 1, max(0, int((matrix.bpw - 2) / 6.2 * len(_SHADE_CHARACTERS))))
+    return f" {_SHADE_CHARACTERS[level] * 2}{matrix.bpw:3.1f}"
 
 
-def _cell(matrix: Matrix | None) -> str:
+def _html_cell(matrix: QuantizedMatrix | None) -> str:
     return "<td></td>" if matrix is None else bits_cell(matrix.bpw, matrix.mix, "padding:1px 4px;text-align:center")

@@ -26,8 +26,18 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from exl2nb.converter import experts
-from exl2nb.converter.hessian import Moments, advance, batches, block_of, check_finite, gram, input_of, stem_of, stride_of
-from exl2nb.converter.streams import STREAM_BYTES, DiskStream, Stream, new_stream, on_disk
+from exl2nb.converter.hessian import (
+    Moments,
+    advance_stream,
+    check_finite,
+    coupled_block,
+    role_inputs,
+    row_batches,
+    stride_of,
+    strip_expert,
+    symmetric_moment,
+)
+from exl2nb.converter.streams import STREAM_BYTES, DiskStream, Stream, copy_to_disk, new_stream
 from exl2nb.converter.weights import DenseWeights
 from exl2nb.io.atomic import free_bytes
 from exl2nb.model import reference
@@ -36,10 +46,10 @@ from exl2nb.model.layout import layer_linears
 
 Step = Callable[[str], None]
 HEAD_INPUT = "head"
-PLACES = 4099  # at which a token's signs may begin in the table of them
+SIGN_OFFSETS = 4099  # at which a token's signs may begin in the table of them
 HOST_BYTES = 6 << 30  # of a GPU's streams that are kept on the host, where they are more than STREAM_BYTES
 DISK_BYTES = 16 << 30  # of those for which memory has no room, at most half of what the disk has; what does not fit is computed twice
-WORKING = 3  # streams besides the stored ones: a layer's input, its output, the gradient
+WORKING_STREAMS = 3  # streams besides the stored ones: a layer's input, its output, the gradient
 
 
 @dataclass(frozen=True)
@@ -67,7 +77,7 @@ class LayerStatistics:
         return {**weights, **{f"{key}.coupling": coupling.cpu() for key, coupling in self.couplings.items()}}
 
 
-def sweep(
+def sweep_layers(
     weights: DenseWeights, ids: Tensor, *, used: int, seed: int, step: Step, directory: Path | None = None
 ) -> Iterator[LayerStatistics]:
     """Run the dense model forwards, then backwards layer by layer.
@@ -93,22 +103,22 @@ def sweep(
     shape = (*ids.shape, config.hidden_size)
 
     def fresh() -> Stream:
-        return new_stream(shape, device, beside=WORKING, directory=directory)
+        return new_stream(shape, device, beside=WORKING_STREAMS, directory=directory)
 
     kept = KeptStreams.of(shape, layers, device, directory)
     x, ends = fresh(), weights.ends()
-    for part in batches(config, x, 0, len(x)):
+    for part in row_batches(config, x, 0, len(x)):
         x[part] = reference.embed(config, ends, ids[part].to(device))
     del ends  # of a model with a large vocabulary they are GBs
     for layer in range(layers):
         if layer % kept.every == 0:
             kept.put(layer, x)
-        x = advance(config, layer, weights.layer(layer, then=layer + 1), x, fresh())
-        for part in batches(config, x, 0, len(x)):
+        x = advance_stream(config, layer, weights.layer(layer, then=layer + 1), x, fresh())
+        for part in row_batches(config, x, 0, len(x)):
             check_finite(x[part], f"layer {layer}: its output on the calibration rows")
         step(f"forward, layer {layer}")
     gradient, ends = fresh(), weights.ends(embedding=False)
-    statistics = _head(config, ends, x, ids, used, torch.Generator().manual_seed(seed), gradient)
+    statistics = _head_statistics(config, ends, x, ids, used, torch.Generator().manual_seed(seed), gradient)
     del ends, x
     step("loss")
     yield statistics
@@ -117,8 +127,8 @@ def sweep(
         first = layer - layer % kept.every
         for missing in range(first, layer):
             if missing + 1 not in kept:
-                kept.put(missing + 1, advance(config, missing, weights.layer(missing), kept.get(missing), fresh()))
-        statistics = _backward(config, layer, weights.layer(layer, then=layer - 1), kept.take(layer), used, gradient)
+                kept.put(missing + 1, advance_stream(config, missing, weights.layer(missing), kept.get(missing), fresh()))
+        statistics = _layer_statistics(config, layer, weights.layer(layer, then=layer - 1), kept.take(layer), used, gradient)
         yield statistics
         del statistics
         step(f"backward, layer {layer}")
@@ -171,7 +181,7 @@ class KeptStreams:
             self._streams[layer] = x.to(self._where)
         else:
             assert self._directory is not None, layer
-            self._streams[layer] = on_disk(x, self._directory)
+            self._streams[layer] = copy_to_disk(x, self._directory)
 
     def get(self, layer: int) -> Stream:
         """It."""
@@ -186,7 +196,7 @@ class KeptStreams:
         return found
 
 
-def _head(
+def _head_statistics(
     config: ModelConfig, ends: Mapping[str, Tensor], x: Stream, ids: Tensor, used: int, generator: torch.Generator, gradient: Stream
 ) -> LayerStatistics:
     """Statistics of the head's matrix; the gradient of one random change of the logits per token at the last stream goes to `gradient`.
@@ -218,33 +228,35 @@ def _head(
         hessians=moments.hessians(),
         token_weights={},
         likeness=(loss_sum / (len(x) * (x.shape[1] - 1)), entropy_sum / (len(x) * (x.shape[1] - 1))),
-        gradients={key: square * config.logit_scale**2 / (_judging(x, used) * x.shape[1])},
+        gradients={key: square * config.logit_scale**2 / (_count_judging_rows(x, used) * x.shape[1])},
         couplings={},
     )
 
 
-def _judging(x: Stream, used: int) -> int:
+def _count_judging_rows(x: Stream, used: int) -> int:
     """How many rows of x are for sensitivity."""
     return len(x) - used or used
 
 
-def _backward(config: ModelConfig, layer: int, weights: Mapping[str, Tensor], x: Stream, used: int, gradient: Stream) -> LayerStatistics:
+def _layer_statistics(
+    config: ModelConfig, layer: int, weights: Mapping[str, Tensor], x: Stream, used: int, gradient: Stream
+) -> LayerStatistics:
     """Statistics of one layer; the gradient at its input takes the place of the one given."""
     linears = layer_linears(config, layer)
     roles = {linear.key: role for role, linear in linears.items()}
-    names = input_of(linears)
+    names = role_inputs(linears)
     count, moments, levels = used * x.shape[1], Moments(), Levels()
-    sample = experts.Sample(config, layer, count)
+    sample = experts.RoutedSample(config, layer, count)
     products: dict[str, Tensor] = {}
     squares = {linear.key: torch.zeros(linear.out_features, dtype=torch.float64, device=x.device) for linear in linears.values()}
     tokens: dict[str, list[Tensor]] = {}
-    for place in (*batches(config, x, 0, used), *batches(config, x, used, len(x))):
+    for place in (*row_batches(config, x, 0, used), *row_batches(config, x, used, len(x))):
         part, upper, tape = x[place], gradient[place], _Tape()
-        with torch.enable_grad(), tape, repeatable(x):
+        with torch.enable_grad(), tape, repeatable_attention(x):
             leaf = part.detach().requires_grad_(True)
             out = reference.block(config, layer, weights, leaf, tape.capture)
             change = (out * upper).sum()  # its gradient at out is upper; to hand that over instead would import a second of sympy
-        with repeatable(x):
+        with repeatable_attention(x):
             gradient[place] = torch.autograd.grad(change, leaf)[0]
         del out, change
         if place.start >= used or used == len(x):
@@ -253,14 +265,14 @@ def _backward(config: ModelConfig, layer: int, weights: Mapping[str, Tensor], x:
         if place.start >= used:
             continue
         weight: dict[str, Tensor] = {}
-        everyone = {stem_of(name): part.new_zeros(part.shape[0] * part.shape[1]) for name in names.values()}
+        everyone = {strip_expert(name): part.new_zeros(part.shape[0] * part.shape[1]) for name in names.values()}
         for key, role in roles.items():
             if key not in tape.gradients:  # an expert that no token of this batch visits
                 continue
             found = tape.gradients[key].flatten(0, -2)
             if "." not in role:
-                products[key] = products.get(key, 0) + products_of(found).double()
-            value, rows, total = found.square().sum(1), tape.inputs[key][1], everyone[stem_of(names[role])]
+                products[key] = products.get(key, 0) + block_products(found).double()
+            value, rows, total = found.square().sum(1), tape.inputs[key][1], everyone[strip_expert(names[role])]
             weight[names[role]] = weight.get(names[role], 0) + value
             total.add_(value) if rows is None else total.index_add_(0, rows, value)
         for name, value in weight.items():
@@ -270,18 +282,18 @@ def _backward(config: ModelConfig, layer: int, weights: Mapping[str, Tensor], x:
         sample.see({key: value for key, (value, _) in tape.inputs.items()})
     moe = config.experts(layer)
     products = {key: product / count for key, product in products.items()}
-    gradients = {key: square / (_judging(x, used) * x.shape[1]) for key, square in squares.items()}
+    gradients = {key: square / (_count_judging_rows(x, used) * x.shape[1]) for key, square in squares.items()}
     return LayerStatistics(
         layer=layer,
         hessians=sample.complete(weights, moments.hessians(), moments.tokens),
-        token_weights={name: blend(torch.cat(parts)) for name, parts in tokens.items()},
-        gradients=experts.level(gradients, roles),
+        token_weights={name: blend_weights(torch.cat(parts)) for name, parts in tokens.items()},
+        gradients=experts.level_expert_gradients(gradients, roles),
         couplings={key: product.float() for key, product in products.items()},
         visits=tuple(moments.tokens.get(f"gate.{expert}", 0) for expert in range(moe.num_experts if moe is not None else 0)),
     )
 
 
-def repeatable(x: Stream) -> AbstractContextManager[object]:
+def repeatable_attention(x: Stream) -> AbstractContextManager[object]:
     """Attention whose gradients are the same every time; CUDA's fused kernels add in any order."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -297,12 +309,12 @@ class Probe:
     """
 
     def __init__(self, size: int, generator: torch.Generator, device: torch.device) -> None:
-        self._signs = (2 * torch.randint(2, (size + PLACES,), generator=generator) - 1).float().to(device)
+        self._signs = (2 * torch.randint(2, (size + SIGN_OFFSETS,), generator=generator) - 1).float().to(device)
         self._size, self._generator = size, generator
 
     def __call__(self, probs: Tensor) -> Tensor:
         """The changes v of the next tokens' logits, `(tokens, V)` as their probabilities."""
-        places = torch.randint(PLACES, (len(probs),), generator=self._generator).to(probs.device)
+        places = torch.randint(SIGN_OFFSETS, (len(probs),), generator=self._generator).to(probs.device)
         change = probs.sqrt() * self._signs.unfold(0, self._size, 1)[places]
         return change - probs * change.sum(-1, keepdim=True)
 
@@ -324,15 +336,15 @@ class Levels:
         moments.add(name, x[::stride], weight[::stride] / self._mean[name] + 1 if name in self._mean else torch.ones_like(weight[::stride]))
 
 
-def products_of(gradient: Tensor) -> Tensor:
+def block_products(gradient: Tensor) -> Tensor:
     """Sums of products within blocks of outputs: `(tokens, N)` -> f32 `(N / B, B, B)`."""
-    if block_of(gradient.shape[1]) == gradient.shape[1]:
-        return gram(gradient)[None]
-    blocks = gradient.unflatten(1, (-1, block_of(gradient.shape[1]))).transpose(0, 1)
+    if coupled_block(gradient.shape[1]) == gradient.shape[1]:
+        return symmetric_moment(gradient)[None]
+    blocks = gradient.unflatten(1, (-1, coupled_block(gradient.shape[1]))).transpose(0, 1)
     return blocks.transpose(1, 2) @ blocks
 
 
-def blend(weight: Tensor) -> Tensor:
+def blend_weights(weight: Tensor) -> Tensor:
     """Half proportional to `weight`, half the same for all; mean 1."""
     mean = weight.double().mean().float()
     return 0.5 + (0.5 * weight / mean if mean > 0 else torch.full_like(weight, 0.5))

@@ -13,7 +13,7 @@ from exl2nb.cache.spec import parse_mode
 from exl2nb.converter.allocation import read_choices
 from exl2nb.converter.blockwise import Blocks
 from exl2nb.converter.calibration import Source
-from exl2nb.converter.keywords import EFFORTS, ConvertParams
+from exl2nb.converter.convert_keywords import EFFORT_OPTIONS, ConvertParams
 from exl2nb.converter.measurement import HEAD_BITS, Measurement
 from exl2nb.converter.quantization import Rounding
 from exl2nb.converter.sizes import parse_bytes
@@ -29,8 +29,9 @@ def describe_device(device: torch.device) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """The options of `job.ConversionJob` after their checks. wanted: keywords of `Measurement.solve`; length: before the model caps it.
+class ConversionSettings:
+    """The options of `conversion_job.ConversionJob` after their checks. wanted: keywords of `Measurement.solve`; length: before the model
+    caps it.
 
     least_rows: if the text is short, for a conversion that is tuned; None: rows.
     """
@@ -59,7 +60,7 @@ class Settings:
         return Blocks(self.tuning.blocks, seed=self.seed) if self.tuning is not None and self.tuning.blocks else None
 
 
-def settings(asked: ConvertParams) -> Settings:
+def check_settings(asked: ConvertParams) -> ConversionSettings:
     """Check what concerns several options, and fill in what was left out.
 
     Raises:
@@ -86,8 +87,8 @@ def settings(asked: ConvertParams) -> Settings:
     given = {name: value for name, value in (("overrides", overrides), ("frozen", kept)) if value}
     wanted = {"bpw": float(asked.bpw)} if asked.bpw is not None else dict(asked.target or {})
     head_bits = head_bits if head_bits is not None else HEAD_BITS if asked.bpw is not None else "auto"
-    effort = EFFORTS[asked.effort]
-    return Settings(
+    effort = EFFORT_OPTIONS[asked.effort]
+    return ConversionSettings(
         wanted={**wanted, "head_bits": head_bits, **given},
         calibration=asked.calibration,
         rows=asked.rows if asked.rows is not None else effort.rows,

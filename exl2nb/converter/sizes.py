@@ -16,8 +16,8 @@ from exl2nb.quant.bits import padded
 
 SHARD_BYTES = 8 << 30
 _SHARD_SLACK = 4096  # of headers, per file beyond the first
-RESERVE = 0.04  # of a memory that a model must fit in: activations, tables, fragmentation
-_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+MEMORY_RESERVE = 0.04  # of a memory that a model must fit in: activations, tables, fragmentation
+_BYTE_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class CacheShape:
 Part = tuple[str, torch.dtype, tuple[int, ...]]
 
 
-def parts_of(key: str, groups: Sequence[tuple[int, int]], out_features: int, *, bias: bool) -> list[Part]:
+def exl2_tensor_sizes(key: str, groups: Sequence[tuple[int, int]], out_features: int, *, bias: bool) -> list[Part]:
     """(name, dtype, shape) of the tensors of one EXL2 matrix."""
     wide, rows = padded(out_features), sum(r for _, r in groups)
     words = sum(b * r for b, r in groups) // 32
@@ -90,8 +90,8 @@ def parse_bytes(value: int | float | str, *, where: str) -> int:
     """
     if isinstance(value, str):
         found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)
-        if found and found[2].lower() in _UNITS and 0 < float(found[1]) * _UNITS[found[2].lower()] < 2**60:
-            return int(float(found[1]) * _UNITS[found[2].lower()])
+        if found and found[2].lower() in _BYTE_UNITS and 0 < float(found[1]) * _BYTE_UNITS[found[2].lower()] < 2**60:
+            return int(float(found[1]) * _BYTE_UNITS[found[2].lower()])
     elif isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 2**60:
         return int(value)
     raise OptionError(f"{where} is {shown(value)}; expected bytes, or text such as '24GiB' or '900MB'")

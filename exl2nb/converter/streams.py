@@ -77,17 +77,17 @@ def new_stream(shape: tuple[int, ...], device: torch.device, *, beside: int, dir
         beside: how many streams of its size exist at the same time, this one included.
         directory: for files; None: memory has room.
     """
-    if directory is None or in_memory(shape, beside):
+    if directory is None or fits_in_memory(shape, beside):
         return torch.empty(shape, device=device)
     return DiskStream(shape, directory, device)
 
 
-def in_memory(shape: tuple[int, ...], count: int) -> bool:
+def fits_in_memory(shape: tuple[int, ...], count: int) -> bool:
     """Whether `count` f32 streams of a shape, which a stage works on, are kept in memory."""
     return 4 * torch.Size(shape).numel() * count <= STREAM_BYTES
 
 
-def on_disk(x: Stream, directory: Path) -> DiskStream:
+def copy_to_disk(x: Stream, directory: Path) -> DiskStream:
     """A copy of a stream in a file; itself where it is one."""
     if isinstance(x, DiskStream):
         return x

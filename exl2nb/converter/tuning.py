@@ -24,42 +24,47 @@ import torch
 from torch import Tensor
 
 from exl2nb.converter.calibration import Rows
-from exl2nb.converter.grid import TINY, Adam, Grid, loaded, shares, stacks
-from exl2nb.converter.hessian import batches, gpu_rows
-from exl2nb.converter.quantization import Made
-from exl2nb.converter.result import Quality, judge
+from exl2nb.converter.grid import ADAM_EPS, Adam, Grid, learning_rate_shares, loaded_tensors, stack_grids
+from exl2nb.converter.hessian import gpu_rows, row_batches
+from exl2nb.converter.quantization import QuantizedLayers
+from exl2nb.converter.result import Quality, judge_rows
 from exl2nb.converter.weights import DenseWeights
-from exl2nb.converter.work import HEAD, Context, Packed, hash_of
-from exl2nb.converter.writing import BEGINNING, write_rows, writing_bytes
+from exl2nb.converter.work import HEAD_LAYER, Context, Packed, hash_of
+from exl2nb.converter.writing import SEED_TOKENS, write_rows, writing_bytes
 from exl2nb.core.errors import ConversionError, OptionError
 from exl2nb.core.options import check_flag, check_range
 from exl2nb.core.show import size_text
 from exl2nb.model import reference
 from exl2nb.model.config import ModelConfig
-from exl2nb.model.layout import Linear, end_vectors, head_linear, layer_linears, linears
+from exl2nb.model.layout import Linear, end_vectors, head_linear, layer_linears, model_linears
 from exl2nb.ops.gpu import capturing, fast_products, fast_products_on_cpu, half_products
-from exl2nb.ops.memory import kept_memory
+from exl2nb.ops.memory_ops import kept_memory
 
 Weights = dict[str, Tensor]
-# rows of the whole way, if not told: a quarter of an hour of two cores and a minute of an H100; PASSES of the text at most, and up to LEAST
-# written by the model where the text lacks them: to learn from a token again takes the CPU less time than to write one
-SEEN, PASSES, LEAST = {"cpu": 5760, "cuda": 18432}, {"cpu": 4, "cuda": 1}, {"cpu": 2560, "cuda": 18432}
-WORK = 1e16  # weights times tokens of the way on a GPU: 8e16 FLOP, so that models of more than 1.06 billion weights see fewer rows
-HIDDEN = {"cpu": 0.6, "cuda": 0.25}  # share of the loss: what many rows say by themselves, few do not
-PRICED = 16384  # tokens that say what an error of a hidden state costs
-LENGTH = {"cpu": 256, "cuda": 512}  # tokens of a row that is learned from, at most: attention takes a CPU less time
+# rows of the whole way, if not told: a quarter of an hour of two cores and a minute of an H100; MAX_PASSES of the text at most, and up to
+# MIN_ROWS_SEEN written by the model where the text lacks them: to learn from a token again takes the CPU less time than to write one
+MAX_ROWS_SEEN = {"cpu": 5760, "cuda": 18432}
+MAX_PASSES = {"cpu": 4, "cuda": 1}
+MIN_ROWS_SEEN = {"cpu": 2560, "cuda": 18432}
+MAX_WORK = 1e16  # weights times tokens of the way on a GPU: 8e16 FLOP, so that models of more than 1.06 billion weights see fewer rows
+HIDDEN_LOSS_SHARE = {"cpu": 0.6, "cuda": 0.25}  # share of the loss: what many rows say by themselves, few do not
+PRICE_TOKENS = 16384  # tokens that say what an error of a hidden state costs
+MAX_ROW_TOKENS = {"cpu": 256, "cuda": 512}  # tokens of a row that is learned from, at most: attention takes a CPU less time
 STEP_TOKENS = {"cpu": 4096, "cuda": 8192}  # of one step
-INNER = 1 << 22  # numbers of an MLP's widest activation at once on a CPU
-DECAY, POWER = 0.8, {"cpu": 3, "cuda": 2}  # of Adam's first moment; of the cosine by which steps become shorter
-DAMPING, DAMPING_TOKENS = 0.15, 2.9e6  # of codes in Adam, with at least so many tokens; higher with fewer (`damping_of`)
-LEARNING = 8  # of what is filed after each part: one more where that, or the rule of a step, changes
-PARTS = 8  # of the way: after each one the model is judged and filed
-CHOOSING = 32  # rows
+MAX_INNER_NUMBERS_CPU = 1 << 22  # numbers of an MLP's widest activation at once on a CPU
+FIRST_MOMENT_DECAY = 0.8  # of Adam's first moment
+COSINE_POWER = {"cpu": 3, "cuda": 2}  # of the cosine by which steps become shorter
+CODE_DAMPING = 0.15  # of codes in Adam
+DAMPING_TOKENS = 2.9e6  # with at least so many tokens; higher with fewer (`damping_of`)
+CHECKPOINT_VERSION = 8  # of what is filed after each part: one more where that, or the rule of a step, changes
+VALIDATION_INTERVALS = 8  # of the way: after each one the model is judged and filed
+VALIDATION_ROWS = 32  # rows
 # how far a number may go if every gradient points the same way, over the square root of the steps: codes in steps
 # of their grid, others in shares of their own size, times what share of the weights rounding errors are: 0.17 at 3 bits, 0.02 at 6.
 # Gradients that are noise move it 1.2 times as far, whatever the number of steps: for a code a quarter of what changes it
-TRAVEL = {"codes": 0.1, "scales": 0.06, "vectors": 0.03, "embedding": 0.09}
-BESIDE, ALONE = 0, 8  # passes of block-wise learning, before the whole model learns and instead of it
+LEARNING_RATES = {"codes": 0.1, "scales": 0.06, "vectors": 0.03, "embedding": 0.09}
+BLOCKWISE_PASSES = 0  # of block-wise learning, before the whole model learns
+BLOCKWISE_ONLY_PASSES = 8  # of block-wise learning, instead of it
 PER_WEIGHT = 40  # bytes: dense, latent, rounded, gradient, two moments, steps, what is kept
 
 
@@ -70,15 +75,17 @@ class Tuning:
 
     descent: sweeps of coordinate descent over codes and scales of each matrix, before anything learns, at most (converter.descent); they
     bring less than learning for the same time.
-    blocks: passes of block-wise learning of each layer after it is rounded, 0 for none (converter.blockwise); None: BESIDE, or ALONE
-    where memory does not hold the whole model several times over. All further fields are about learning of the whole model at once.
+    blocks: passes of block-wise learning of each layer after it is rounded, 0 for none (converter.blockwise); None: BLOCKWISE_PASSES, or
+    BLOCKWISE_ONLY_PASSES where memory does not hold the whole model several times over. All further fields are about learning of the whole
+    model at once.
     codes: of all matrices. scales: the largest step of each group. vectors: norms and biases. embedding: its table, and learned positions.
     hidden: share of the loss that is the error of the hidden states after every layer, priced by what the dense model's predictions say
-    of it (`_Trainer`); the KL is the rest. None: HIDDEN, more of it where fewer rows are seen.
-    seen: rows of the whole way; None: SEEN, on a GPU fewer for a large model (`seeing`).
+    of it (`_Trainer`); the KL is the rest. None: HIDDEN_LOSS_SHARE, more of it where fewer rows are seen.
+    seen: rows of the whole way; None: MAX_ROWS_SEEN, on a GPU fewer for a large model (`with_rows_seen`).
     rows: at most, from the calibration text; None: all there are, up to those seen. passes: how often every row of the text is seen,
-    each time cut at other places, even if they are more than those seen; None: as often as it takes to those seen, up to PASSES. written:
-    rows that the dense model writes itself (converter.writing), each seen once; None: as many as are missing to LEAST, or to those seen.
+    each time cut at other places, even if they are more than those seen; None: as often as it takes to those seen, up to MAX_PASSES.
+    written: rows that the dense model writes itself (converter.writing), each seen once; None: as many as are missing to MIN_ROWS_SEEN, or
+    to those seen.
     travel: how far a code may go, in steps of its grid over the square root of the steps of the way, if every gradient points the same
     way: above 0.1 less evidence changes a code.
     """
@@ -92,12 +99,12 @@ class Tuning:
     rows: int | None = None
     passes: int | None = None
     written: int | None = None
-    travel: float = TRAVEL["codes"]
+    travel: float = LEARNING_RATES["codes"]
     seen: int | None = None
     hidden: float | None = None
 
     def __post_init__(self) -> None:
-        for name in TRAVEL:
+        for name in LEARNING_RATES:
             check_flag(f"Tuning: {name}", getattr(self, name))
         for name, value, low, high in (
             ("descent", self.descent, 0, 64),
@@ -115,44 +122,48 @@ class Tuning:
 
     def on(self, device: torch.device) -> Tuning:
         """The same with what depends on the kind of device filled in."""
-        return replace(self, hidden=self.hidden if self.hidden is not None else HIDDEN[device.type])
+        return replace(self, hidden=self.hidden if self.hidden is not None else HIDDEN_LOSS_SHARE[device.type])
 
     @property
     def learns(self) -> bool:
         """Whether anything learns end to end."""
-        return any(getattr(self, name) for name in TRAVEL)
+        return any(getattr(self, name) for name in LEARNING_RATES)
 
     def most_rows(self, device: torch.device) -> int:
         """Rows of the text, at most."""
         return self.rows if self.rows is not None else self._seen(device)
 
     def _seen(self, device: torch.device) -> int:
-        return self.seen if self.seen is not None else SEEN[device.type]
+        return self.seen if self.seen is not None else MAX_ROWS_SEEN[device.type]
 
     def to_write(self, rows: int, device: torch.device) -> int:
         """Rows that the dense model writes, where the text has given `rows`."""
-        least = min(self._seen(device), LEAST[device.type])
+        least = min(self._seen(device), MIN_ROWS_SEEN[device.type])
         return self.written if self.written is not None else max(0, least - self.repeated(rows, device))
 
     def steps(self, rows: int, length: int, device: torch.device) -> int:
         """Steps of the whole way."""
-        written, (pieces, each) = self.to_write(rows, device), cut(length, device)
+        written, (pieces, each) = self.to_write(rows, device), row_pieces(length, device)
         return -(-(self.repeated(rows, device) + written) * pieces // rows_per_step((rows + written) * pieces, each, device))
 
     def repeated(self, rows: int, device: torch.device) -> int:
-        """Rows of the whole way that are the text's, where it has given `rows`: each `passes` times, or up to PASSES."""
-        return self.passes * rows if self.passes is not None else min(PASSES[device.type] * rows, self._seen(device))
+        """Rows of the whole way that are the text's, where it has given `rows`: each `passes` times, or up to MAX_PASSES."""
+        return self.passes * rows if self.passes is not None else min(MAX_PASSES[device.type] * rows, self._seen(device))
 
 
-def cut(length: int, device: torch.device) -> tuple[int, int]:
-    """Pieces of a row of `length` tokens, and tokens of each, no more than LENGTH: what is learned from; a few at the end may be left."""
-    pieces = -(-length // LENGTH[device.type])
+def row_pieces(length: int, device: torch.device) -> tuple[int, int]:
+    """Pieces of a row of `length` tokens, and tokens of each, no more than MAX_ROW_TOKENS: what is learned from; a few at the end may be
+    left.
+    """
+    pieces = -(-length // MAX_ROW_TOKENS[device.type])
     return pieces, length // pieces
 
 
 def rows_per_step(rows: int, length: int, device: torch.device) -> int:
-    """Rows of one step of `rows` different ones: STEP_TOKENS, fewer where there are few, so that a pass has PARTS steps at least."""
-    return max(1, min(STEP_TOKENS[device.type] // length, rows // PARTS))
+    """Rows of one step of `rows` different ones: STEP_TOKENS, fewer where there are few, so that a pass has VALIDATION_INTERVALS steps at
+    least.
+    """
+    return max(1, min(STEP_TOKENS[device.type] // length, rows // VALIDATION_INTERVALS))
 
 
 @dataclass(frozen=True)
@@ -195,9 +206,9 @@ class Tuned:
 
 def needed_bytes(config: ModelConfig, device: torch.device, length: int) -> int:
     """Memory that tuning takes: every matrix several times over, and the activations of one batch through all layers, or writing."""
-    weights = sum(linear.in_features * linear.out_features for linear in linears(config))
+    weights = sum(linear.in_features * linear.out_features for linear in model_linears(config))
     vectors = sum(math.prod(shape) for shape in end_vectors(config).values())
-    each = cut(length, device)[1]
+    each = row_pieces(length, device)[1]
     rows = min(max(1, STEP_TOKENS[device.type] // each), _rows_at_once(config, each, device))
     inner = 20 * config.hidden_size + 14 * config.q_size + 12 * config.intermediate_size
     scores = 2 * config.num_heads * each
@@ -207,7 +218,7 @@ def needed_bytes(config: ModelConfig, device: torch.device, length: int) -> int:
 
 def _rows_at_once(config: ModelConfig, length: int, device: torch.device) -> int:
     """Rows of `length` tokens of which gradients are computed at once."""
-    return gpu_rows(config, length) if device.type == "cuda" else max(1, INNER // (config.intermediate_size * length))
+    return gpu_rows(config, length) if device.type == "cuda" else max(1, MAX_INNER_NUMBERS_CPU // (config.intermediate_size * length))
 
 
 def lacking_memory(config: ModelConfig, device: torch.device, length: int) -> str:
@@ -220,16 +231,16 @@ def lacking_memory(config: ModelConfig, device: torch.device, length: int) -> st
     return "" if needed <= 0.9 * there else f"needs {size_text(needed)} of memory, found {size_text(there)} on {device}"
 
 
-def seeing(tuning: Tuning, config: ModelConfig, device: torch.device, length: int) -> Tuning:
-    """The same with the rows of the whole way filled in: SEEN, on a GPU so many that they are no more than WORK."""
+def with_rows_seen(tuning: Tuning, config: ModelConfig, device: torch.device, length: int) -> Tuning:
+    """The same with the rows of the whole way filled in: MAX_ROWS_SEEN, on a GPU so many that they are no more than MAX_WORK."""
     if tuning.seen is not None:
         return tuning
-    work = length * sum(linear.in_features * linear.out_features for linear in linears(config))
-    most = max(1, int(WORK / work)) if device.type == "cuda" else SEEN[device.type]
-    return replace(tuning, seen=min(SEEN[device.type], most))
+    work = length * sum(linear.in_features * linear.out_features for linear in model_linears(config))
+    most = max(1, int(MAX_WORK / work)) if device.type == "cuda" else MAX_ROWS_SEEN[device.type]
+    return replace(tuning, seen=min(MAX_ROWS_SEEN[device.type], most))
 
 
-def fitting(tuning: Tuning, config: ModelConfig, device: torch.device, length: int) -> tuple[Tuning, str]:
+def fit_to_device(tuning: Tuning, config: ModelConfig, device: torch.device, length: int) -> tuple[Tuning, str]:
     """What of it this device can do, and why not more, in words: where the whole model cannot learn at once, its layers do one at a time.
 
     Raises:
@@ -241,21 +252,21 @@ def fitting(tuning: Tuning, config: ModelConfig, device: torch.device, length: i
         raise OptionError("convert: effort 'tuned' and the model has experts, expected a dense one; use effort='thorough'")
     why = lacking_memory(config, device, length) if tuning.learns else ""
     if not why:
-        return replace(tuning, blocks=BESIDE if tuning.blocks is None else tuning.blocks), ""
+        return replace(tuning, blocks=BLOCKWISE_PASSES if tuning.blocks is None else tuning.blocks), ""
     if tuning.blocks == 0:
         raise ConversionError(
             f"convert: Tuning: blocks is 0, and to tune all layers at once {why}; leave blocks out, or use a device with more"
         )
-    return replace(tuning, blocks=tuning.blocks or ALONE, **dict.fromkeys(TRAVEL, False)), why
+    return replace(tuning, blocks=tuning.blocks or BLOCKWISE_ONLY_PASSES, **dict.fromkeys(LEARNING_RATES, False)), why
 
 
 def damping_of(tokens: int) -> float:
-    """Adam's damping of the codes: DAMPING from DAMPING_TOKENS tokens of the whole way on, in inverse proportion below, 1 at most.
+    """Adam's damping of the codes: CODE_DAMPING from DAMPING_TOKENS tokens of the whole way on, in inverse proportion below, 1 at most.
 
     Gradients of codes that hardly matter are mostly noise if tokens are few. Demo model, 4 bits, KL 0.0337 before learning: after 0.32
     million tokens 0.0339 with a damping of 0.15 and 0.0310 with 1, after 2.9 million 0.0222 and 0.0227.
     """
-    return min(1.0, DAMPING * max(1.0, DAMPING_TOKENS / max(1, tokens)))
+    return min(1.0, CODE_DAMPING * max(1.0, DAMPING_TOKENS / max(1, tokens)))
 
 
 class _Student:
@@ -266,19 +277,23 @@ class _Student:
         steps, tokens: of the whole way.
     """
 
-    def __init__(self, config: ModelConfig, made: Made, packed: Packed, dense: Weights, tuning: Tuning, steps: float, tokens: int) -> None:
+    def __init__(
+        self, config: ModelConfig, made: QuantizedLayers, packed: Packed, dense: Weights, tuning: Tuning, steps: float, tokens: int
+    ) -> None:
         device = dense[f"{config.names.embed}.weight"].device
         self.grids = {
-            line.key: Grid(packed[line.key][0], line.out_features, device, dense[f"{line.key}.weight"]) for line in linears(config)
+            line.key: Grid(packed[line.key][0], line.out_features, device, dense[f"{line.key}.weight"]) for line in model_linears(config)
         }
-        matrices = {f"{linear.key}.{part}" for linear in linears(config) for part in ("weight", "bias")}
+        matrices = {f"{linear.key}.{part}" for linear in model_linears(config) for part in ("weight", "bias")}
         own = {name: tensor.to(device).float() for name, tensor in made.vectors.items()}
         self.vectors = {name: own.get(name, tensor).clone() for name, tensor in dense.items() if name not in matrices}
         names = config.names
         table = {f"{names.embed}.weight", f"{names.positions}.weight"}
         error = _relative_error(self.grids, dense)
-        travel = {name: far * math.sqrt(steps) * error for name, far in TRAVEL.items()} | {"codes": tuning.travel * math.sqrt(steps)}
-        self.stacks = stacks(self.grids)
+        travel = {name: far * math.sqrt(steps) * error for name, far in LEARNING_RATES.items()} | {
+            "codes": tuning.travel * math.sqrt(steps)
+        }
+        self.stacks = stack_grids(self.grids)
         codes = [stack for _, stack in self.stacks] if tuning.codes else []
         learning: list[tuple[Tensor, Tensor | float]] = [(stack.latent, travel["codes"]) for stack in codes]  # with how far each may go
         if tuning.scales:
@@ -290,11 +305,11 @@ class _Student:
             part = "embedding" if name in table else "vectors"
             if getattr(tuning, part):
                 learning.append((tensor, travel[part] * float(tensor.abs().mean())))
-        self.adam = Adam(learning, pooled=len(codes), decay=DECAY, damping=damping_of(tokens))
+        self.adam = Adam(learning, pooled=len(codes), decay=FIRST_MOMENT_DECAY, damping=damping_of(tokens))
 
     def weights(self) -> Weights:
         """All tensors of the network as it is loaded; differentiable."""
-        return loaded(self.grids, self.vectors, self.stacks)
+        return loaded_tensors(self.grids, self.vectors, self.stacks)
 
     def keep(self) -> Weights:
         """What the files will hold, by key and part."""
@@ -324,7 +339,7 @@ def _relative_error(grids: Mapping[str, Grid], dense: Weights) -> float:
 
 def learned_rows(text: Tensor, count: int, written: Tensor, device: torch.device) -> Tensor:
     """Rows of the whole way: `count` of the text, pass by pass, each pass cut at other places, and those written."""
-    (pieces, each), passes = cut(text.shape[1], device), -(-count // max(1, len(text)))
+    (pieces, each), passes = row_pieces(text.shape[1], device), -(-count // max(1, len(text)))
     places = [-(each * at // passes) for at in range(passes)]
     rows = torch.cat([torch.cat([text.flatten().roll(place).view_as(text) for place in places])[:count], written])
     return rows[:, : pieces * each].reshape(-1, each)
@@ -346,17 +361,17 @@ class _Trainer:
     ) -> None:
         self._config, self._teacher, self.student, self._rows, self._ids, self._each = config, teacher, student, rows, ids, each
         self._steps = torch.randperm(len(ids), generator=torch.Generator().manual_seed(seed)).split(self._each)
-        self.parts = [round(len(self._steps) * part / PARTS) for part in range(PARTS + 1)]
+        self.parts = [round(len(self._steps) * part / VALIDATION_INTERVALS) for part in range(VALIDATION_INTERVALS + 1)]
         self.history: list[tuple[int, float, float]] = []
         self.best: Weights = {}
         self._replay: Callable[[Tensor], Tensor] | None = None
         self._aside: torch.cuda.Stream | None = None
         device = teacher[f"{config.names.embed}.weight"].device
-        self._share = shares(len(self._steps), POWER[device.type])
+        self._share = learning_rate_shares(len(self._steps), COSINE_POWER[device.type])
         self._attention = reference.DenseAttention(config, ids.shape[1], device)
         self._half, self._hidden = half_products(device), hidden
-        count = max(1, min(PRICED // ids.shape[1], len(ids)))
-        self._prices = prices(config, teacher, ids[torch.arange(count) * (len(ids) // count)].to(device), seed) if hidden else []
+        count = max(1, min(PRICE_TOKENS // ids.shape[1], len(ids)))
+        self._prices = stream_prices(config, teacher, ids[torch.arange(count) * (len(ids) // count)].to(device), seed) if hidden else []
         self._aimed = _last_stream(config, teacher, rows.choosing)
 
     def part(self, number: int, step: Callable[[str], None]) -> None:
@@ -365,11 +380,11 @@ class _Trainer:
         for at in range(self.parts[number - 1] if number else 0, self.parts[number]):
             losses.append(self._step(at))
             step(f"KL {losses[-1]:.5f}")
-        choosing = kl_of(self._config, self._teacher, self.student.weights(), self._rows.choosing, self._aimed)
+        choosing = mean_kl(self._config, self._teacher, self.student.weights(), self._rows.choosing, self._aimed)
         train = (
             sum(losses) / len(losses)
             if losses
-            else kl_of(self._config, self._teacher, self.student.weights(), self._ids[: len(self._rows.choosing)])
+            else mean_kl(self._config, self._teacher, self.student.weights(), self._ids[: len(self._rows.choosing)])
         )
         if not self.history or choosing < min(entry[2] for entry in self.history):
             self.best = self.student.keep()
@@ -410,9 +425,9 @@ class _Trainer:
         for rows in ids.split(_rows_at_once(config, ids.shape[1], ids.device)):
             with fast_products(ids.device):
                 with self._beside(ids.device):
-                    wanted, aimed = _forward(config, teacher, rows, None if ids.is_cuda else self._attention, self._half)
+                    wanted, aimed = _forward_rows(config, teacher, rows, None if ids.is_cuda else self._attention, self._half)
                 with torch.enable_grad():
-                    predicted, streams = _forward(config, leaves, rows, self._attention, self._half)
+                    predicted, streams = _forward_rows(config, leaves, rows, self._attention, self._half)
                     self._meet(ids.device)
                     each = row_divergence(wanted, predicted)
                     found, target = each.sum() / ids.numel(), levelled(each).sum() / ids.numel()
@@ -462,7 +477,7 @@ class _Trainer:
                 tensor.copy_(state[f"{kind}.{at}"])
 
 
-def _forward(
+def _forward_rows(
     config: ModelConfig, weights: Weights, ids: Tensor, past: reference.Past | None = None, half: bool = False
 ) -> tuple[Tensor, list[Tensor]]:
     """Logits of every token's prediction, and the stream after each layer: ids int `(B, S)` -> f32 `(B, S, V)`, L times `(B, S, H)`.
@@ -484,7 +499,7 @@ def _bf16_products(half: bool) -> torch.autocast:
     return torch.autocast("cpu", torch.bfloat16, enabled=half, cache_enabled=False)
 
 
-def prices(config: ModelConfig, weights: Weights, ids: Tensor, seed: int) -> list[Tensor]:
+def stream_prices(config: ModelConfig, weights: Weights, ids: Tensor, seed: int) -> list[Tensor]:
     """What an error of the stream after each layer costs, on rows int `(R, S)`: symmetric f32 `(H, H)` per layer.
 
     The KL of the predictions after a small error e of the stream, relative to its root mean square, is e' P e / 2 on average: P is the
@@ -493,7 +508,7 @@ def prices(config: ModelConfig, weights: Weights, ids: Tensor, seed: int) -> lis
     """
     embedding, generator = weights[f"{config.names.embed}.weight"], torch.Generator(ids.device).manual_seed(seed)
     found = [embedding.new_zeros(config.hidden_size, config.hidden_size) for _ in range(config.num_layers)]
-    for part in batches(config, embedding.new_empty(*ids.shape, 0), 0, len(ids)):
+    for part in row_batches(config, embedding.new_empty(*ids.shape, 0), 0, len(ids)):
         with torch.enable_grad(), fast_products_on_cpu(ids.device):
             x, streams = reference.embed(config, weights, ids[part]).requires_grad_(), []
             for layer in range(config.num_layers):
@@ -545,16 +560,16 @@ def levelled(divergence: Tensor) -> Tensor:
 
     Few tokens have most of the KL, and what they say of a code is mostly about themselves.
     """
-    return divergence * (divergence.detach().mean() / divergence.detach().clamp_min(TINY)).clamp_max(1)
+    return divergence * (divergence.detach().mean() / divergence.detach().clamp_min(ADAM_EPS)).clamp_max(1)
 
 
-def kl_of(config: ModelConfig, teacher: Weights, student: Weights, ids: Tensor, aimed: Tensor | None = None) -> float:
+def mean_kl(config: ModelConfig, teacher: Weights, student: Weights, ids: Tensor, aimed: Tensor | None = None) -> float:
     """Mean KL(teacher || student) on rows int `(R, S)`, nats per token. aimed: the teacher's last stream there, if it is known."""
     aimed, total = _last_stream(config, teacher, ids) if aimed is None else aimed, 0.0
     with torch.no_grad(), fast_products_on_cpu(aimed.device):
-        for part in batches(config, aimed, 0, len(ids)):
+        for part in row_batches(config, aimed, 0, len(ids)):
             wanted = reference.head(config, teacher, reference.final_norm(config, teacher, aimed[part]))
-            found, _ = _forward(config, student, ids[part].to(aimed.device))
+            found, _ = _forward_rows(config, student, ids[part].to(aimed.device))
             total += float(row_divergence(wanted, found).sum(dtype=torch.float64))
     return total / max(1, ids.numel())
 
@@ -563,7 +578,7 @@ def _last_stream(config: ModelConfig, weights: Weights, ids: Tensor) -> Tensor:
     """The stream after the last layer, f32 `(R, S, H)`, of rows int `(R, S)`."""
     made = weights[f"{config.names.embed}.weight"].new_empty(*ids.shape, config.hidden_size)
     with torch.no_grad(), fast_products_on_cpu(made.device):
-        for part in batches(config, made, 0, len(ids)):
+        for part in row_batches(config, made, 0, len(ids)):
             x = reference.embed(config, weights, ids[part].to(made.device))
             for layer in range(config.num_layers):
                 x = reference.block(config, layer, weights, x)
@@ -571,13 +586,13 @@ def _last_stream(config: ModelConfig, weights: Weights, ids: Tensor) -> Tensor:
     return made
 
 
-def _judged(config: ModelConfig, teacher: Weights, student: Weights, ids: Tensor) -> Quality | None:
+def _judge_model(config: ModelConfig, teacher: Weights, student: Weights, ids: Tensor) -> Quality | None:
     if not len(ids):
         return None
-    return judge(config, ids, *((weights, _last_stream(config, weights, ids)) for weights in (teacher, student)))
+    return judge_rows(config, ids, *((weights, _last_stream(config, weights, ids)) for weights in (teacher, student)))
 
 
-def tune(context: Context, rows: Rows, made: Made, tuning: Tuning, seed: int) -> Tuned:
+def tune(context: Context, rows: Rows, made: QuantizedLayers, tuning: Tuning, seed: int) -> Tuned:
     """Tune a quantised model and file its layers under a key of their own; a killed job goes on after its last part.
 
     Args:
@@ -587,23 +602,23 @@ def tune(context: Context, rows: Rows, made: Made, tuning: Tuning, seed: int) ->
         seed: of the order of the rows.
     """
     with kept_memory() if context.weights.device.type == "cpu" else nullcontext():
-        return _tune(context, rows, made, tuning, seed)
+        return _run_tuning(context, rows, made, tuning, seed)
 
 
-def _tune(context: Context, rows: Rows, made: Made, tuning: Tuning, seed: int) -> Tuned:
+def _run_tuning(context: Context, rows: Rows, made: QuantizedLayers, tuning: Tuning, seed: int) -> Tuned:
     weights, work, config = context.weights, context.work, context.weights.config
     texts = [found.numpy().tobytes() for found in (rows.tuning, rows.choosing)]
-    key = hash_of("tuned", LEARNING, made.key, tuning, seed, weights.device.type, *texts)
-    packed = _packed(context, made.key)
+    key = hash_of("tuned", CHECKPOINT_VERSION, made.key, tuning, seed, weights.device.type, *texts)
+    packed = _packed_layers(context, made.key)
     teacher = dense_weights(weights)
-    written = _written(context, teacher, rows.tuning, tuning.to_write(len(rows.tuning), weights.device), seed)
+    written = _write_training_rows(context, teacher, rows.tuning, tuning.to_write(len(rows.tuning), weights.device), seed)
     device = weights.device
     ids = learned_rows(rows.tuning, tuning.repeated(len(rows.tuning), device), written, device)
-    different = (len(rows.tuning) + len(written)) * cut(rows.tuning.shape[1], device)[0]
+    different = (len(rows.tuning) + len(written)) * row_pieces(rows.tuning.shape[1], device)[0]
     each = rows_per_step(different, ids.shape[1], device)
     student = _Student(config, made, packed, teacher, tuning, len(ids) / each, ids.numel())
     before = student.weights()
-    second = [kl_of(config, teacher, before, rows.second)] if len(rows.second) else []
+    second = [mean_kl(config, teacher, before, rows.second)] if len(rows.second) else []
     del before
     trainer = _Trainer(config, teacher, student, ids, each, rows, seed, tuning.hidden or 0.0)
     with context.meter("tune", total=trainer.parts[-1], unit="steps") as meter:
@@ -616,21 +631,21 @@ def _tune(context: Context, rows: Rows, made: Made, tuning: Tuning, seed: int) -
         if state is not None:
             trainer.restore(state)
             meter.at(trainer.parts[len(trainer.history) - 1])
-        for number in range(len(trainer.history), PARTS + 1):
+        for number in range(len(trainer.history), VALIDATION_INTERVALS + 1):
             trainer.part(number, step)
             work.save_tuning(key, trainer.state())
         best = trainer.best
         final = student.packed(best, {name: loss for name, (_, loss) in packed.items()})
-        for layer in (*range(config.num_layers), HEAD):
-            work.save(key, layer, {linear.key: final[linear.key] for linear in _layer(config, layer).values()})
+        for layer in (*range(config.num_layers), HEAD_LAYER):
+            work.save(key, layer, {linear.key: final[linear.key] for linear in _linears_of_layer(config, layer).values()})
     vectors = {name: best[name] for name in student.vectors}
     found: Weights = {name: tensor.to(weights.device).float() for name, tensor in vectors.items()}
-    for linear in linears(config):
+    for linear in model_linears(config):
         grid = Grid(final[linear.key][0], linear.out_features, weights.device)
         found[f"{linear.key}.weight"] = grid.weight()
         if grid.bias is not None:
             found[f"{linear.key}.bias"] = grid.bias
-    second += [kl_of(config, teacher, found, rows.second)] if second else []
+    second += [mean_kl(config, teacher, found, rows.second)] if second else []
     choosing = [entry[2] for entry in trainer.history]
     return Tuned(
         key=key,
@@ -638,7 +653,7 @@ def _tune(context: Context, rows: Rows, made: Made, tuning: Tuning, seed: int) -
         written=len(written),
         history=tuple(trainer.history),
         chosen=choosing.index(min(choosing)),
-        quality=_judged(config, teacher, found, rows.report),
+        quality=_judge_model(config, teacher, found, rows.report),
         before=made.quality,
         second=rows.second_name if second else "",
         second_kl=(second[0], second[1]) if second else None,
@@ -646,7 +661,7 @@ def _tune(context: Context, rows: Rows, made: Made, tuning: Tuning, seed: int) -
     )
 
 
-def _written(context: Context, teacher: Weights, text: Tensor, rows: int, seed: int) -> Tensor:
+def _write_training_rows(context: Context, teacher: Weights, text: Tensor, rows: int, seed: int) -> Tensor:
     """Rows int32 `(rows, S)` that the dense model writes, each beginning with some tokens of a text `(n, S)`; filed."""
     config, length, work = context.weights.config, text.shape[1], context.work
     if not rows:
@@ -656,27 +671,27 @@ def _written(context: Context, teacher: Weights, text: Tensor, rows: int, seed: 
     if found is not None:
         return found
     generator, many = torch.Generator().manual_seed(seed), text.flatten()
-    starts = torch.randint(len(many) - BEGINNING, (rows,), generator=generator)
+    starts = torch.randint(len(many) - SEED_TOKENS, (rows,), generator=generator)
     with context.meter("write text", total=rows * (length - 1), unit="tokens") as meter:
 
         def step(count: int) -> None:
             context.check()
             meter.step(count)
 
-        found = write_rows(config, teacher, many[starts[:, None] + torch.arange(BEGINNING)], length, seed, step)
+        found = write_rows(config, teacher, many[starts[:, None] + torch.arange(SEED_TOKENS)], length, seed, step)
     work.save_written(key, found)
     return found
 
 
-def _layer(config: ModelConfig, layer: int) -> dict[str, Linear]:
-    return {"head": head_linear(config)} if layer == HEAD else layer_linears(config, layer)
+def _linears_of_layer(config: ModelConfig, layer: int) -> dict[str, Linear]:
+    return {"head": head_linear(config)} if layer == HEAD_LAYER else layer_linears(config, layer)
 
 
-def _packed(context: Context, key: str) -> Packed:
+def _packed_layers(context: Context, key: str) -> Packed:
     """All quantised matrices, of the files of the work folder."""
     found: Packed = {}
-    for layer in (*range(context.weights.config.num_layers), HEAD):
-        part = context.work.load(key, layer, _layer(context.weights.config, layer))
+    for layer in (*range(context.weights.config.num_layers), HEAD_LAYER):
+        part = context.work.load(key, layer, _linears_of_layer(context.weights.config, layer))
         if part is None:
             raise ConversionError(f"{context.work.quantized(key, layer)}: was damaged or removed meanwhile; run the conversion again")
         found |= part

@@ -13,10 +13,19 @@ from torch import Tensor
 
 from exl2nb.core.errors import ConversionError, Exl2Error, FormatError
 from exl2nb.model.config import ModelConfig
-from exl2nb.model.layout import Linear, accepted, end_vectors, head_linear, layer_linears, layer_vectors, linears, vectors
+from exl2nb.model.layout import (
+    Linear,
+    accepted_shapes,
+    end_vectors,
+    head_linear,
+    layer_linears,
+    layer_vectors,
+    model_linears,
+    vector_shapes,
+)
 from exl2nb.model.store import Store
 
-_ALIGNED = 64  # bytes
+_ALIGNMENT_BYTES = 64  # bytes
 
 
 class Prefetcher:
@@ -41,7 +50,7 @@ class Prefetcher:
         if tuple(names) == self._names:
             return
         self.close()
-        sizes = [-(-self._store.info(name).nbytes // _ALIGNED) * _ALIGNED for name in names]
+        sizes = [-(-self._store.info(name).nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for name in names]
         if not 0 < sum(sizes) <= self._most:
             return
         if len(self._space) < sum(sizes):
@@ -98,7 +107,7 @@ class DenseWeights:
         self._factors: dict[str, Tensor] = {}
         self._through: Tensor | None = None
         self.prefetcher = Prefetcher(store, _PINNED_BYTES if self.device.type == "cuda" else 0, pinned=True)
-        for linear in linears(config):
+        for linear in model_linears(config):
             self._check(self._weight_name(linear), linear.shape)
             if linear.bias:
                 self._check(f"{linear.key}.bias", (linear.out_features,))
@@ -108,8 +117,8 @@ class DenseWeights:
                     f"{linear.key}: is {linear.in_features} x {linear.out_features}; expected multiples of 32 (inputs at most 65536): "
                     "the EXL2 format cannot hold this model"
                 )
-        for name, shape in vectors(config).items():
-            self._check(name, *accepted(config, shape))
+        for name, shape in vector_shapes(config).items():
+            self._check(name, *accepted_shapes(config, shape))
 
     def close(self) -> None:
         """Read nothing ahead any more; before the store is closed."""
@@ -167,7 +176,7 @@ class DenseWeights:
 
     def fingerprint(self) -> str:
         """Hash of the model's files."""
-        return fingerprint_of(self.store.files, Path(self.store.directory))
+        return files_fingerprint(self.store.files, Path(self.store.directory))
 
     def _weight_name(self, linear: Linear) -> str:
         own = f"{linear.key}.weight"
@@ -189,12 +198,12 @@ class DenseWeights:
     def _pinned(self) -> Tensor | None:
         """Memory from which a GPU fetches by itself, for the largest tensor; None on the CPU, where every tensor has its own."""
         if self.device.type == "cuda" and self._through is None:
-            largest = max(self.store.info(self._weight_name(linear)).nbytes for linear in linears(self.config))
+            largest = max(self.store.info(self._weight_name(linear)).nbytes for linear in model_linears(self.config))
             self._through = torch.empty(min(largest, _PINNED_BYTES), dtype=torch.uint8, pin_memory=True)
         return self._through
 
 
-def fingerprint_of(files: Sequence[Path], directory: Path) -> str:
+def files_fingerprint(files: Sequence[Path], directory: Path) -> str:
     """Hash of a model's files: headers, sizes, the first and last MiB of each, and config.json."""
     digest = hashlib.sha256()
     for path in files:

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from exl2nb.converter.measurement import Measured, Measurement, checksum, parse, plain, write_json
+from exl2nb.converter.measurement import Measured, Measurement, checksum, measurement_from_json, measurement_to_json, write_json
 from exl2nb.converter.weights import DenseWeights
 from exl2nb.core.errors import ConversionError, Exl2Error
 from exl2nb.core.progress import Forecast, Meter, Sink
@@ -28,12 +28,12 @@ from exl2nb.io.hf_config import read_json
 from exl2nb.model.layout import Linear
 from exl2nb.quant.exl2 import Exl2Tensors
 
-REVISION = 7  # of the algorithm: part of every hash, so that work of an older one is never taken over
-HEAD = -1  # layer index of the head
-OWN = re.compile(
+ALGORITHM_REVISION = 7  # of the algorithm: part of every hash, so that work of an older one is never taken over
+HEAD_LAYER = -1  # layer index of the head
+WORK_FILE_PATTERN = re.compile(
     r"\.?(measure|measurement|statistics|scales|trial|tune|written|layer)-[0-9a-f]{1,16}(-(head|\d{4,}))?\.(json|safetensors)(\..*\.tmp)?"
 )
-MORE = "more."  # before the names of a layer's further tensors
+EXTRA_TENSOR_PREFIX = "more."  # before the names of a layer's further tensors
 Packed = dict[str, tuple[Exl2Tensors, float]]  # module key -> tensors, loss
 
 
@@ -73,69 +73,69 @@ class Work:
     def save_measurement(self, found: Measurement, layers: int) -> None:
         """Keep a finished measurement; the parts of its layers are no longer needed."""
         found.save(self._path("measurement", found.key))
-        for layer in (HEAD, *range(layers)):
+        for layer in (HEAD_LAYER, *range(layers)):
             self._path("measure", found.key, layer).unlink(missing_ok=True)
 
     def save_part(self, key: str, layer: int, linears: Mapping[str, Measured]) -> None:
         """Keep the measured linears of one layer, or of the head."""
-        table = plain(linears)
-        write_json(self._path("measure", key, layer), {"linears": table, SUM: checksum(table)})
+        table = measurement_to_json(linears)
+        write_json(self._path("measure", key, layer), {"linears": table, CHECKSUM_KEY: checksum(table)})
 
     def load_part(self, key: str, layer: int) -> dict[str, Measured] | None:
         """Read what `save_part` wrote; None where it is missing or damaged, and must be measured again."""
         try:
             found = read_json(self._path("measure", key, layer), error=ConversionError)
-            return parse(found["linears"]) if found[SUM] == checksum(found["linears"]) else None
+            return measurement_from_json(found["linears"]) if found[CHECKSUM_KEY] == checksum(found["linears"]) else None
         except (Exl2Error, OSError, KeyError, TypeError, ValueError):
             return None
 
     def save_statistics(self, key: str, layer: int, tensors: Mapping[str, Tensor]) -> None:
         """Keep what quantising one layer needs of the sweep."""
-        _write(self._path("statistics", key, layer), tensors)
+        _write_tensors(self._path("statistics", key, layer), tensors)
 
     def load_statistics(self, key: str, layer: int) -> dict[str, Tensor] | None:
         """Read what `save_statistics` wrote; None where it is missing or damaged."""
-        return _read(self._path("statistics", key, layer))
+        return _read_tensors(self._path("statistics", key, layer))
 
     def save_scales(self, key: str, factors: Mapping[str, Tensor]) -> None:
         """Keep the channel scales of the dense model's tensors (`equalization.equalize`)."""
-        _write(self._path("scales", key), factors)
+        _write_tensors(self._path("scales", key), factors)
 
     def load_scales(self, key: str) -> dict[str, Tensor] | None:
         """Read what `save_scales` wrote; None where it is missing or damaged."""
-        return _read(self._path("scales", key))
+        return _read_tensors(self._path("scales", key))
 
     def save_trial(self, key: str, kl: Tensor) -> None:
         """Keep the true KL of some allocations: f64 `(allocations, rows)`."""
-        _write(self._path("trial", key), {"kl": kl})
+        _write_tensors(self._path("trial", key), {"kl": kl})
 
     def load_trial(self, key: str, shape: tuple[int, int]) -> Tensor | None:
         """Read what `save_trial` wrote; None where it is missing, damaged or of another shape, and must be tried again."""
-        found = (_read(self._path("trial", key)) or {}).get("kl")
+        found = (_read_tensors(self._path("trial", key)) or {}).get("kl")
         return found if found is not None and found.shape == shape and found.dtype == torch.float64 else None
 
     def save_tuning(self, key: str, state: Mapping[str, Tensor]) -> None:
         """Keep how far tuning came."""
-        _write(self._path("tune", key), state)
+        _write_tensors(self._path("tune", key), state)
 
     def load_tuning(self, key: str) -> dict[str, Tensor] | None:
         """Read what `save_tuning` wrote; None where it is missing or damaged, and tuning begins again."""
-        return _read(self._path("tune", key))
+        return _read_tensors(self._path("tune", key))
 
     def save_written(self, key: str, rows: Tensor) -> None:
         """Keep rows int32 `(R, S)` that the dense model wrote."""
-        _write(self._path("written", key), {"rows": rows})
+        _write_tensors(self._path("written", key), {"rows": rows})
 
     def load_written(self, key: str) -> Tensor | None:
         """Read what `save_written` wrote; None where it is missing or damaged, and must be written again."""
-        return (_read(self._path("written", key)) or {}).get("rows")
+        return (_read_tensors(self._path("written", key)) or {}).get("rows")
 
     def has_statistics(self, key: str, layers: int) -> bool:
         """Whether those of every layer are there and whole; reads them."""
         return all(self.load_statistics(key, layer) is not None for layer in range(layers))
 
     def _path(self, kind: str, key: str, layer: int | None = None) -> Path:
-        place = "" if layer is None else "-head" if layer == HEAD else f"-{layer:04d}"
+        place = "" if layer is None else "-head" if layer == HEAD_LAYER else f"-{layer:04d}"
         return self.directory / f"{kind}-{key[:16]}{place}.{'json' if kind.startswith('measure') else 'safetensors'}"
 
     def quantized(self, key: str, layer: int) -> Path:
@@ -144,15 +144,15 @@ class Work:
 
     def save(self, key: str, layer: int, packed: Packed, more: Mapping[str, Tensor] | None = None) -> None:
         """Write one quantised layer. more: tensors by name, for `load_more`."""
-        tensors: dict[str, Tensor] = {f"{MORE}{name}": tensor for name, tensor in (more or {}).items()}
+        tensors: dict[str, Tensor] = {f"{EXTRA_TENSOR_PREFIX}{name}": tensor for name, tensor in (more or {}).items()}
         for name, (matrix, loss) in packed.items():
             tensors |= matrix.tensors(name) | {f"{name}.loss": torch.tensor([loss], dtype=torch.float64)}
-        _write(self.quantized(key, layer), tensors)
+        _write_tensors(self.quantized(key, layer), tensors)
 
     def load(self, key: str, layer: int, linears: Mapping[str, Linear]) -> Packed | None:
         """Read one quantised layer; None where it is missing or damaged, and must be made again."""
         path = self.quantized(key, layer)
-        found = _read(path)
+        found = _read_tensors(path)
         try:
             return (
                 None
@@ -172,20 +172,20 @@ class Work:
 
     def load_more(self, key: str, layer: int) -> dict[str, Tensor]:
         """What `save` was given as `more`."""
-        found = _read(self.quantized(key, layer)) or {}
-        return {name.removeprefix(MORE): tensor for name, tensor in found.items() if name.startswith(MORE)}
+        found = _read_tensors(self.quantized(key, layer)) or {}
+        return {name.removeprefix(EXTRA_TENSOR_PREFIX): tensor for name, tensor in found.items() if name.startswith(EXTRA_TENSOR_PREFIX)}
 
     def forget(self, key: str, layers: int) -> None:
         """Remove the quantised layers and the head, and how far their tuning came."""
         self._path("tune", key).unlink(missing_ok=True)
-        for layer in (*range(layers), HEAD):
+        for layer in (*range(layers), HEAD_LAYER):
             self.quantized(key, layer).unlink(missing_ok=True)
 
     def clear(self) -> None:
         """Remove what jobs have written here, and the folder if it is empty then."""
         with suppress(OSError):
             for path in list(self.directory.iterdir()):
-                if OWN.fullmatch(path.name):
+                if WORK_FILE_PATTERN.fullmatch(path.name):
                     path.unlink(missing_ok=True)
         self.leave()
 
@@ -195,25 +195,25 @@ class Work:
             self.directory.rmdir()
 
 
-SUM = "sha256"  # key in a JSON file, and in `__metadata__` of a safetensors file
+CHECKSUM_KEY = "sha256"  # key in a JSON file, and in `__metadata__` of a safetensors file
 
 
-def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
+def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    safetensors.save(path, held, {SUM: _sum(held)})
+    safetensors.save(path, held, {CHECKSUM_KEY: _tensor_checksum(held)})
 
 
-def _read(path: Path) -> dict[str, Tensor] | None:
-    """What `_write` wrote; None where it is missing or a bit of it has changed."""
+def _read_tensors(path: Path) -> dict[str, Tensor] | None:
+    """What `_write_tensors` wrote; None where it is missing or a bit of it has changed."""
     try:
         with safetensors.SafetensorsFile(path) as file:
             found = {name: file.read(name) for name in file.names()}
-            return found if file.metadata.get(SUM) == _sum(found) else None
+            return found if file.metadata.get(CHECKSUM_KEY) == _tensor_checksum(found) else None
     except (Exl2Error, OSError):
         return None
 
 
-def _sum(tensors: Mapping[str, Tensor]) -> str:
+def _tensor_checksum(tensors: Mapping[str, Tensor]) -> str:
     """SHA-256 of names, dtypes, shapes and bytes."""
     digest = hashlib.sha256()
     for name in sorted(tensors):

@@ -17,19 +17,19 @@ from exl2nb.model import reference
 from exl2nb.model.config import ModelConfig
 from exl2nb.ops.gpu import capturing, fast_products
 
-BEGINNING = 8  # tokens of a text that a row begins with
-BYTES = {"cpu": 1 << 29, "cuda": 16 << 30}  # of keys, values and predictions: rows that are written together are as many as fit
-MOST = 4096  # rows at once
-PLACES = 64  # of the cache: a recorded step reads the next multiple of them, whatever lies beyond its own place masked
-AHEAD = 4  # tokens that are launched before the first of them is waited for
+SEED_TOKENS = 8  # tokens of a text that a row begins with
+WRITING_BYTES = {"cpu": 1 << 29, "cuda": 16 << 30}  # of keys, values and predictions: rows that are written together are as many as fit
+MAX_CONCURRENT_ROWS = 4096  # rows at once
+CACHE_STEP_TOKENS = 64  # of the cache: a recorded step reads the next multiple of them, whatever lies beyond its own place masked
+LAUNCH_AHEAD_TOKENS = 4  # tokens that are launched before the first of them is waited for
 
 
 def rows_at_once(config: ModelConfig, length: int, device: torch.device) -> int:
     """Rows of `length` tokens that are written together."""
-    most = BYTES[device.type]
+    most = WRITING_BYTES[device.type]
     if device.type == "cuda" and torch.cuda.is_available():
         most = min(most, torch.cuda.get_device_properties(device).total_memory // 4)
-    return max(1, min(MOST, most // _row_bytes(config, length, device)))
+    return max(1, min(MAX_CONCURRENT_ROWS, most // _row_bytes(config, length, device)))
 
 
 def writing_bytes(config: ModelConfig, length: int, device: torch.device) -> int:
@@ -38,11 +38,11 @@ def writing_bytes(config: ModelConfig, length: int, device: torch.device) -> int
 
 
 def _row_bytes(config: ModelConfig, length: int, device: torch.device) -> int:
-    cache = 2 * config.num_layers * config.num_kv_heads * config.head_dim * length * _dtype(device).itemsize
+    cache = 2 * config.num_layers * config.num_kv_heads * config.head_dim * length * _writing_dtype(device).itemsize
     return cache + 12 * config.vocab_size + 4 * (8 * config.hidden_size + 4 * config.intermediate_size)
 
 
-def _dtype(device: torch.device) -> torch.dtype:
+def _writing_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "cpu" else torch.float16
 
 
@@ -56,7 +56,7 @@ class PastTokens:
         self._config, self.context, self.read = config, context, 0
         self.positions = torch.zeros(1, dtype=torch.int64, device=device)
         shape = (config.num_layers, 2, rows, config.num_kv_heads, context, config.head_dim)
-        self._held = torch.zeros(shape, dtype=_dtype(device), device=device)  # what lies beyond a token is finite
+        self._held = torch.zeros(shape, dtype=_writing_dtype(device), device=device)  # what lies beyond a token is finite
         self._hidden: dict[int, Tensor] = {}
 
     def begin(self, read: int, masked: bool) -> None:
@@ -89,7 +89,8 @@ class PastTokens:
 class _Writer:
     """`rows` rows at a time. On a GPU a token of all of them is a graph, which is launched while those before it run.
 
-    A graph reads the token's place from the device, so one serves PLACES tokens. Experts are chosen on the host: such a model has none.
+    A graph reads the token's place from the device, so one serves CACHE_STEP_TOKENS tokens. Experts are chosen on the host: such a model
+    has none.
     """
 
     def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor], rows: int, length: int, generator: torch.Generator) -> None:
@@ -119,14 +120,14 @@ class _Writer:
             if self._records:
                 launched.append(torch.cuda.Event(blocking=True))
                 launched[-1].record()
-                if len(launched) > AHEAD:
+                if len(launched) > LAUNCH_AHEAD_TOKENS:
                     launched.popleft().synchronize()
             step(rows)
         return self._ids[:rows].to(torch.int32).cpu()
 
     def _graph(self, at: int) -> torch.cuda.CUDAGraph:
         """Of the token at place `at` and all others that read as many places."""
-        read = min(self._length, (at // PLACES + 1) * PLACES)
+        read = min(self._length, (at // CACHE_STEP_TOKENS + 1) * CACHE_STEP_TOKENS)
         if read not in self._graphs:
             graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self._device)
             pool = next((made.pool() for made in self._graphs.values()), None)

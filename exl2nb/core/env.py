@@ -7,7 +7,7 @@ import re
 
 from exl2nb.core.errors import OptionError
 
-VARIABLES: dict[str, tuple[tuple[str, ...], str]] = {
+ENV_VARIABLES: dict[str, tuple[tuple[str, ...], str]] = {
     # name: (allowed values, none: any, N: a number; meaning); the empty string means "not set"
     "EXL2NB_DEVICE": (
         ("auto", "cpu", "cuda", "cuda:N"),
@@ -37,12 +37,12 @@ VARIABLES: dict[str, tuple[tuple[str, ...], str]] = {
 
 
 def get(name: str, default: str) -> str:
-    """Value of one of VARIABLES, or `default` where it is unset or empty.
+    """Value of one of ENV_VARIABLES, or `default` where it is unset or empty.
 
     Raises:
         OptionError: the value is not one of the allowed ones.
     """
-    allowed, _ = VARIABLES[name]
+    allowed, _ = ENV_VARIABLES[name]
     value = os.environ.get(name, "") or default
     if allowed and re.sub(r":[0-9]{1,3}$", ":N", value) not in allowed:
         raise OptionError(f"environment variable {name} is {value!r}; expected one of {', '.join(allowed)}")

@@ -26,9 +26,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
-_PREFIX = 8  # bytes of a message's length, little-endian
-_ROOT = str(Path(__file__).parents[2])
-_BOOT = "import json, sys; a = json.loads(sys.argv[1]); sys.path[:0] = a['path']; from exl2nb.core import helper; helper.serve(a)"
+_LENGTH_PREFIX_BYTES = 8  # bytes of a message's length, little-endian
+_PACKAGE_ROOT = str(Path(__file__).parents[2])
+_BOOT_CODE = "import json, sys; a = json.loads(sys.argv[1]); sys.path[:0] = a['path']; from exl2nb.core import helper; helper.serve(a)"
 
 
 class HelperError(Exception):
@@ -121,12 +121,12 @@ class Helper:
         if self._process is not None and self._process.poll() is None:
             return self._process
         self._stop()
-        path = [_ROOT, *(entry for entry in sys.path if os.path.isabs(entry))]
+        path = [_PACKAGE_ROOT, *(entry for entry in sys.path if os.path.isabs(entry))]
         setting = json.dumps({"service": self.service, "path": path, "limits": asdict(self.limits)})
         with _forking:
             try:
                 process = subprocess.Popen(
-                    [sys.executable, "-I", "-S", "-c", _BOOT, setting],
+                    [sys.executable, "-I", "-S", "-c", _BOOT_CODE, setting],
                     bufsize=0,  # a child forked during a write would send what the buffer holds once more
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
@@ -201,14 +201,14 @@ def _pipes(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes]]:
 
 
 def _send(pipe: IO[bytes] | io.FileIO, message: bytes) -> None:
-    rest = memoryview(len(message).to_bytes(_PREFIX, "little") + message)
+    rest = memoryview(len(message).to_bytes(_LENGTH_PREFIX_BYTES, "little") + message)
     while rest:
         rest = rest[pipe.write(rest) :]
 
 
 def _receive(pipe: IO[bytes] | io.FileIO, limit_bytes: int) -> bytes | None:
     """One message; None where the pipe was closed."""
-    size = int.from_bytes(prefix, "little") if len(prefix := _read(pipe, _PREFIX)) == _PREFIX else -1
+    size = int.from_bytes(prefix, "little") if len(prefix := _read(pipe, _LENGTH_PREFIX_BYTES)) == _LENGTH_PREFIX_BYTES else -1
     message = _read(pipe, size) if 0 <= size <= limit_bytes else b""
     return message if len(message) == size else None
 

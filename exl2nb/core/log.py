@@ -9,12 +9,12 @@ from pathlib import Path
 
 logger = logging.getLogger("exl2nb")
 logger.addHandler(logging.NullHandler())
-_PACKAGE = str(Path(__file__).resolve().parents[1])
+_PACKAGE_FOLDER = str(Path(__file__).resolve().parents[1])
 
 
 def warn(message: str, category: type[Warning] = RuntimeWarning) -> None:
     """Issue a warning for the first line outside this package that led here."""
     frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE_FOLDER):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=level)

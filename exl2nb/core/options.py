@@ -19,7 +19,7 @@ from exl2nb.core.errors import Exl2Error, OptionError
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
-KINDS: dict[str, type] = {"int": int, "float": float, "bool": bool, "str": str}
+TYPE_OF_KIND: dict[str, type] = {"int": int, "float": float, "bool": bool, "str": str}
 
 
 class Slider(NamedTuple):
@@ -31,7 +31,7 @@ class Slider(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Option:
+class OptionField:
     """An option: the field of a dataclass, and what `option` said about it.
 
     Args:
@@ -97,21 +97,21 @@ class Option:
 
 
 def option(default: Any, help: str, *, flag: bool | str = True, slider: tuple[float, float, float] | None = None, **more: Any) -> Any:
-    """Declare the field of an options dataclass; `Option` documents what can be said of it.
+    """Declare the field of an options dataclass; `OptionField` documents what can be said of it.
 
     Args:
         default: of the field.
         help: what the option does, in one line.
         flag: False: the command line has no flag of its own for it. A text: the flag, where it is not the name of the field.
         slider: least and largest value, and the step of its slider.
-        more: other fields of `Option`.
+        more: other fields of `OptionField`.
     """
     said = {"help": help, "flag": flag, "slider": None if slider is None else Slider(*slider), **more}
     return dataclasses.field(default=default, metadata={"option": said})
 
 
 @cache
-def options_of(cls: type) -> dict[str, Option]:
+def options_of(cls: type) -> dict[str, OptionField]:
     """The fields of a dataclass that `option` declared, by name and in order."""
     made = {}
     for one in dataclasses.fields(cls):
@@ -119,10 +119,10 @@ def options_of(cls: type) -> dict[str, Option]:
             continue
         kind, *others = (one.type if isinstance(one.type, str) else one.type.__name__).split(" | ")
         flag = {True: "--" + one.name.replace("_", "-"), False: None}.get(said["flag"], said["flag"])
-        made[one.name] = Option(
+        made[one.name] = OptionField(
             name=one.name,
             default=one.default,
-            kind=KINDS.get(kind) if others in ([], ["None"]) else None,
+            kind=TYPE_OF_KIND.get(kind) if others in ([], ["None"]) else None,
             optional="None" in others,
             **{**said, "flag": flag},
         )
@@ -130,7 +130,7 @@ def options_of(cls: type) -> dict[str, Option]:
 
 
 @cache
-def _checked(cls: type) -> tuple[Option, ...]:
+def _checked(cls: type) -> tuple[OptionField, ...]:
     return tuple(one for one in options_of(cls).values() if one.range is not None or one.choices or one.kind is bool)
 
 
@@ -157,7 +157,7 @@ def documented(cls: type[T]) -> type[T]:
     return cls
 
 
-def _described(one: Option) -> str:
+def _described(one: OptionField) -> str:
     parts = [one.help, one.about, "" if "default" in one.help else f"default {one.default!r}"]
     if one.range is not None:
         low, high = one.range

@@ -14,7 +14,7 @@ from exl2nb.core.errors import OptionError
 
 __all__ = ["Forecast", "Meter", "Phase", "Progress", "SilentSink", "Sink", "TextSink", "in_notebook", "showing"]
 
-NOTEBOOK_SINK = "exl2nb.widgets.progress:notebook_sink"
+NOTEBOOK_SINK = "exl2nb.widgets.progress_view:notebook_sink"
 """Where "auto" finds the sink of a notebook: a name, looked up when it is needed, so that this floor imports nothing above it."""
 
 

@@ -117,7 +117,7 @@ class Baseline:
         self._reader.close()
 
 
-FILLER = (
+FILLER_TEXT = (
     "The rain fell on the old town, and nobody was in the streets.",
     "The bells of the church began to ring.",
     "A dog was barking at the gate.",
@@ -141,7 +141,7 @@ class Needle:
     fact: str = "The name of the ship was Margaret."
     question: str = "The name of the ship was"
     answer: str = " Margaret"
-    filler: Sequence[str] = field(default=FILLER)
+    filler: Sequence[str] = field(default=FILLER_TEXT)
     sentences: int = 24
     depths: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0)
 

@@ -78,8 +78,8 @@ def perplexity(model: Model, ids: Tensor, progress: Sink | None = None, *, cache
     return Perplexity(torch.stack(rows))
 
 
-BARS = " ▁▂▃▄▅▆▇█"
-EDGES = (0.0, 1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0, 3.0)  # nats; the last bin is open
+BAR_CHARACTERS = " ▁▂▃▄▅▆▇█"
+KL_BIN_EDGES_NATS = (0.0, 1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0, 3.0)  # nats; the last bin is open
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -136,10 +136,10 @@ class Comparison:
 
     def histogram(self) -> list[tuple[float, float, float]]:
         """(low, high, share of tokens) of KL in fixed steps; the last `high` is infinity."""
-        edges = torch.tensor(EDGES[1:], dtype=torch.float64)
+        edges = torch.tensor(KL_BIN_EDGES_NATS[1:], dtype=torch.float64)
         bins = torch.bucketize(self.kl.double().flatten(), edges, right=True)
-        counts = torch.bincount(bins, minlength=len(EDGES)).double() / self.kl.numel()
-        return [(low, high, share) for low, high, share in zip(EDGES, [*EDGES[1:], math.inf], counts.tolist())]
+        counts = torch.bincount(bins, minlength=len(KL_BIN_EDGES_NATS)).double() / self.kl.numel()
+        return [(low, high, share) for low, high, share in zip(KL_BIN_EDGES_NATS, [*KL_BIN_EDGES_NATS[1:], math.inf], counts.tolist())]
 
     def by_position(self, parts: int = 32) -> list[float]:
         """Mean KL of `parts` equal stretches of the row, averaged over rows: does error grow with context?"""
@@ -176,14 +176,14 @@ class Comparison:
         rows, length = self.ids.shape
         shares = [share for _, _, share in self.histogram()]
         top = max(shares)
-        bars = "".join(BARS[math.ceil(8 * share / top)] for share in shares)
+        bars = "".join(BAR_CHARACTERS[math.ceil(8 * share / top)] for share in shares)
         lines = [
             f"{self.other} against {self.reference}, {rows} rows of {length} tokens",
             f"  perplexity        {self.ppl:10.4f}   (reference {self.reference_ppl:.4f})",
             f"  KL mean           {self.kl_mean:10.5f}   nats",
             f"  KL 99th percentile{self.kl_p99:10.5f}   nats",
             f"  same top token    {self.top1:10.2%}",
-            f"  KL histogram      |{bars}|   0 .. {EDGES[-1]:g} nats and more",
+            f"  KL histogram      |{bars}|   0 .. {KL_BIN_EDGES_NATS[-1]:g} nats and more",
         ]
         return "\n".join(lines)
 

@@ -123,7 +123,7 @@ def _token_html(token: ScoredToken) -> str:
     return f'<span title="{title}" style="background:rgba(214,120,40,{tint})">{html.escape(token.text)}</span>'
 
 
-NORMALISE = ("sum", "mean")
+NORMALISATIONS = ("sum", "mean")
 
 
 class Option(NamedTuple):
@@ -240,8 +240,8 @@ def choice_of(prompt: str, texts: Sequence[str], found: Sequence[tuple[float, in
         prompt: for display. texts: the options. found: see `option_logprobs`.
         normalise: "sum": of the whole option, so that long ones are less likely; "mean": per token, to compare options of unlike length.
     """
-    if normalise not in NORMALISE:
-        raise OptionError(f"choose: normalise is {normalise!r}; expected one of {', '.join(NORMALISE)}")
+    if normalise not in NORMALISATIONS:
+        raise OptionError(f"choose: normalise is {normalise!r}; expected one of {', '.join(NORMALISATIONS)}")
     weights = [logprob / count if normalise == "mean" else logprob for logprob, count in found]
     highest = max(weights)
     total = math.fsum(math.exp(weight - highest) for weight in weights)

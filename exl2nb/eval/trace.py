@@ -19,17 +19,17 @@ from exl2nb.core.show import size_text
 from exl2nb.eval.rows import check_ids
 from exl2nb.model.batch import Batch
 from exl2nb.model.model import Model
-from exl2nb.model.points import LOGITS, Edit, Edits, Point, T, matching
+from exl2nb.model.points import LOGITS_POINT, TOKEN_DIM, Edit, Edits, Point, match_points
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from exl2nb.model.vision.prompt import Placed, PromptPictures
 
-CHUNK = 1024  # tokens of a step: a long text leaves other requests their turn between two of them
+CHUNK_TOKENS = 1024  # tokens of a step: a long text leaves other requests their turn between two of them
 ATTENTION_CHUNK = 128  # the same where attention patterns are seen, whose work grows with the tokens before
-PATTERN = "attn.hook_pattern"
-ROWS = 256  # of the residual stream that meet the head at once
+PATTERN_POINT = "attn.hook_pattern"
+HEAD_ROWS_AT_ONCE = 256  # of the residual stream that meet the head at once
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -80,7 +80,7 @@ class Trace(Mapping[str, Tensor]):
         if name not in self.tensors or "resid" not in where:
             raise OptionError(f"lens: {name} was not captured; trace again with capture=[{name!r}], or 'blocks.*.hook_resid_post' for all")
         stream = self.tensors[name]
-        return torch.cat([self.unembed(rows).float().cpu() for rows in stream.split(ROWS)])
+        return torch.cat([self.unembed(rows).float().cpu() for rows in stream.split(HEAD_ROWS_AT_ONCE)])
 
     def kl(self, other: Trace | Tensor) -> Tensor:
         """KL(self || other) of each position in nats, float32 `(R,)`: how far another run's predictions are from these.
@@ -134,7 +134,7 @@ def divergence(reference: Tensor, other: Tensor) -> Tensor:
     return (log_p.exp() * (log_p - log_q)).sum(-1).clamp_min(0).float()
 
 
-class _Recorder:
+class _PointRecorder:
     """Keeps what passes, in tensors allocated beforehand."""
 
     def __init__(self, found: Sequence[Point], tokens: int, pooled: int) -> None:
@@ -147,17 +147,17 @@ class _Recorder:
             self._bins, self._counts = bins, torch.bincount(bins, minlength=pooled).float()
 
     def _shape(self, point: Point) -> tuple[int, ...]:
-        if self.pooled and point.name.endswith(PATTERN):
+        if self.pooled and point.name.endswith(PATTERN_POINT):
             return point.shape[0], self.pooled, self.pooled
         return point.sized(self._tokens)
 
     def __call__(self, point: Point, value: Tensor, start: int) -> None:
         kept = self.tensors[point.name]
-        if point.shape[1:] != (T, T):
+        if point.shape[1:] != (TOKEN_DIM, TOKEN_DIM):
             kept[start : start + value.shape[0]] = value
             return
         _, n, keys = value.shape
-        if self.pooled and point.name.endswith(PATTERN):
+        if self.pooled and point.name.endswith(PATTERN_POINT):
             queries = self._bins[start : start + n].to(value.device)
             mass = value.new_zeros(value.shape[0], n, self.pooled).index_add_(2, self._bins[:keys].to(value.device), value.float())
             mass /= self._counts.to(value.device)[queries][:, None]
@@ -209,19 +209,21 @@ def trace(
     if pictures is not None and pictures.blocks:
         raise OptionError("trace: tokens of one picture see each other in this model, which a trace does not follow; give a text alone")
     known: dict[str, Point] = model.points
-    found = matching(known, capture, where="trace") if capture else []
-    kept = [point for point in found if point.name != LOGITS]
+    found = match_points(known, capture, where="trace") if capture else []
+    kept = [point for point in found if point.name != LOGITS_POINT]
     pooled = int(pattern_size) if pattern_size is not None and pattern_size < len(row) else 0
     _check_bytes(found, len(row), pooled, max_bytes)
     edits = Edits(known, patch or {}, len(row))
     borrowed = {layer: _borrowed(model, other, layer, len(row)) for layer, other in (layers or {}).items()}
-    recorder = _Recorder(kept, len(row), pooled)
+    recorder = _PointRecorder(kept, len(row), pooled)
     spec = model.cache_spec(len(row), mode=parse_mode(cache, where="trace"))
     pool, pages = model.new_cache(spec), list(range(spec.num_pages))
     long = model.rope_switch is None or len(row) > model.rope_switch
-    every, wanted, logits = any(point.name == LOGITS for point in found), frozenset(recorder.tensors), list[Tensor]()
-    squares = edits.any(name for name, point in known.items() if point.shape[1:] == (T, T)) or any(p.shape[1:] == (T, T) for p in kept)
-    step = min(CHUNK, ATTENTION_CHUNK) if squares else CHUNK
+    every, wanted, logits = any(point.name == LOGITS_POINT for point in found), frozenset(recorder.tensors), list[Tensor]()
+    squares = edits.any(name for name, point in known.items() if point.shape[1:] == (TOKEN_DIM, TOKEN_DIM)) or any(
+        p.shape[1:] == (TOKEN_DIM, TOKEN_DIM) for p in kept
+    )
+    step = min(CHUNK_TOKENS, ATTENTION_CHUNK) if squares else CHUNK_TOKENS
     with torch.inference_mode():
         for start in range(0, len(row), step):
             rows = "all" if every else "last"
@@ -244,12 +246,12 @@ def trace(
 def _check_bytes(found: Sequence[Point], tokens: int, pooled: int, most: int) -> None:
     sizes = {}
     for point in found:
-        square = pooled and point.name.endswith(PATTERN)
+        square = pooled and point.name.endswith(PATTERN_POINT)
         sizes[point.name] = (8 if point.whole else 4) * (point.shape[0] * pooled**2 if square else math.prod(point.sized(tokens)))
     total = sum(sizes.values())
     if total > most:
         largest = max(sizes, key=lambda name: sizes[name])
-        hint = "; pattern_size=512 averages attention patterns" if largest.endswith(PATTERN) and not pooled else ""
+        hint = "; pattern_size=512 averages attention patterns" if largest.endswith(PATTERN_POINT) and not pooled else ""
         raise OptionError(
             f"trace: {len(found)} tensors of {tokens} tokens need {total} bytes ({size_text(total)}), more than max_bytes {most} "
             f"({size_text(most)}); the largest is {largest} with {size_text(sizes[largest])}: capture fewer, or raise max_bytes{hint}"
@@ -291,7 +293,7 @@ def continued(
     borrowed = {layer: _borrowed(model, other, layer, total) for layer, other in (layers or {}).items()}
     found: list[int] = []
     long = model.rope_switch is None or total > model.rope_switch
-    pieces = [row[at : at + CHUNK] for at in range(0, len(row), CHUNK)]
+    pieces = [row[at : at + CHUNK_TOKENS] for at in range(0, len(row), CHUNK_TOKENS)]
     start = 0
     with torch.inference_mode():
         while pieces:
@@ -307,7 +309,7 @@ def continued(
     return found
 
 
-PARTS = ("attention", "middle", "output")
+LAYER_PARTS = ("attention", "middle", "output")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -346,7 +348,7 @@ def point_names(model: Model) -> list[str]:
     "embedding"; for each layer i "layers.i.attention" (what the heads read out, before the output projection), "layers.i.middle" (the
     residual stream after attention) and "layers.i.output" (after the layer); "logits".
     """
-    layers = [f"layers.{i}.{part}" for i in range(model.config.num_layers) for part in PARTS]
+    layers = [f"layers.{i}.{part}" for i in range(model.config.num_layers) for part in LAYER_PARTS]
     return ["embedding", *layers, "logits"]
 
 

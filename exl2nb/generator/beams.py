@@ -13,35 +13,35 @@ import numpy as np
 
 from exl2nb.generator.output import Output, visible_specials
 from exl2nb.generator.request import Completion, Request
-from exl2nb.generator.sequence import Sequence
+from exl2nb.generator.sequence import RunningRequest
 from exl2nb.sampling.draw import Sampled, highest_logit, report
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
 
-class Group:
+class BeamGroup:
     """members: begin and end together; the first one has the channel. active: those that run in the next step.
 
     A member that has given its row is parked (`pending` is 0) until all have; then `step` chooses tokens for all of them. Preempting a
     parked member is harmless: it runs its ids again and gives the same row again.
     """
 
-    def __init__(self, members: list[Sequence]) -> None:
+    def __init__(self, members: list[RunningRequest]) -> None:
         self.members = members
         self.active = list(members)
         self.lockstep = True  # they must fit the cache together
         self.shares_prompt = False  # the full pages of the prompt are the same for all
         # set by the engine: makes the cache of the second sequence that of the first by reference; without it a fork computes its ids again
-        self.fork: Callable[[Sequence, Sequence], None] | None = None
+        self.fork: Callable[[RunningRequest, RunningRequest], None] | None = None
         self._rows: dict[int, np.ndarray] = {}
         for member in members:
             member.group = self
 
     @property
-    def leader(self) -> Sequence:
+    def leader(self) -> RunningRequest:
         """The member whose channel the caller holds."""
         return self.members[0]
 
-    def receive(self, member: Sequence, row: np.ndarray) -> str | None:
+    def receive(self, member: RunningRequest, row: np.ndarray) -> str | None:
         """The row of one member is there; once all are, the step. The finish reason when the answer is complete."""
         if member in self.active:
             self._rows[id(member)] = row.copy()
@@ -59,7 +59,7 @@ class Group:
         """The answer as it stands."""
         return self.leader.complete_alone(reason)
 
-    def ready(self, member: Sequence) -> bool:
+    def ready(self, member: RunningRequest) -> bool:
         """Whether this member is to run: it takes part, and its row is not in."""
         return member in self.active and id(member) not in self._rows
 
@@ -83,14 +83,14 @@ class _Ended:
     reason: str
 
 
-class Beams(Group):
+class Beams(BeamGroup):
     """One member per beam. The first runs the prompt, the others start as its forks.
 
     Every step continues each beam with every token and keeps the best. Of these the ones that end (end-of-text or stop token, stop text,
     length) are set aside if they are among the `beams` best, with score total / length ** length_penalty; the best others run on.
     """
 
-    def __init__(self, members: list[Sequence]) -> None:
+    def __init__(self, members: list[RunningRequest]) -> None:
         super().__init__(members)
         self.active, self.shares_prompt = members[:1], True
         self.request = members[0].request
@@ -101,9 +101,9 @@ class Beams(Group):
         self._text = partial(tokenizer.decode, skip_special=not visible_specials(tokenizer, self.request.stop_texts))
 
     @classmethod
-    def of(cls, request: Request, tokenizer: Tokenizer, *, context: int) -> Sequence:
+    def of(cls, request: Request, tokenizer: Tokenizer, *, context: int) -> RunningRequest:
         """The sequences of a request; returns the leader."""
-        members = [Sequence(request, tokenizer, context=context) for _ in range(request.beams)]
+        members = [RunningRequest(request, tokenizer, context=context) for _ in range(request.beams)]
         cls(members)
         return members[0]
 
@@ -121,7 +121,7 @@ class Beams(Group):
                 if len(going) < len(self.members):
                     going.append((parent, beam))
             elif rank < len(self.members):
-                self._set_aside(_Ended(beam.total / size**self.request.length_penalty, beam.tokens, reason))
+                self._keep_ended(_Ended(beam.total / size**self.request.length_penalty, beam.tokens, reason))
         if all_end or not going or self._finished(going, size):
             return max(self._ended, key=lambda one: one.score).reason if self._ended else "length"
         self._continue(going)
@@ -178,7 +178,7 @@ class Beams(Group):
             return "length" if self.leader.limit == self.request.max_tokens else "context"
         return None
 
-    def _set_aside(self, one: _Ended) -> None:
+    def _keep_ended(self, one: _Ended) -> None:
         self._ended = sorted([*self._ended, one], key=lambda other: -other.score)[: len(self.members)]
 
     def _finished(self, going: list[tuple[int, _Beam]], size: int) -> bool:
@@ -195,7 +195,7 @@ class Beams(Group):
         """Give every new beam a member: its parent's for the first child, a fork of it for the others."""
         parents = {parent for parent, _ in going}
         free = [member for member in self.members if member not in [self.active[i] for i in parents]]
-        taken: list[tuple[Sequence, _Beam]] = []
+        taken: list[tuple[RunningRequest, _Beam]] = []
         for parent, beam in going:
             member = self.active[parent]
             if member in [one for one, _ in taken]:
@@ -208,7 +208,7 @@ class Beams(Group):
             member.ids.append(beam.tokens[-1].id)
             member.computed = min(member.computed, len(member.ids) - 1)
 
-    def _fork(self, source: Sequence, target: Sequence) -> None:
+    def _fork(self, source: RunningRequest, target: RunningRequest) -> None:
         if self.fork is not None:
             self.fork(source, target)  # first: the pages that the target gives up are known by the ids it has
         else:
@@ -239,7 +239,7 @@ def _log_softmax(row: np.ndarray) -> np.ndarray:
 # ---- Classifier-free guidance: a second, negative prompt runs in step, and its distribution is subtracted from that of the first.
 
 
-def guided(positive: np.ndarray, negative: np.ndarray, scale: float) -> np.ndarray:
+def mix_guidance(positive: np.ndarray, negative: np.ndarray, scale: float) -> np.ndarray:
     """Mix two rows of logits: `n + scale * (p - n)` of their log probabilities p and n.
 
     Args:
@@ -252,21 +252,21 @@ def guided(positive: np.ndarray, negative: np.ndarray, scale: float) -> np.ndarr
     return (n + np.float32(scale) * (p - n)).astype(np.float32)
 
 
-class Guided(Group):
+class Guided(BeamGroup):
     """The positive sequence draws, the negative one follows with the same tokens."""
 
-    def __init__(self, positive: Sequence, negative: Sequence) -> None:
+    def __init__(self, positive: RunningRequest, negative: RunningRequest) -> None:
         super().__init__([positive, negative])
 
     @classmethod
-    def of(cls, request: Request, tokenizer: Tokenizer, *, context: int) -> Sequence:
+    def of(cls, request: Request, tokenizer: Tokenizer, *, context: int) -> RunningRequest:
         """The two sequences of a request; returns the leader.
 
         The longer prompt decides how much room the context leaves.
         """
-        positive = Sequence(request, tokenizer, context=context)
+        positive = RunningRequest(request, tokenizer, context=context)
         plain = {"negative_ids": (), "cfg_scale": 1.0, "token_healing": False, "structure": None, "pictures": None}
-        negative = Sequence(replace(request, prompt_ids=request.negative_ids, **plain), tokenizer, context=context)
+        negative = RunningRequest(replace(request, prompt_ids=request.negative_ids, **plain), tokenizer, context=context)
         positive.limit = negative.limit = min(positive.limit, negative.limit)
         cls(positive, negative)
         return positive
@@ -274,7 +274,7 @@ class Guided(Group):
     def step(self, rows: list[np.ndarray]) -> str | None:
         """Draw one token from the mix; both go on with it."""
         positive, negative = self.members
-        reason = positive.take_rows([guided(rows[0], rows[1], positive.request.cfg_scale)])
+        reason = positive.take_rows([mix_guidance(rows[0], rows[1], positive.request.cfg_scale)])
         new = positive.ids[positive.prompt_tokens :]
         kept = negative.prompt_tokens + len(new) - 1
         del negative.ids[max(negative.prompt_tokens, kept) :]

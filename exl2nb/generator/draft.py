@@ -14,29 +14,33 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from exl2nb.cache.pages import PageTable
+from exl2nb.cache.pages import PageAllocator
 from exl2nb.cache.pool import KVCache
 from exl2nb.cache.spec import CacheSpec
 from exl2nb.core.errors import EngineClosed, GenerationError, TokenizerError
 from exl2nb.core.log import logger
 from exl2nb.core.progress import Sink
 from exl2nb.generator.engine import executor_for
-from exl2nb.generator.executor import Draw, Executor, PendingStep, Results, Step
-from exl2nb.generator.sequence import Sequence, choose
+from exl2nb.generator.executor import DrawRequest, Executor, PendingStep, Results, StepInput
+from exl2nb.generator.sequence import RunningRequest, draw_token
 from exl2nb.generator.speculation import DeviceDrafts, DraftRound, StepTimes
-from exl2nb.model.batch import Batch, Span
+from exl2nb.model.batch import Batch, SequenceSlice
 from exl2nb.sampling.draw import Sampled
-from exl2nb.sampling.state import SamplerState
+from exl2nb.sampling.sampler_state import SamplerState
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from exl2nb.model.runner import StepRunner
 
-DECODED = 8  # tokens of a sequence that a decode step takes
-FIRST = 2  # tokens of a sequence in the first step of a GPU's round: what it lacks after a round whose draft tokens were all accepted
-SOON = 64  # on a GPU, lag up to which several decode steps are quicker than a prompt's
-OFTEN = 4  # rounds of a length after which the next ones begin behind a step: a GPU captures that as well, which a trial must not wait for
-CHUNK = 256  # a draft that lags by more tokens proposes nothing and computes a chunk per step of the target
+MAX_DECODE_TOKENS = 8  # tokens of a sequence that a decode step takes
+FIRST_STEP_TOKENS = (
+    2  # tokens of a sequence in the first step of a GPU's round: what it lacks after a round whose draft tokens were all accepted
+)
+MAX_DECODED_LAG_TOKENS = 64  # on a GPU, lag up to which several decode steps are quicker than a prompt's
+FUSE_AFTER_ROUNDS = (
+    4  # rounds of a length after which the next ones begin behind a step: a GPU captures that as well, which a trial must not wait for
+)
+CATCH_UP_CHUNK_TOKENS = 256  # a draft that lags by more tokens proposes nothing and computes a chunk per step of the target
 
 
 @dataclass
@@ -51,19 +55,19 @@ class _Turn(NamedTuple):
     """A sequence in a round of draft tokens: its index in what is `wanted`, its cache, the ids it lacks, how many to propose at most."""
 
     place: int
-    sequence: Sequence
+    sequence: RunningRequest
     known: _DraftCache
     ids: list[int]
     most: int
 
 
-class Place(NamedTuple):
+class DraftSlot(NamedTuple):
     """A sequence in a round on a GPU: its last FIRST tokens, where in the text they begin, its pages, how the next one is drawn."""
 
     ids: list[int]
     start: int
     pages: list[int]
-    draw: Draw
+    draw: DrawRequest
 
 
 class Rounds(Protocol):
@@ -71,7 +75,7 @@ class Rounds(Protocol):
 
     prepared: int
 
-    def launch(self, places: Seq[Place], steps: int, began: float, /) -> DraftRound | None:
+    def launch(self, places: Seq[DraftSlot], steps: int, began: float, /) -> DraftRound | None:
         """Begin a round of so many draft tokens, `began` at `time.perf_counter()`; None where it cannot be captured."""
         ...
 
@@ -91,7 +95,7 @@ class _Following(NamedTuple):
     """A round of a device, and what it was launched for: sequences in the order of its rows, their lengths then, and its steps."""
 
     round: DraftRound
-    sequences: list[Sequence]
+    sequences: list[RunningRequest]
     lengths: list[int]
     steps: int
 
@@ -142,7 +146,7 @@ class DraftModel:
         self._model, self._run, self._on_close = model, run, on_close
         self._times = StepTimes()
         self._size, self._context, self._vocab_size = spec.page_size, context, vocab_size
-        self._cache, self._table = model.new_cache(spec), PageTable(spec.num_pages)
+        self._cache, self._table = model.new_cache(spec), PageAllocator(spec.num_pages)
         self._executor, self._drawn = (executor or executor_for)(model, self._cache), drawn
         self.rounds = None if rounds is None else rounds(model, self._cache)
         self._on_device = on_device
@@ -155,7 +159,7 @@ class DraftModel:
         self.dropped = self._discarded = self._gone = False
 
     @property
-    def pages(self) -> PageTable:
+    def pages(self) -> PageAllocator:
         """The page table of the draft's cache."""
         return self._table
 
@@ -172,7 +176,7 @@ class DraftModel:
         """Do beforehand what the first draft tokens would wait for, such as compiling kernels."""
         self._executor.prepare(progress)
 
-    def propose(self, wanted: Seq[tuple[Sequence, int]], /) -> Proposed:
+    def propose(self, wanted: Seq[tuple[RunningRequest, int]], /) -> Proposed:
         """At most the wanted number of draft tokens for each sequence; all sequences together, one step of the draft per token."""
         if self._gone:
             return [[] for _ in wanted]
@@ -188,7 +192,7 @@ class DraftModel:
             self._gone = True
         return [[] for _ in wanted]
 
-    def follow(self, drawn: torch.Tensor, sequences: Seq[Sequence], /) -> bool:
+    def follow(self, drawn: torch.Tensor, sequences: Seq[RunningRequest], /) -> bool:
         """Begin the next round of the same length, before it is known which draft tokens are accepted, if a step verifies all of the last.
 
         Args:
@@ -208,7 +212,7 @@ class DraftModel:
             self._gone = True
         return self.rounds.prepared != prepared
 
-    def release(self, sequence: Sequence, /) -> None:
+    def release(self, sequence: RunningRequest, /) -> None:
         """A sequence has ended: free its pages, discard the rounds that it is part of. What runs ends before the pages are used again."""
         known = self._known.pop(id(sequence), None)
         if known is not None:
@@ -232,7 +236,7 @@ class DraftModel:
 
     # ---- inside
 
-    def _propose(self, wanted: Seq[tuple[Sequence, int]]) -> Proposed:
+    def _propose(self, wanted: Seq[tuple[RunningRequest, int]]) -> Proposed:
         began = time.perf_counter()
         self._read_behind()
         if self._measured is not None:
@@ -240,7 +244,7 @@ class DraftModel:
             self._times.record(steps, launched.seconds())
             self._measured = None
         ahead, self._ahead, self._last = self._ahead, None, None
-        goes_on = ahead is not None and _goes_on(ahead, wanted)
+        goes_on = ahead is not None and _wants_another_round(ahead, wanted)
         self.dropped, self._discarded = self._discarded or (ahead is not None and not goes_on), False
         if ahead is not None and goes_on:
             return self._take(ahead, wanted, began)
@@ -253,21 +257,23 @@ class DraftModel:
             needed = len(sequence.ids) + min(most, room)
             if room <= 0 or not ((self._on_device and self._reserve(known, needed + most + 1)) or self._reserve(known, needed)):
                 continue
-            if len(sequence.ids) - known.computed > CHUNK:
-                self._forward([(known, list(islice(sequence.ids, known.computed, known.computed + CHUNK)), "none")])
+            if len(sequence.ids) - known.computed > CATCH_UP_CHUNK_TOKENS:
+                self._forward([(known, list(islice(sequence.ids, known.computed, known.computed + CATCH_UP_CHUNK_TOKENS)), "none")])
                 continue
             turn = _Turn(place, sequence, known, sequence.ids[known.computed :], min(count, room))
             draws = self._drawn and sequence.drawn and room >= most and self._executor.can_draw(sequence.sampler)
             (drawn if draws else chosen).append(turn)
         if drawn and self.rounds is not None:
-            drawn = self._launch_round(self.rounds, [turn for turn in drawn if len(turn.sequence.ids) >= FIRST], most, found, began)
+            drawn = self._launch_round(
+                self.rounds, [turn for turn in drawn if len(turn.sequence.ids) >= FIRST_STEP_TOKENS], most, found, began
+            )
         if drawn:
-            self._draw_together(drawn, most, found)
+            self._draw_batched(drawn, most, found)
         if chosen:
-            self._choose_together(chosen, found)
+            self._choose_batched(chosen, found)
         return found
 
-    def _follow(self, rounds: Rounds, last: _Following, drawn: torch.Tensor, sequences: Seq[Sequence]) -> None:
+    def _follow(self, rounds: Rounds, last: _Following, drawn: torch.Tensor, sequences: Seq[RunningRequest]) -> None:
         steps = last.steps
         for sequence, mine in zip(sequences, last.sequences):
             drafts, known = sequence.device_drafts, self._known.get(id(sequence))
@@ -280,7 +286,7 @@ class DraftModel:
         if launched is not None:
             self._ahead = _Following(launched, [*sequences], [len(sequence.ids) - steps for sequence in sequences], steps)
 
-    def _take(self, ahead: _Following, wanted: Seq[tuple[Sequence, int]], began: float) -> Proposed:
+    def _take(self, ahead: _Following, wanted: Seq[tuple[RunningRequest, int]], began: float) -> Proposed:
         """The round that was launched behind the last step."""
         launched, steps = self._measured = ahead.round, ahead.steps
         launched.began = began
@@ -295,40 +301,42 @@ class DraftModel:
     def _launch_round(self, rounds: Rounds, turns: list[_Turn], steps: int, found: Proposed, began: float) -> list[_Turn]:
         """Let the GPU draw: so many steps of all sequences in one launch, of which each keeps what it wants; those it cannot run so."""
         lag = max((len(turn.ids) for turn in turns), default=0)
-        if lag > SOON:
-            self._forward([(turn.known, turn.ids[:-FIRST], "none") for turn in turns if len(turn.ids) > FIRST])
-        for _ in range(0, 0 if lag > SOON else lag - FIRST, DECODED):
-            behind = [(turn.known, turn.sequence.ids[turn.known.computed : -FIRST][:DECODED], "all") for turn in turns]
+        if lag > MAX_DECODED_LAG_TOKENS:
+            self._forward([(turn.known, turn.ids[:-FIRST_STEP_TOKENS], "none") for turn in turns if len(turn.ids) > FIRST_STEP_TOKENS])
+        for _ in range(0, 0 if lag > MAX_DECODED_LAG_TOKENS else lag - FIRST_STEP_TOKENS, MAX_DECODE_TOKENS):
+            behind = [
+                (turn.known, turn.sequence.ids[turn.known.computed : -FIRST_STEP_TOKENS][:MAX_DECODE_TOKENS], "all") for turn in turns
+            ]
             batch = self._batch([one for one in behind if one[1]])
-            draws = [Draw(turns[0].sequence.sampler, 0, 0)] * len(batch.input_ids)
-            self._unread.append(self._executor.launch(Step(batch, None, draws, False)))
+            draws = [DrawRequest(turns[0].sequence.sampler, 0, 0)] * len(batch.input_ids)
+            self._unread.append(self._executor.launch(StepInput(batch, None, draws, False)))
         places = []
         for _, sequence, known, _, _ in turns:
-            known.computed = len(sequence.ids) - FIRST  # where only one is missing, the one before is computed again
-            draw = Draw(sequence.sampler, sequence.sampler.count, 0)
-            places.append(Place(sequence.ids[-FIRST:], known.computed, known.pages, draw))
+            known.computed = len(sequence.ids) - FIRST_STEP_TOKENS  # where only one is missing, the one before is computed again
+            draw = DrawRequest(sequence.sampler, sequence.sampler.count, 0)
+            places.append(DraftSlot(sequence.ids[-FIRST_STEP_TOKENS:], known.computed, known.pages, draw))
         prepared = rounds.prepared
         launched = rounds.launch(places, steps, began) if places else None
         if launched is None:
             self._read_behind()
-            return [turn._replace(ids=turn.sequence.ids[-FIRST:]) for turn in turns]
+            return [turn._replace(ids=turn.sequence.ids[-FIRST_STEP_TOKENS:]) for turn in turns]
         for row, (place, _, known, _, count) in enumerate(turns):
-            known.computed += FIRST + steps - 1
+            known.computed += FIRST_STEP_TOKENS + steps - 1
             drafts = DeviceDrafts(launched, row, count)
             found[place] = drafts if self._on_device else drafts.tokens()
         self._begun[steps] += 1
-        if self._on_device and self._begun[steps] >= OFTEN:
+        if self._on_device and self._begun[steps] >= FUSE_AFTER_ROUNDS:
             self._last = _Following(launched, [turn.sequence for turn in turns], [], steps)
-        if rounds.prepared == prepared and lag <= FIRST:
+        if rounds.prepared == prepared and lag <= FIRST_STEP_TOKENS:
             self._measured = launched, steps
         return []
 
     def _read_behind(self) -> None:
         for one in self._unread:
-            _read(one)
+            _read_results(one)
         self._unread.clear()
 
-    def _draw_together(self, turns: list[_Turn], steps: int, found: Proposed) -> None:
+    def _draw_batched(self, turns: list[_Turn], steps: int, found: Proposed) -> None:
         """Let the executor draw: so many steps of all sequences, of which each keeps what it wants."""
         began, rows = time.perf_counter(), len(turns)
         drafted: list[list[int]] = [[] for _ in turns]
@@ -346,18 +354,18 @@ class DraftModel:
                     lens += 1
                 slots[:] = table[np.arange(rows), positions // size] * size + positions % size
                 ids[:] = [token.id if isinstance(token, Sampled) else 0 for token in tokens] or 0
-            draws = [Draw(turn.sequence.sampler, turn.sequence.sampler.count + number, 0) for turn in turns]
-            tokens = _read(self._executor.launch(Step(batch, None, draws, False)))
+            draws = [DrawRequest(turn.sequence.sampler, turn.sequence.sampler.count + number, 0) for turn in turns]
+            tokens = _read_results(self._executor.launch(StepInput(batch, None, draws, False)))
             for turn, mine, token in zip(turns, drafted, tokens):
                 if isinstance(token, Sampled) and len(mine) == number < turn.most:
                     mine.append(token.id)
         for turn, mine in zip(turns, drafted):
             turn.known.computed += max(0, steps - 2)
             found[turn.place] = mine
-        if all(len(turn.ids) <= DECODED for turn in turns):
+        if all(len(turn.ids) <= MAX_DECODE_TOKENS for turn in turns):
             self._times.record(steps, time.perf_counter() - began)
 
-    def _choose_together(self, turns: list[_Turn], found: Proposed) -> None:
+    def _choose_batched(self, turns: list[_Turn], found: Proposed) -> None:
         """Let the requests' samplers choose from logits on the host."""
         active: list[tuple[int, _DraftCache, SamplerState, list[int], int]] = []  # place, cache, sampler, tokens to run, tokens to propose
         for place, sequence, known, ids, count in turns:
@@ -379,7 +387,7 @@ class DraftModel:
             active = going
         for place, tokens in drafted.items():
             found[place] = tokens
-        if all(len(turn.ids) <= DECODED for turn in turns):
+        if all(len(turn.ids) <= MAX_DECODE_TOKENS for turn in turns):
             self._times.record(max(turn.most for turn in turns), time.perf_counter() - began)
 
     def _draw(self, row: np.ndarray, sampler: SamplerState) -> int | None:
@@ -387,7 +395,7 @@ class DraftModel:
         size = self._vocab_size  # vocabularies may be padded to different sizes
         row = row[:size] if len(row) >= size else np.concatenate([row, np.full(size - len(row), -np.inf, np.float32)])
         try:
-            return choose(row, sampler)[0].id
+            return draw_token(row, sampler)[0].id
         except Exception:  # the sequence then goes on without a draft token; an error of the target's own row is raised there
             return None
 
@@ -396,12 +404,12 @@ class DraftModel:
 
     def _batch(self, parts: Seq[tuple[_DraftCache, list[int], str]]) -> Batch:
         """The next tokens of some sequences, which are in their caches after the step."""
-        spans = [Span(ids=ids, start=known.computed, pages=known.pages, logit_rows=rows) for known, ids, rows in parts]
+        spans = [SequenceSlice(ids=ids, start=known.computed, pages=known.pages, logit_rows=rows) for known, ids, rows in parts]
         for known, ids, _ in parts:
             known.computed += len(ids)
         return Batch.build(spans, page_size=self._size)
 
-    def _state(self, sequence: Sequence) -> _DraftCache:
+    def _state(self, sequence: RunningRequest) -> _DraftCache:
         known = self._known.get(id(sequence))
         if known is None:
             known = self._known[id(sequence)] = _DraftCache()
@@ -419,7 +427,7 @@ class DraftModel:
         return True
 
 
-def _goes_on(ahead: _Following, wanted: Seq[tuple[Sequence, int]]) -> bool:
+def _wants_another_round(ahead: _Following, wanted: Seq[tuple[RunningRequest, int]]) -> bool:
     """Whether draft tokens are wanted for the sequences of a round, no more than it has, and one step was verified since."""
     if len(wanted) != len(ahead.sequences) or max(count for _, count in wanted) > ahead.steps:
         return False
@@ -432,7 +440,7 @@ def _goes_on(ahead: _Following, wanted: Seq[tuple[Sequence, int]]) -> bool:
     return True
 
 
-def _read(launched: PendingStep | Results) -> Results:
+def _read_results(launched: PendingStep | Results) -> Results:
     """The results of a step; none of a step without a distribution, whose error is raised where the target meets it."""
     try:
         return launched if isinstance(launched, list) else launched.result()
@@ -449,7 +457,7 @@ def check_same_tokenizer(target: Tokenizer, draft: Tokenizer, *, target_size: in
     Raises:
         TokenizerError: names the first id that differs.
     """
-    mine, theirs = _by_id(target), _by_id(draft)
+    mine, theirs = _vocabulary_by_id(target), _vocabulary_by_id(draft)
     for i in range(max(len(mine), len(theirs), max(mine, default=0) + 1, max(theirs, default=0) + 1)):
         if mine.get(i) != theirs.get(i):
             raise TokenizerError(
@@ -465,5 +473,5 @@ def check_same_tokenizer(target: Tokenizer, draft: Tokenizer, *, target_size: in
         )
 
 
-def _by_id(tokenizer: Tokenizer) -> dict[int, str]:
+def _vocabulary_by_id(tokenizer: Tokenizer) -> dict[int, str]:
     return {i: text for text, i in tokenizer.backend.get_vocab(with_added_tokens=True).items()}

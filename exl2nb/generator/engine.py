@@ -31,14 +31,14 @@ from exl2nb.cache.spec import CacheSpec
 from exl2nb.core.errors import ContextOverflow, EngineClosed, GenerationError, OptionError
 from exl2nb.core.log import logger
 from exl2nb.core.progress import Sink
-from exl2nb.generator.batch import MAX_ROWS, BatchBuilder
+from exl2nb.generator.batch_buffers import MAX_ROWS, BatchBuilder
 from exl2nb.generator.executor import Executor, HostExecutor
 from exl2nb.generator.handle import TICK_S, Handle
 from exl2nb.generator.loop import StepLoop
 from exl2nb.generator.pager import Pager
 from exl2nb.generator.request import Request
 from exl2nb.generator.scheduler import Scheduler
-from exl2nb.generator.sequence import Sequence
+from exl2nb.generator.sequence import RunningRequest
 from exl2nb.generator.speculation import Drafter, Speculator, StepTimes, proposer_for
 from exl2nb.model.batch import Batch
 from exl2nb.model.model import Model
@@ -47,7 +47,7 @@ from exl2nb.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from exl2nb.model.points import Point
-    from exl2nb.model.trace import Borrowed
+    from exl2nb.model.traced_forward import Borrowed
 
 IDLE_S = 5.0  # the thread ends after this long without work, and is started again by the next request: an idle model holds no thread
 EXIT_S = 2.0  # what the end of the interpreter waits for a step: a thread that comes back from C++ after that would abort the process
@@ -216,7 +216,7 @@ class Engine:
         )
         scheduler = Scheduler(self.pager, max_sequences=max_sequences, chunks=chunks, switch=switch)
         self.loop = StepLoop(scheduler, builder, self.executor)
-        self._arrived: deque[tuple[Sequence, object]] = deque()  # one leaves it after it has entered the scheduler
+        self._arrived: deque[tuple[RunningRequest, object]] = deque()  # one leaves it after it has entered the scheduler
         self._calls: deque[Call[Any]] = deque()
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()  # an item for each arrival, so that an idle thread can wait
         self._lock, self._run_lock, self._close_lock = threading.Lock(), threading.Lock(), threading.Lock()
@@ -242,7 +242,7 @@ class Engine:
         """Queue several requests, all or none; errors as in `submit`. Equal prompts among them are computed once."""
         for request in requests:
             self.check(request)
-        made = [sequences_for(request, self.tokenizer, context=self.context) for request in requests]
+        made = [make_requests(request, self.tokenizer, context=self.context) for request in requests]
         for members in made:
             self._attach(members)
         handles = self.submit_all([member for members in made for member in members], group=group)
@@ -254,7 +254,7 @@ class Engine:
             at += len(members)
         return leaders
 
-    def _attach(self, members: Seq[Sequence]) -> None:
+    def _attach(self, members: Seq[RunningRequest]) -> None:
         """Give sequences what they need of this engine."""
         leader = members[0]
         if leader.group is not None:
@@ -292,13 +292,13 @@ class Engine:
         if request.stop_ids and max(request.stop_ids) >= size:
             raise OptionError(f"stop is {max(request.stop_ids)}; expected a text or a token id from 0 to {size - 1}")
 
-    def submit_all(self, sequences: Seq[Sequence], *, group: object = None) -> list[Handle]:
+    def submit_all(self, sequences: Seq[RunningRequest], *, group: object = None) -> list[Handle]:
         """Queue several sequences, all or none; errors as in `submit`.
 
         Those whose `group` is the same object and says `lockstep` must fit the cache together.
         """
         self._check_caller()
-        together: dict[int, list[Sequence]] = {}
+        together: dict[int, list[RunningRequest]] = {}
         for sequence in sequences:
             shared = sequence.group if sequence.group is not None and sequence.group.lockstep else sequence
             together.setdefault(id(shared), []).append(sequence)
@@ -517,23 +517,23 @@ def executor_for(model: StepRunner, cache: KVCache) -> Executor:
     return GpuExecutor(model, cache)
 
 
-def sequences_for(request: Request, tokenizer: Tokenizer, *, context: int) -> list[Sequence]:
+def make_requests(request: Request, tokenizer: Tokenizer, *, context: int) -> list[RunningRequest]:
     """The sequences of a request; the first one has the channel that the caller listens to."""
     if request.beams > 1 or request.guided:
         from exl2nb.generator.beams import Beams, Guided
 
         return (Beams if request.beams > 1 else Guided).of(request, tokenizer, context=context).members
-    return [Sequence(request, tokenizer, context=context)]
+    return [RunningRequest(request, tokenizer, context=context)]
 
 
 def _stop_at_exit(engine: Engine) -> None:
     if not _engines:
-        atexit.unregister(_stop_all)
-        atexit.register(_stop_all)
+        atexit.unregister(_stop_all_engines)
+        atexit.register(_stop_all_engines)
     _engines.add(engine)
 
 
-def _stop_all() -> None:
+def _stop_all_engines() -> None:
     _exiting.append(True)
     for engine in list(_engines):
         engine._stop(EXIT_S)

@@ -19,10 +19,10 @@ from exl2nb.cache.pool import KVCache
 from exl2nb.core.progress import Sink
 from exl2nb.model.batch import Batch
 from exl2nb.model.model import Ahead
-from exl2nb.ops.draw import MOST_ROWS
+from exl2nb.ops.cpu_sample import MOST_ROWS
 from exl2nb.sampling.chain import batches, draw_batch, draw_settings, drawn_rows
 from exl2nb.sampling.draw import Sampled
-from exl2nb.sampling.state import SamplerState
+from exl2nb.sampling.sampler_state import SamplerState
 
 if TYPE_CHECKING:
     from exl2nb.model.runner import StepRunner
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 AHEAD_ROWS = 4  # this many requests or more: the host's share of a step is worth running ahead
 
 
-class Draw(NamedTuple):
+class DrawRequest(NamedTuple):
     """How to draw the token of one logit row.
 
     state: of the request; `state.params` and `state.seed` never change, the rest belongs to the host and may lag by the tokens in
@@ -43,7 +43,7 @@ class Draw(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepInput:
     """One launch: T tokens, R logit rows.
 
     Attributes:
@@ -59,7 +59,7 @@ class Step:
 
     batch: Batch
     sources: np.ndarray | None
-    draws: Sequence[Draw | None]
+    draws: Sequence[DrawRequest | None]
     same: bool
     drafts: torch.Tensor | None = None
 
@@ -108,7 +108,7 @@ class Executor(Protocol):
         """
         ...
 
-    def launch(self, step: Step) -> PendingStep | Results:
+    def launch(self, step: StepInput) -> PendingStep | Results:
         """Begin a step, or run it and return its results. An exception means that nothing was begun."""
         ...
 
@@ -128,7 +128,7 @@ class Executor(Protocol):
 class _StepAhead:
     """A step on a thread of its own (`Model.draw_ahead`)."""
 
-    def __init__(self, ahead: Ahead, draws: Sequence[Draw]) -> None:
+    def __init__(self, ahead: Ahead, draws: Sequence[DrawRequest]) -> None:
         self.ahead, self._draws = ahead, draws
 
     def result(self) -> Results:
@@ -159,7 +159,7 @@ class HostExecutor:
         """Whether the request's only filters are the usual cuts, which depend on no token before."""
         return batches(state)
 
-    def launch(self, step: Step) -> PendingStep | Results:
+    def launch(self, step: StepInput) -> PendingStep | Results:
         """Run the step to its end, or begin it."""
         draws, batch = step.draws, step.batch
         if self._ahead and len(draws) >= AHEAD_ROWS and self._may_run_ahead(step):
@@ -169,9 +169,9 @@ class HostExecutor:
         self.lookahead = 0
         if not draws or None in draws:
             return self._launch_mixed(step)
-        wanted: Sequence[Draw] = draws  # pyright: ignore[reportAssignmentType]
+        wanted: Sequence[DrawRequest] = draws  # pyright: ignore[reportAssignmentType]
         if not self._fused or batch.pictures is not None:
-            return draw_batch(_on_host(self._model.forward(batch, self._cache)), wanted)
+            return draw_batch(_logits_on_host(self._model.forward(batch, self._cache)), wanted)
         drawn, logits = self._model.step_draw(batch, self._cache, *draw_settings(wanted))
         return drawn_rows(drawn, wanted, logits)
 
@@ -190,9 +190,9 @@ class HostExecutor:
             self._last.join()
         self._last = None
 
-    def _launch_mixed(self, step: Step) -> Results:
+    def _launch_mixed(self, step: StepInput) -> Results:
         """A step with rows that the requests draw themselves."""
-        logits = _on_host(self._model.forward(step.batch, self._cache))
+        logits = _logits_on_host(self._model.forward(step.batch, self._cache))
         results: Results = list(logits.numpy())
         rows = [row for row, draw in enumerate(step.draws) if draw is not None]
         if rows:
@@ -201,24 +201,24 @@ class HostExecutor:
                 results[row] = sampled
         return results
 
-    def _may_run_ahead(self, step: Step) -> bool:
+    def _may_run_ahead(self, step: StepInput) -> bool:
         draws, batch = step.draws, step.batch
         decoding = len(draws) == len(batch.input_ids) == len(batch.context_lens)
         decoding = decoding and batch.pictures is None
         return decoding and len(draws) <= MOST_ROWS and None not in draws and torch.get_num_threads() > 1
 
-    def _launch_ahead(self, step: Step) -> PendingStep:
+    def _launch_ahead(self, step: StepInput) -> PendingStep:
         sources = None
         if step.sources is not None:
             assert self._last is not None, "tokens in flight were drawn by the launch before"
             sources = torch.from_numpy(step.sources), self._last.drawn
-        draws: Sequence[Draw] = step.draws  # pyright: ignore[reportAssignmentType]
+        draws: Sequence[DrawRequest] = step.draws  # pyright: ignore[reportAssignmentType]
         self._last = self._model.draw_ahead(step.batch, self._cache, draw_settings(draws), sources)
         self.lookahead = 1
         self.ahead_steps[len(draws)] += 1
         return _StepAhead(self._last, draws)
 
-    def _settle(self, last: Ahead, step: Step) -> None:
+    def _settle(self, last: Ahead, step: StepInput) -> None:
         """Wait for the launch before, and fill in what it drew."""
         last.join()
         self._last = None
@@ -231,6 +231,6 @@ class HostExecutor:
                 ids[token] = drawn[row]
 
 
-def _on_host(logits: torch.Tensor) -> torch.Tensor:
+def _logits_on_host(logits: torch.Tensor) -> torch.Tensor:
     """The logits, f32."""
     return logits.to("cpu", torch.float32)

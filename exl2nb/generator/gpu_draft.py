@@ -18,8 +18,8 @@ from torch import Tensor
 from exl2nb.cache.pool import KVCache
 from exl2nb.core import env
 from exl2nb.core.log import logger
-from exl2nb.generator.draft import FIRST, Place
-from exl2nb.generator.gpu_executor import PinnedState, biased, bucket, packed_params, write_bias
+from exl2nb.generator.draft import FIRST_STEP_TOKENS, DraftSlot
+from exl2nb.generator.gpu_executor import PinnedState, graph_rows, has_bias, packed_params, write_bias
 from exl2nb.generator.speculation import DraftRound
 from exl2nb.model.model import DecodeInputs
 from exl2nb.ops.cuda_sample import ROW_BYTES, sample_rows
@@ -28,8 +28,9 @@ from exl2nb.ops.gpu import capturing, current_stream, launch_lock
 if TYPE_CHECKING:
     from exl2nb.model.model import Model
 
-WORDS, COUNTER = ROW_BYTES // 4, 10  # of a row's settings; the number of the draw, its low half
-KEPT = 16  # kinds of captured rounds, each with logits of its own
+ROW_WORDS = ROW_BYTES // 4  # of a row's settings
+COUNTER_WORD = 10  # of the number of the draw, its low half
+MAX_CAPTURED_ROUNDS = 16  # kinds of captured rounds, each with logits of its own
 
 
 class RoundKind(NamedTuple):
@@ -63,7 +64,7 @@ class GpuRounds:
         """What was captured; None for a round that could not be."""
         return dict(self._graphs)
 
-    def launch(self, places: Sequence[Place], steps: int, began: float) -> DraftRound | None:
+    def launch(self, places: Sequence[DraftSlot], steps: int, began: float) -> DraftRound | None:
         """Enqueue a round; None where it cannot be captured.
 
         Args:
@@ -72,12 +73,12 @@ class GpuRounds:
             began: `time.perf_counter()` when the round was begun.
         """
         width = max(len(place.pages) for place in places)
-        with_bias = any(biased(place.draw.state.params) for place in places)
-        kind = RoundKind(rows=bucket(len(places)), width=1 << (width - 1).bit_length(), steps=steps, biased=with_bias)
+        with_bias = any(has_bias(place.draw.state.params) for place in places)
+        kind = RoundKind(rows=graph_rows(len(places)), width=1 << (width - 1).bit_length(), steps=steps, biased=with_bias)
         if kind not in self._graphs:
             self.prepared += 1
             kept = [one for one, graph in self._graphs.items() if graph is not None]
-            if len(kept) >= KEPT:
+            if len(kept) >= MAX_CAPTURED_ROUNDS:
                 torch.cuda.synchronize(self._model.capabilities.draw_device)  # it may run; what was launched keeps its results
                 del self._graphs[kept[0]]
             self._graphs[kind] = self._capture(kind) if self._graphed else None
@@ -132,13 +133,27 @@ class RoundGraph:
     def __init__(self, model: Model, cache: KVCache, kind: RoundKind) -> None:
         rows, width, steps = self.rows, self.width, self.steps = kind[:3]
         self._device = torch.device(model.capabilities.draw_device)
-        self._sizes = [rows * WORDS, FIRST * rows, FIRST * rows, rows, rows, rows, rows * width, 5 * rows, rows, (1 + steps) * rows]
+        self._sizes = [
+            rows * ROW_WORDS,
+            FIRST_STEP_TOKENS * rows,
+            FIRST_STEP_TOKENS * rows,
+            rows,
+            rows,
+            rows,
+            rows * width,
+            5 * rows,
+            rows,
+            (1 + steps) * rows,
+        ]
         self._state = torch.zeros(sum(self._sizes), dtype=torch.int32, device=self._device)
         self._results = torch.zeros(2 * steps, rows, 4, dtype=torch.int32).pin_memory()  # of a round, and of the one that follows
         self._bias = torch.zeros(rows, model.outputs, device=self._device) if kind.biased else None
         self._verified = torch.zeros(1 + steps, rows, dtype=torch.int32, device=self._device)
         parts = self._state.split(self._sizes)
-        self._run, self._advance = _recorded(model, cache, parts, self._results, self._bias), partial(advance, parts, self._verified)
+        self._run, self._advance = (
+            _round_launcher(model, cache, parts, self._results, self._bias),
+            partial(write_round_inputs, parts, self._verified),
+        )
         self._graph, self._next, self._half = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph(), 0
         self.follows = self.broken = False
         self.latest: DraftRound | None = None
@@ -166,20 +181,24 @@ class RoundGraph:
             torch.cuda.set_stream(before)  # a failed capture leaves its own stream current
         self.follows = True
 
-    def replay(self, places: Sequence[Place], began: float) -> DraftRound:
+    def replay(self, places: Sequence[DraftSlot], began: float) -> DraftRound:
         """Write what the round reads, and enqueue it."""
         params, ids, positions, last, lens, _, table, first, alive, tokens = self._host.cleared()
         packed = packed_params([place.draw for place in places])
         params[: len(packed)] = packed
         table = table.reshape(self.rows, self.width)
         for row, (latest, start, pages, _) in enumerate(places):
-            at = FIRST * row
-            ids[at : at + FIRST], positions[at : at + FIRST], tokens[row] = latest, range(start, start + FIRST), latest[-1]
-            last[row], lens[row] = start + FIRST - 1, start + FIRST
+            at = FIRST_STEP_TOKENS * row
+            ids[at : at + FIRST_STEP_TOKENS], positions[at : at + FIRST_STEP_TOKENS], tokens[row] = (
+                latest,
+                range(start, start + FIRST_STEP_TOKENS),
+                latest[-1],
+            )
+            last[row], lens[row] = start + FIRST_STEP_TOKENS - 1, start + FIRST_STEP_TOKENS
             table[row, : len(pages)] = pages
         first = first.reshape(5, self.rows)
-        first[:2], first[2], first[3] = positions.reshape(self.rows, FIRST).T, last, lens
-        first[4] = params.reshape(self.rows, WORDS)[:, COUNTER]
+        first[:2], first[2], first[3] = positions.reshape(self.rows, FIRST_STEP_TOKENS).T, last, lens
+        first[4] = params.reshape(self.rows, ROW_WORDS)[:, COUNTER_WORD]
         alive[: len(places)] = 1
         self._host.send()
         if self._bias is not None:
@@ -205,7 +224,7 @@ class RoundGraph:
         return self.latest
 
 
-def advance(state: Sequence[Tensor], verified: Tensor) -> None:
+def write_round_inputs(state: Sequence[Tensor], verified: Tensor) -> None:
     """Write the inputs of a round from those of the one before, and from what the target drew.
 
     Args:
@@ -219,15 +238,15 @@ def advance(state: Sequence[Tensor], verified: Tensor) -> None:
     accepted = torch.eq(drawn[1:-1], known[1:]).cumprod(0, dtype=torch.int32).sum(0)
     begun = drawn.gather(0, torch.stack([accepted, accepted + 1]))  # the last two tokens now
     first.view(5, rows).add_((accepted + 1) * alive)
-    ids.view(rows, FIRST).copy_(begun.T)
+    ids.view(rows, FIRST_STEP_TOKENS).copy_(begun.T)
     known[0].copy_(begun[1])
-    positions.view(rows, FIRST).copy_(first.view(5, rows)[:2].T)
+    positions.view(rows, FIRST_STEP_TOKENS).copy_(first.view(5, rows)[:2].T)
     last.copy_(first.view(5, rows)[2])
     lens.copy_(first.view(5, rows)[3])
-    params.view(rows, WORDS)[:, COUNTER].copy_(first.view(5, rows)[4])
+    params.view(rows, ROW_WORDS)[:, COUNTER_WORD].copy_(first.view(5, rows)[4])
 
 
-def _recorded(model: Model, cache: KVCache, state: Sequence[Tensor], results: Tensor, bias: Tensor | None) -> Callable[[], None]:
+def _round_launcher(model: Model, cache: KVCache, state: Sequence[Tensor], results: Tensor, bias: Tensor | None) -> Callable[[], None]:
     """What launches the steps and draws. It does not know the graph: a cycle would keep a closed model's weights until it is collected."""
     params, ids, positions, last, lens, number, table, _, _, tokens = state
     rows, steps = len(lens), len(results) // 2
@@ -235,8 +254,8 @@ def _recorded(model: Model, cache: KVCache, state: Sequence[Tensor], results: Te
     device, settings = drafts.device, params.view(torch.uint8).view(rows, ROW_BYTES)
     logits = torch.zeros(rows, model.outputs, device=device)
     pages = table.view(rows, -1)
-    bounds = torch.arange(0, FIRST * rows + 1, FIRST, dtype=torch.int32, device=device)
-    ends = torch.arange(FIRST - 1, FIRST * rows, FIRST, dtype=torch.int32, device=device)
+    bounds = torch.arange(0, FIRST_STEP_TOKENS * rows + 1, FIRST_STEP_TOKENS, dtype=torch.int32, device=device)
+    ends = torch.arange(FIRST_STEP_TOKENS - 1, FIRST_STEP_TOKENS * rows, FIRST_STEP_TOKENS, dtype=torch.int32, device=device)
     inputs = [DecodeInputs(ids, positions, lens, pages, bounds, ends)]
     inputs += [DecodeInputs(drafts[step], last, lens, pages) for step in range(steps - 1)]
     forwards = [model.make_decode_launcher(cache, one, logits, None) for one in inputs]

@@ -14,35 +14,35 @@ from exl2nb.core import env
 from exl2nb.core.errors import GenerationError
 from exl2nb.core.log import logger
 from exl2nb.core.progress import Meter, Sink
-from exl2nb.generator.executor import Draw, PendingStep, Step
-from exl2nb.model.gpu import SHORT, mixes_adapters
+from exl2nb.generator.executor import DrawRequest, PendingStep, StepInput
+from exl2nb.model.gpu_forward import MAX_STEP_TOKENS_PER_SEQUENCE, mixes_adapters
 from exl2nb.model.model import DecodeInputs
-from exl2nb.ops import kernel_code, memory
-from exl2nb.ops.cuda_sample import ROW_BYTES, TOP, pack_row, report, sample_rows
+from exl2nb.ops import kernel_code, memory_ops
+from exl2nb.ops.cuda_sample import MAX_ALTERNATIVES, ROW_BYTES, pack_report, pack_row, sample_rows
 from exl2nb.ops.gpu import LoraBuffers, capturing, current_stream, launch_lock
 from exl2nb.sampling.draw import Sampled
-from exl2nb.sampling.state import SamplerState
+from exl2nb.sampling.sampler_state import SamplerState
 
 if TYPE_CHECKING:
     from exl2nb.model.model import Model
     from exl2nb.sampling.params import SamplingParams
 
-PENALTIES = frozenset(("repetition_penalty", "presence_penalty", "frequency_penalty"))
-BIASES = frozenset(("logit_bias", "banned_tokens", "allowed_tokens"))
+PENALTY_PARAMS = frozenset(("repetition_penalty", "presence_penalty", "frequency_penalty"))
+BIAS_PARAMS = frozenset(("logit_bias", "banned_tokens", "allowed_tokens"))
 IN_PROMPT = -(1 << 15)  # added to the count of a token that stands in the prompt
 
 
-def penalised(params: SamplingParams) -> bool:
+def has_penalties(params: SamplingParams) -> bool:
     """Whether a request's draws depend on what was drawn before."""
-    return not PENALTIES.isdisjoint(params.changed)
+    return not PENALTY_PARAMS.isdisjoint(params.changed)
 
 
-def biased(params: SamplingParams) -> bool:
+def has_bias(params: SamplingParams) -> bool:
     """Whether a request adds to logits, or takes tokens out, whatever was drawn before."""
     return bool(params.logit_bias or params.banned_tokens or params.allowed_tokens)
 
 
-def writable(params: SamplingParams, vocab_size: int, columns: int | None = None) -> bool:
+def can_write_bias(params: SamplingParams, vocab_size: int, columns: int | None = None) -> bool:
     """Whether `write_bias` can write a request: its ids are the model's, and they do not rule out every token.
 
     columns: as in `SamplerState`.
@@ -53,7 +53,7 @@ def writable(params: SamplingParams, vocab_size: int, columns: int | None = None
     return left and max(ids, default=0) < vocab_size
 
 
-def write_bias(bias: Tensor, draws: Sequence[Draw]) -> None:
+def write_bias(bias: Tensor, draws: Sequence[DrawRequest]) -> None:
     """Write what is added to the logits of requests.
 
     Args:
@@ -80,7 +80,7 @@ def write_bias(bias: Tensor, draws: Sequence[Draw]) -> None:
         bias[at[0], at[1]] = amounts.to(bias.device, non_blocking=True)
 
 
-def write_counts(counts: Tensor, draws: Sequence[Draw], fresh: tuple[Sequence[int], Tensor] | None) -> None:
+def write_counts(counts: Tensor, draws: Sequence[DrawRequest], fresh: tuple[Sequence[int], Tensor] | None) -> None:
     """Count the tokens of requests again.
 
     Args:
@@ -91,7 +91,7 @@ def write_counts(counts: Tensor, draws: Sequence[Draw], fresh: tuple[Sequence[in
     counts.zero_()
     rows: list[np.ndarray] = []
     for row, (state, _, _) in enumerate(draws):
-        if not penalised(state.params):
+        if not has_penalties(state.params):
             continue
         ids, times = np.unique(state.history.new_ids, return_counts=True)
         before = np.unique(state.history.ids[: state.history.prompt_length])
@@ -110,10 +110,10 @@ def write_counts(counts: Tensor, draws: Sequence[Draw], fresh: tuple[Sequence[in
 
 # ---- The executor: a captured graph per number of sequences.
 
-RING = 8  # results of as many steps are kept: more than may be unread, the steps of a draft model included
-MOST = 64  # sequences of the largest graph
-VERIFYING = 16  # graphs with draft tokens, of all numbers of rows, sequences and pages; llm.memory counts those of one sequence
-IDLE = 256  # such steps without it, after which a graph makes room for another
+RESULT_RING_STEPS = 8  # results of as many steps are kept: more than may be unread, the steps of a draft model included
+MAX_GRAPH_SEQUENCES = 64  # sequences of the largest graph
+MAX_VERIFY_GRAPHS = 16  # graphs with draft tokens, of all numbers of rows, sequences and pages; llm.memory counts those of one sequence
+GRAPH_IDLE_STEPS = 256  # such steps without it, after which a graph makes room for another
 PROMPT_KERNELS = [
     kernel_code.KernelId(source, name)
     for source, name in (
@@ -125,7 +125,9 @@ PROMPT_KERNELS = [
         ("gemm/prefill.cu", "merge_parts"),
     )
 ]
-DRAWN = frozenset(("temperature", "top_k", "top_p", "min_p", "seed")) | PENALTIES | BIASES  # what the sampling kernel does
+GPU_SAMPLING_PARAMS = (
+    frozenset(("temperature", "top_k", "top_p", "min_p", "seed")) | PENALTY_PARAMS | BIAS_PARAMS
+)  # what the sampling kernel does
 
 
 class StepKind(NamedTuple):
@@ -133,7 +135,7 @@ class StepKind(NamedTuple):
 
     Attributes:
         rows: tokens at most.
-        sequences: 0: every sequence has one token. Else at most so many sequences, of at most `SHORT` tokens each.
+        sequences: 0: every sequence has one token. Else at most so many sequences, of at most `MAX_STEP_TOKENS_PER_SEQUENCE` tokens each.
         width: pages of a sequence at most.
         counted: rows have penalties.
         biased: rows have biases.
@@ -163,7 +165,7 @@ class CapturedSteps:
         prepared: captures so far, failed ones included.
     """
 
-    def __init__(self, *, most_verifying: int = VERIFYING, idle_steps: int = IDLE) -> None:
+    def __init__(self, *, most_verifying: int = MAX_VERIFY_GRAPHS, idle_steps: int = GRAPH_IDLE_STEPS) -> None:
         self._most_verifying, self._idle_steps = most_verifying, idle_steps
         self._graphs: dict[StepKind, StepGraph | None] = {}
         self._verified, self._used = 0, dict[StepKind, int]()  # steps with draft tokens; which of them ran a kind last
@@ -249,21 +251,21 @@ class GpuExecutor:
         """
         with torch.cuda.device(self._device):
             step = StepGraph(self._model, self._cache, StepKind(rows=1, sequences=0, width=1)).step
-            kernels = [*kernel_code.noted(step), *self._model.kernels(self._cache), *PROMPT_KERNELS]
+            kernels = [*kernel_code.kernels_of_run(step), *self._model.kernels(self._cache), *PROMPT_KERNELS]
             del step
             torch.cuda.empty_cache()  # the memory of those steps
-            units = kernel_code.missing(kernels, *torch.cuda.get_device_capability(self._device))
+            units = kernel_code.missing_kernels(kernels, *torch.cuda.get_device_capability(self._device))
             if not units:
                 return
             with Meter("compile kernels", total=len(units), unit="kernels", sink=progress) as meter:
-                kernel_code.prepare(units, *torch.cuda.get_device_capability(self._device), progress=meter.step)
+                kernel_code.compile_kernels(units, *torch.cuda.get_device_capability(self._device), progress=meter.step)
 
     def can_draw(self, state: SamplerState, *, drafts: bool = False) -> bool:
         """Whether the sampling kernel knows every filter of the request; it counts tokens that were drawn, and no draft tokens."""
-        drawn = DRAWN.issuperset(state.params.changed) and self._model.capabilities.rope_switch is None
-        return drawn and writable(state.params, self._model.outputs, state.columns) and not (drafts and penalised(state.params))
+        drawn = GPU_SAMPLING_PARAMS.issuperset(state.params.changed) and self._model.capabilities.rope_switch is None
+        return drawn and can_write_bias(state.params, self._model.outputs, state.columns) and not (drafts and has_penalties(state.params))
 
-    def launch(self, step: Step) -> PendingStep:
+    def launch(self, step: StepInput) -> PendingStep:
         """Enqueue a step; returns before it has run.
 
         Raises:
@@ -272,15 +274,15 @@ class GpuExecutor:
         try:
             return self._launch(step)
         except RuntimeError as error:
-            if not memory.is_out_of_memory(error):
+            if not memory_ops.is_out_of_memory(error):
                 raise
             what = f"a step of {len(step.batch.input_ids)} tokens in {len(step.batch.context_lens)} requests does not fit"
             advice = "the request ended, the engine goes on; ask for fewer requests at once, or load with a smaller context= or cache='q4'"
-            raise memory.out_of_memory_error(error, what, advice) from error
+            raise memory_ops.out_of_memory_error(error, what, advice) from error
 
-    def _launch(self, step: Step) -> PendingStep:
+    def _launch(self, step: StepInput) -> PendingStep:
         draws = step.draws
-        if step.batch.pictures is None and len(step.batch.input_ids) == len(draws) <= MOST and None not in draws:
+        if step.batch.pictures is None and len(step.batch.input_ids) == len(draws) <= MAX_GRAPH_SEQUENCES and None not in draws:
             drawn = [draw for draw in draws if draw is not None]
             decoding = len(step.batch.context_lens) == len(draws)
             graph = self._graph(step, drawn) if decoding or self._verifies(step) else None
@@ -292,7 +294,7 @@ class GpuExecutor:
         if step.sources is not None and source is not None:
             ids = _ids_with_sources(step.batch.input_ids, step.sources, source, self._device)
         logits = self._model.forward(step.batch, self._cache, ids=ids, fetch=False)
-        return self._draw(logits, draws, None if ids is None else _fresh(step, ids))
+        return self._draw(logits, draws, None if ids is None else _gpu_token_rows(step, ids))
 
     def copy(self, source: int, target: int) -> None:
         """Copy one page in every layer."""
@@ -305,13 +307,13 @@ class GpuExecutor:
         self.captured.clear()
         self.drawn = self._last = None
 
-    def _verifies(self, step: Step) -> bool:
+    def _verifies(self, step: StepInput) -> bool:
         """Whether a step in which every token's row is drawn, and sequences have several, can be a captured one."""
         bounds = step.batch.cu_seqlens.numpy()
         known = step.sources is None or step.drafts is not None
-        return self._model.capabilities.captures_drafts and known and int((bounds[1:] - bounds[:-1]).max()) <= SHORT
+        return self._model.capabilities.captures_drafts and known and int((bounds[1:] - bounds[:-1]).max()) <= MAX_STEP_TOKENS_PER_SEQUENCE
 
-    def _graph(self, step: Step, draws: list[Draw]) -> StepGraph | None:
+    def _graph(self, step: StepInput, draws: list[DrawRequest]) -> StepGraph | None:
         """The captured step, its inputs written; None where it is launched kernel by kernel instead, which gives the same tokens."""
         if step.same and self._last is not None:
             return self._last
@@ -327,8 +329,8 @@ class GpuExecutor:
             rows=rows,
             sequences=sequences,
             width=1 << (width - 1).bit_length(),
-            counted=any(map(penalised, params)),
-            biased=any(map(biased, params)),
+            counted=any(map(has_penalties, params)),
+            biased=any(map(has_bias, params)),
             lora_inside=lora is not None and lora.inside,
             lora=lora,
         )
@@ -351,19 +353,19 @@ class GpuExecutor:
             logger.warning("steps of %d tokens cannot be captured (%s): they are launched kernel by kernel, more slowly", kind.rows, reason)
             return None
 
-    def _draw(self, logits: Tensor, draws: Sequence[Draw | None], fresh: tuple[list[int], Tensor] | None) -> PendingStep:
-        """Draw the rows that have a Draw, fetch the others. fresh: see `_fresh`."""
+    def _draw(self, logits: Tensor, draws: Sequence[DrawRequest | None], fresh: tuple[list[int], Tensor] | None) -> PendingStep:
+        """Draw the rows that have a Draw, fetch the others. fresh: see `_gpu_token_rows`."""
         rows = [i for i, draw in enumerate(draws) if draw is not None]
         wanted = [draws[i] for i in rows]
         raw = None if len(rows) == len(draws) else logits.to("cpu", non_blocking=True)
         sampled = None
         if rows:
             mine = [draw for draw in wanted if draw is not None]
-            params, counts, bias = _params(mine).to(self._device), None, None
-            if any(biased(draw.state.params) for draw in mine):
+            params, counts, bias = _sampling_params(mine).to(self._device), None, None
+            if any(has_bias(draw.state.params) for draw in mine):
                 bias = torch.empty(len(rows), logits.shape[1], device=self._device)
                 write_bias(bias, mine)
-            if any(penalised(draw.state.params) for draw in mine):
+            if any(has_penalties(draw.state.params) for draw in mine):
                 counts = torch.empty(len(rows), logits.shape[1], dtype=torch.int16, device=self._device)
                 known = None
                 if fresh is not None:
@@ -426,14 +428,14 @@ class StepGraph:
         self.rows, self.sequences, self.width = rows, sequences, width
         device = torch.device(model.capabilities.draw_device)
         self._model, self._cache = model, cache
-        several, self._places = sequences > 0, _places(rows, sequences, width)
+        several, self._places = sequences > 0, _input_ranges(rows, sequences, width)
         state = torch.zeros(self._places[-1][1], dtype=torch.int32, device=device)
         ids, positions, lens, steps, adapters, table, bounds, self._sources, words = (state[at:end] for at, end in self._places)
         adapters.fill_(-1)
         adapted = None if kind.lora is None else (kind.lora, adapters)
         drawn = torch.zeros_like(ids) if several else ids
         params = words.view(torch.uint8).view(rows, ROW_BYTES)
-        results = torch.zeros(RING, rows, 4, dtype=torch.int32).pin_memory()
+        results = torch.zeros(RESULT_RING_STEPS, rows, 4, dtype=torch.int32).pin_memory()
         logits = torch.zeros(rows, model.outputs, device=device)
         counts = torch.zeros(rows, model.outputs, dtype=torch.int16, device=device) if kind.counted else None
         bias = torch.zeros(rows, model.outputs, device=device) if kind.biased else None
@@ -444,14 +446,14 @@ class StepGraph:
         def step() -> tuple[Tensor, Tensor]:  # does not know this object: a cycle would keep a closed model's weights until it is collected
             forward()
             wanted = model.capped(logits), params, counts, steps, drawn, *places
-            _, top_ids, top_logprobs = sample_rows(*wanted, None, None, RING, True, bias, results)
+            _, top_ids, top_logprobs = sample_rows(*wanted, None, None, RESULT_RING_STEPS, True, bias, results)
             if model.ranks is not None:
                 model.ranks.share(state[: 3 * rows])  # tokens, positions, lengths of the next step
             return top_ids, top_logprobs
 
         self._state, self.ids, self.drawn, self._results = state, ids, drawn, results
         self._counts, self._bias, self._count = counts, bias, 0
-        self._done = [torch.cuda.Event() for _ in range(RING)]
+        self._done = [torch.cuda.Event() for _ in range(RESULT_RING_STEPS)]
         self._kept = forward, logits, kind.lora  # the graph knows their addresses only
         self._hosts, self._numbers = [PinnedState(state, self._places) for _ in range(1 + GpuExecutor.lookahead)], results.numpy()
         self.step = step
@@ -472,7 +474,7 @@ class StepGraph:
             self._graph.replay()  # the first one takes longer
         return self
 
-    def set(self, step: Step, draws: list[Draw], drawn: Tensor | None) -> None:
+    def set(self, step: StepInput, draws: list[DrawRequest], drawn: Tensor | None) -> None:
         """Write everything that the step reads; drawn: the tokens on the GPU that `step.sources` counts."""
         batch, n, b, rows = step.batch, len(draws), len(step.batch.context_lens), self.rows
         self._hosts.append(self._hosts.pop(0))
@@ -516,7 +518,7 @@ class StepGraph:
         alternatives = None
         if max(tops):
             alternatives = tuple(torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in self._top)
-        slot = self._count % RING
+        slot = self._count % RESULT_RING_STEPS
         done = self._done[slot]
         done.record(stream)
         self._count += 1
@@ -537,14 +539,14 @@ class _PendingGraph:
         if self._model.ranks is not None:
             self._model.ranks.check()
         ids, logprobs = self._alternatives if self._alternatives is not None else (None, None)
-        return [*_sampled(self._results[: len(self._tops)], ids, logprobs, self._tops)]
+        return [*_read_sampled(self._results[: len(self._tops)], ids, logprobs, self._tops)]
 
 
 class _CompletedStep:
     """A step whose results are on the host already."""
 
     def __init__(
-        self, rows: list[int], draws: Sequence[Draw | None], sampled: tuple[np.ndarray, Tensor, Tensor] | None, raw: Tensor | None
+        self, rows: list[int], draws: Sequence[DrawRequest | None], sampled: tuple[np.ndarray, Tensor, Tensor] | None, raw: Tensor | None
     ) -> None:
         self._rows, self._draws, self._sampled, self._raw = rows, draws, sampled, raw
 
@@ -552,7 +554,7 @@ class _CompletedStep:
         """One entry per logit row."""
         out: list[Sampled | np.ndarray] = [] if self._raw is None else list(self._raw.numpy())
         if self._sampled is not None:
-            chosen = _sampled(*self._sampled, [draw.top if draw is not None else 0 for draw in self._draws])
+            chosen = _read_sampled(*self._sampled, [draw.top if draw is not None else 0 for draw in self._draws])
             if self._raw is None:
                 return [*chosen]
             for row, token in zip(self._rows, chosen):
@@ -560,7 +562,7 @@ class _CompletedStep:
         return out
 
 
-def _sampled(results: np.ndarray, top_ids: Tensor | None, top_logprobs: Tensor | None, tops: list[int]) -> list[Sampled]:
+def _read_sampled(results: np.ndarray, top_ids: Tensor | None, top_logprobs: Tensor | None, tops: list[int]) -> list[Sampled]:
     """The kernel's results `(R, 4)` as the host's."""
     values = results.tolist()
     logprobs = results[:, 2].copy().view(np.float32).tolist()
@@ -575,7 +577,7 @@ def _sampled(results: np.ndarray, top_ids: Tensor | None, top_logprobs: Tensor |
     return chosen
 
 
-def packed_params(draws: Sequence[Draw]) -> np.ndarray:
+def packed_params(draws: Sequence[DrawRequest]) -> np.ndarray:
     """Settings of draws as the sampling kernel reads them, int32 `(R * 12,)`."""
     rows: list[bytes] = []
     before, most, row = None, -1, b""
@@ -585,17 +587,17 @@ def packed_params(draws: Sequence[Draw]) -> np.ndarray:
             continue
         p, before, most = state.params, state, top
         penalties = p.repetition_penalty, p.presence_penalty, p.frequency_penalty
-        reported = report(min(top, TOP), state.columns or 0)
+        reported = pack_report(min(top, MAX_ALTERNATIVES), state.columns or 0)
         row = pack_row(p.temperature, p.top_p, p.min_p, *penalties, p.top_k, reported, state.seed, number)
         rows.append(row)
     return np.frombuffer(b"".join(rows), np.int32)
 
 
-def _params(draws: Sequence[Draw]) -> Tensor:
+def _sampling_params(draws: Sequence[DrawRequest]) -> Tensor:
     return torch.from_numpy(packed_params(draws).copy()).view(torch.uint8).view(len(draws), -1)
 
 
-def _fresh(step: Step, ids: Tensor) -> tuple[list[int], Tensor]:
+def _gpu_token_rows(step: StepInput, ids: Tensor) -> tuple[list[int], Tensor]:
     """For each logit row the token of the step that only the GPU knows, or -1; and all tokens."""
     assert step.sources is not None, "tokens that are on the GPU"
     rows = step.batch.logit_rows.numpy()
@@ -608,7 +610,7 @@ def _ids_with_sources(ids: Tensor, sources: np.ndarray, drawn: Tensor, device: t
     return torch.where(rows >= 0, drawn[rows.clamp(min=0).long()], known)
 
 
-def _places(rows: int, sequences: int, width: int) -> list[tuple[int, int]]:
+def _input_ranges(rows: int, sequences: int, width: int) -> list[tuple[int, int]]:
     """Where ids, positions, lens, steps, adapters, block table, bounds, feed and settings of a captured step are in its state."""
     lines, places, at = sequences or rows, list[tuple[int, int]](), 0
     for size in (rows, rows, lines, rows, rows, lines * width, sequences + 1 if sequences else 0, rows if sequences else 0):
@@ -621,10 +623,10 @@ def _places(rows: int, sequences: int, width: int) -> list[tuple[int, int]]:
 def captured_sizes(tokens: int, sequences: int) -> tuple[int, int]:
     """Rows and sequences of the captured step that takes so many; no sequences: each has one token."""
     if tokens == sequences:
-        return bucket(tokens), 0
-    return (tokens, 1) if sequences == 1 else (bucket(tokens), bucket(sequences) + 1)
+        return graph_rows(tokens), 0
+    return (tokens, 1) if sequences == 1 else (graph_rows(tokens), graph_rows(sequences) + 1)
 
 
-def bucket(rows: int) -> int:
+def graph_rows(rows: int) -> int:
     """Rows of the captured step that takes so many."""
     return 1 << (rows - 1).bit_length() if rows <= 8 else -(-rows // 8) * 8

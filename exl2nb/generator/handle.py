@@ -13,8 +13,8 @@ from typing import overload
 
 from exl2nb.core.log import logger
 from exl2nb.core.options import check_range
-from exl2nb.generator.request import PLAIN, Chunk, Completion, Token
-from exl2nb.tokenizer.reply import Delta, ReplyFormat
+from exl2nb.generator.request import PLAIN_REPLY, Chunk, Completion, Token
+from exl2nb.tokenizer.reply import ReplyDelta, ReplyFormat
 
 _numbers = itertools.count(1)
 WAKE_AT_END, WAKE_AT_TOKENS, WAKE_ALWAYS = 0, 1, 2
@@ -102,7 +102,7 @@ class Handle:
         self._channel = channel
         self._over = False
         self._loop_waker: _LoopWaker | None = None
-        self.reply_format: ReplyFormat = PLAIN  # of the request; for `deltas`
+        self.reply_format: ReplyFormat = PLAIN_REPLY  # of the request; for `deltas`
         self.owner: object = None  # kept alive as long as this handle: the loaded model
         self.companions: list[Handle] = []  # of the other sequences that this request runs on; dropping them would cancel it
 
@@ -159,14 +159,14 @@ class Handle:
             raise
         self._raise_error()
 
-    def deltas(self) -> Iterator[Delta]:
+    def deltas(self) -> Iterator[ReplyDelta]:
         """The answer of a chat as it comes, taken apart: reasoning, content, tool calls and their arguments."""
         parser = self.reply_format.parser()
         for chunk in self:
             yield from parser.feed(self.reply_format.text(chunk.tokens))
         yield from parser.finish()
 
-    async def adeltas(self) -> AsyncIterator[Delta]:
+    async def adeltas(self) -> AsyncIterator[ReplyDelta]:
         """`deltas` for event loops."""
         parser = self.reply_format.parser()
         async for chunk in self:

@@ -8,25 +8,25 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from exl2nb.core.errors import EngineClosed, GenerationError, OutOfMemory, StructureError
-from exl2nb.generator.batch import BatchBuilder
+from exl2nb.generator.batch_buffers import BatchBuilder
 from exl2nb.generator.executor import Executor, PendingStep, Results
 from exl2nb.generator.request import Completion
-from exl2nb.generator.scheduler import MIN_CHUNK, Scheduler, Span
-from exl2nb.generator.sequence import Sequence
-from exl2nb.ops import memory
+from exl2nb.generator.scheduler import MIN_CHUNK, Scheduler, TokenSpan
+from exl2nb.generator.sequence import RunningRequest
+from exl2nb.ops import memory_ops
 from exl2nb.sampling.draw import Sampled
 
 if TYPE_CHECKING:
     from exl2nb.generator.speculation import Speculator
 
 PAUSE_S = 0.0005
-SWEEP = 64  # a longer waiting queue is searched for cancelled requests in every eighth step only
+SWEEP_QUEUE_LENGTH = 64  # a longer waiting queue is searched for cancelled requests in every eighth step only
 
 
 class InFlight(NamedTuple):
     """A launched step whose results are unread. pending: its results where it ran at once, else how to wait for them."""
 
-    spans: list[Span]
+    spans: list[TokenSpan]
     pending: PendingStep | Results
     launched: float
 
@@ -57,7 +57,7 @@ class StepLoop:
         """True while anything waits, runs or is in flight."""
         return self.scheduler.busy or bool(self.in_flight)
 
-    def add(self, sequence: Sequence, group: object = None) -> None:
+    def add(self, sequence: RunningRequest, group: object = None) -> None:
         """Queue a sequence."""
         drafts = sequence.proposer is not None
         sequence.drawn = not sequence.host_only and self.executor.can_draw(sequence.sampler, drafts=drafts)
@@ -69,7 +69,7 @@ class StepLoop:
         scheduler, in_flight = self.scheduler, self.in_flight
         waiting, running = scheduler.waiting, scheduler.running
         now = time.perf_counter()
-        for sequence in (*running, *waiting) if waiting and (len(waiting) <= SWEEP or self.steps % 8 == 0) else (*running,):
+        for sequence in (*running, *waiting) if waiting and (len(waiting) <= SWEEP_QUEUE_LENGTH or self.steps % 8 == 0) else (*running,):
             if sequence.channel.cancelled:
                 self.finish(sequence, "cancelled")
             elif now > sequence.deadline:
@@ -104,7 +104,7 @@ class StepLoop:
 
     # ---- launching
 
-    def _launch(self, spans: list[Span]) -> None:
+    def _launch(self, spans: list[TokenSpan]) -> None:
         now = time.perf_counter()
         try:
             pending = self.executor.launch(self._builder.build(spans, self.scheduler.pager.changes))
@@ -120,7 +120,7 @@ class StepLoop:
         if self.speculator is not None:
             self.speculator.launched(spans, self.executor.drawn)
 
-    def _launch_failed(self, spans: list[Span], error: Exception) -> None:
+    def _launch_failed(self, spans: list[TokenSpan], error: Exception) -> None:
         """Find the request that caused it: alone, most of them succeed; a long piece of a prompt is tried again as a short one."""
         self._builder.forget()
         for span in spans:
@@ -135,7 +135,7 @@ class StepLoop:
                     self.drain()
             return
         for span in spans:
-            if span.length > MIN_CHUNK and not span.sequence.in_flight and memory.is_out_of_memory(error):
+            if span.length > MIN_CHUNK and not span.sequence.in_flight and memory_ops.is_out_of_memory(error):
                 self.scheduler.chunk = MIN_CHUNK
             else:
                 self.fail(span.sequence, error)
@@ -179,7 +179,7 @@ class StepLoop:
         if tokens >= MIN_CHUNK:
             self.scheduler.measured(tokens, time.perf_counter() - launched)
 
-    def _publish(self, span: Span) -> None:
+    def _publish(self, span: TokenSpan) -> None:
         """Make known what a step that was read has written."""
         sequence, pager = span.sequence, self.scheduler.pager
         if not sequence.pages:  # preempted while the step was in flight
@@ -191,7 +191,7 @@ class StepLoop:
 
     # ---- ending
 
-    def finish(self, sequence: Sequence, reason: str) -> None:
+    def finish(self, sequence: RunningRequest, reason: str) -> None:
         """The answer is complete, and with it those of its group."""
         for member in self._members(sequence):
             try:
@@ -201,7 +201,7 @@ class StepLoop:
             else:
                 self._end(member, completion)
 
-    def fail(self, sequence: Sequence, error: BaseException) -> None:
+    def fail(self, sequence: RunningRequest, error: BaseException) -> None:
         """The request cannot go on, nor can its group."""
         if not isinstance(error, (GenerationError, EngineClosed, OutOfMemory, StructureError)):
             cause = error
@@ -215,11 +215,11 @@ class StepLoop:
         for sequence in (*self.scheduler.running, *self.scheduler.waiting):
             self.fail(sequence, error)
 
-    def _members(self, sequence: Sequence) -> list[Sequence]:
+    def _members(self, sequence: RunningRequest) -> list[RunningRequest]:
         members = [sequence] if sequence.group is None else list(sequence.group.members)
         return [member for member in members if not member.ended]
 
-    def _end(self, sequence: Sequence, outcome: Completion | BaseException) -> None:
+    def _end(self, sequence: RunningRequest, outcome: Completion | BaseException) -> None:
         sequence.ended = True
         if sequence.proposer is not None:
             sequence.proposer.ended(sequence)

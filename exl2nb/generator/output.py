@@ -6,13 +6,13 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from exl2nb.generator.request import Alternative, Rewind, Token
+from exl2nb.generator.request import Rewind, Token, TokenAlternative
 from exl2nb.sampling.draw import Sampled
 from exl2nb.tokenizer.detokenize import Detokenizer
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
 
-class Match(NamedTuple):
+class TextMatch(NamedTuple):
     """Where one of the texts stands, in characters from the very beginning, and which one it is."""
 
     start: int
@@ -37,12 +37,12 @@ class StopMatcher:
 
     def __init__(self, stops: Sequence[str], *, ignore_case: bool = False) -> None:
         self._given = tuple(stops)
-        self._fold = _lower if ignore_case else str
+        self._fold = _lower_same_length if ignore_case else str
         self._stops = tuple(map(self._fold, self._given))
         self._longest = max(map(len, self._stops), default=0)
         self._text, self._start = "", 0  # the last characters, which may be part of a stop text, and where they begin
         self._passed = 0  # matches that end here or earlier do not count
-        self.match: Match | None = None
+        self.match: TextMatch | None = None
         self.beginnings = frozenset(stop[0] for stop in self._stops)  # folded; a piece with none of these may be passed over, see `skip_to`
 
     def skip_to(self, place: int) -> None:
@@ -84,16 +84,16 @@ class StopMatcher:
         self._text, self._start, self._passed = saved
         self.match = None
 
-    def _find(self, stop: str, given: str) -> Match | None:
+    def _find(self, stop: str, given: str) -> TextMatch | None:
         at = self._text.find(stop, max(0, self._passed - self._start - len(stop) + 1))
-        return None if at < 0 else Match(self._start + at, self._start + at + len(stop), given)
+        return None if at < 0 else TextMatch(self._start + at, self._start + at + len(stop), given)
 
     def _ends_with_beginning(self, n: int) -> bool:
         tail = self._text[-n:]
         return any(len(stop) > n and stop.startswith(tail) for stop in self._stops)
 
 
-def _lower(text: str) -> str:
+def _lower_same_length(text: str) -> str:
     """Lower case without a change of length, so that places stay places."""
     return text.lower() if text.isascii() else "".join([low if len(low := c.lower()) == 1 else c for c in text])
 
@@ -107,7 +107,7 @@ def visible_specials(tokenizer: Tokenizer, texts: Sequence[str]) -> dict[int, st
 # ---- The alternatives of a token, made when they are read: at 2,000 tokens a second most of them never are.
 
 
-class Alternatives(Sequence[Alternative]):
+class Alternatives(Sequence[TokenAlternative]):
     """Reads, compares, prints and copies as the tuple it stands for.
 
     Args:
@@ -120,17 +120,17 @@ class Alternatives(Sequence[Alternative]):
     def __init__(self, pairs: Sequence[tuple[int, float]], piece: Callable[[int], str]) -> None:
         self._pairs, self._piece, self._made = pairs, piece, None
 
-    def _all(self) -> tuple[Alternative, ...]:
+    def _all(self) -> tuple[TokenAlternative, ...]:
         if self._made is None:
-            self._made: tuple[Alternative, ...] | None = tuple(
-                [Alternative(i, self._piece(i), logprob, math.exp(logprob)) for i, logprob in self._pairs]
+            self._made: tuple[TokenAlternative, ...] | None = tuple(
+                [TokenAlternative(i, self._piece(i), logprob, math.exp(logprob)) for i, logprob in self._pairs]
             )
         return self._made
 
     def __len__(self) -> int:
         return len(self._pairs)
 
-    def __iter__(self) -> Iterator[Alternative]:
+    def __iter__(self) -> Iterator[TokenAlternative]:
         return iter(self._all())
 
     def __getitem__(self, index: Any) -> Any:
@@ -291,7 +291,7 @@ class Output:
         return Rewind(match.text, tuple(token.id for token in gone), "".join([token.text for token in gone]))
 
     @staticmethod
-    def _found(matcher: StopMatcher) -> Match:
+    def _found(matcher: StopMatcher) -> TextMatch:
         assert matcher.match is not None, "a text was found"
         return matcher.match
 

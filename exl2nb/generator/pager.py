@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from exl2nb.cache.pages import Match, PageTable, PrefixIndex, chain_key, root_key
-from exl2nb.generator.sequence import Sequence
+from exl2nb.cache.pages import PageAllocator, PrefixIndex, PrefixMatch, chain_key, root_key
+from exl2nb.generator.sequence import RunningRequest
 
 MIN_COMMON = 8  # tokens of a partial page that are worth a copy
 MIN_CLAIM = 32  # tokens of a partial page that are worth waiting for
@@ -28,7 +28,7 @@ class Pager:
     """
 
     def __init__(self, num_pages: int, *, page_size: int, copy: Callable[[int, int], None], salt: str = "") -> None:
-        self.table, self.page_size = PageTable(num_pages), page_size
+        self.table, self.page_size = PageAllocator(num_pages), page_size
         self.index = PrefixIndex(self.table, page_size)
         self.reuse, self.changes = True, 0
         self._copy, self._salt = copy, salt
@@ -44,15 +44,15 @@ class Pager:
         """Pages that `tokens` tokens need."""
         return -(-tokens // self.page_size)
 
-    def find(self, sequence: Sequence) -> Match:
+    def find(self, sequence: RunningRequest) -> PrefixMatch:
         """What the cache knows of the sequence's tokens; the last one is always left to run, as its logits are wanted."""
         if not self.reuse:
-            return Match([], None, 0)
+            return PrefixMatch([], None, 0)
         limit = len(sequence.ids) - sequence.rows
         self._extend_keys(sequence, limit // self.page_size)
         return self.index.match(sequence.page_ids, sequence.keys, self.root(sequence.salt), limit=limit)
 
-    def admit(self, sequence: Sequence) -> int:
+    def admit(self, sequence: RunningRequest) -> int:
         """Give a sequence without pages what is known of its beginning; returns the number of tokens."""
         assert not sequence.pages, "admission of a sequence that has pages"
         match = self.find(sequence)
@@ -64,7 +64,7 @@ class Pager:
         self.changes += 1
         return sequence.computed
 
-    def extend(self, sequence: Sequence) -> int:
+    def extend(self, sequence: RunningRequest) -> int:
         """Between two chunks of a prompt: take over what others have computed meanwhile; returns the number of tokens."""
         size, before = self.page_size, sequence.computed
         at = before // size
@@ -83,7 +83,7 @@ class Pager:
             self.changes += 1
         return sequence.computed - before
 
-    def claims(self, sequence: Sequence) -> list[bytes]:
+    def claims(self, sequence: RunningRequest) -> list[bytes]:
         """Names of the pages that the sequence still has to compute for its prompt; equal names mean equal pages."""
         at, limit = sequence.computed // self.page_size, len(sequence.ids) - sequence.rows
         full = limit // self.page_size
@@ -94,10 +94,10 @@ class Pager:
             names.append(chain_key(sequence.keys[full - 1] if full else self.root(sequence.salt), tail[:MIN_CLAIM]))
         return names
 
-    def reserve(self, sequence: Sequence, end: int) -> bool:
+    def reserve(self, sequence: RunningRequest, end: int) -> bool:
         """Make the slots from `sequence.computed` to `end` writable. False: too few pages are free; nothing was changed.
 
-        `sequence.room` is then from where to where it may write; it holds as long as `changes` is `sequence.room_changes`.
+        `sequence.room` is then from where to where it may write; it holds as long as `changes` is `sequence.writable_changes`.
         """
         first, size, pages = sequence.computed // self.page_size, self.page_size, sequence.pages
         last = (end - 1) // size
@@ -105,9 +105,9 @@ class Pager:
         if last == first < len(pages):  # one token more in its page: the usual case
             page = pages[first]
             if self.table.count(page) == 1 and self.index.filled(page) <= sequence.computed % size:
-                sequence.room_changes = self.changes
+                sequence.writable_changes = self.changes
                 return True
-        sequence.room_changes = -1
+        sequence.writable_changes = -1
         shared = [i for i in range(first, min(last + 1, len(pages))) if self.table.count(pages[i]) > 1]
         more = max(0, last + 1 - len(pages))
         if len(shared) + more > self.table.num_free:
@@ -122,10 +122,10 @@ class Pager:
             self.index.cut(pages[i], sequence.computed % size if i == first else 0)
         pages += fresh[len(shared) :]
         self.changes += 1
-        sequence.room_changes = self.changes
+        sequence.writable_changes = self.changes
         return True
 
-    def publish(self, sequence: Sequence) -> None:
+    def publish(self, sequence: RunningRequest) -> None:
         """Make known what the sequence has computed in full pages; a page that is known already is given up for the known one."""
         full = min(sequence.computed, len(sequence.ids)) // self.page_size
         if len(sequence.keys) * self.page_size > len(sequence.ids):  # it went back: these are keys of a text that is no more
@@ -145,7 +145,7 @@ class Pager:
                 self.changes += 1
         sequence.published = full
 
-    def publish_tail(self, sequence: Sequence) -> None:
+    def publish_tail(self, sequence: RunningRequest) -> None:
         """Make known the last page too, which is not full."""
         self.publish(sequence)
         known = min(sequence.computed, len(sequence.ids))
@@ -155,7 +155,7 @@ class Pager:
         parent = sequence.keys[full - 1] if full else self.root(sequence.salt)
         self.index.publish(sequence.pages[full], parent, sequence.page_ids[full * self.page_size : known])
 
-    def release(self, sequence: Sequence, *, keep: bool = True) -> None:
+    def release(self, sequence: RunningRequest, *, keep: bool = True) -> None:
         """Take all pages from a sequence. keep: what it computed stays known until the pages are needed; False: it is not to be trusted."""
         if sequence.pages:
             if keep:
@@ -176,7 +176,7 @@ class Pager:
             self.index.forget(page)
         return len(pages)
 
-    def fork(self, source: Sequence, target: Sequence) -> None:
+    def fork(self, source: RunningRequest, target: RunningRequest) -> None:
         """Give `target` the cache of `source`: every page is shared, and copied when one of them writes to it."""
         self.release(target)
         self.table.share(source.pages)
@@ -184,7 +184,7 @@ class Pager:
         target.keys, target.published = list(source.keys[: source.published]), source.published
         self.changes += 1
 
-    def _take_partial(self, sequence: Sequence, page: int | None, common: int) -> None:
+    def _take_partial(self, sequence: RunningRequest, page: int | None, common: int) -> None:
         """Continue a known page that is not full, or differs further on: in place if it has no references, else in a copy."""
         if page is None:
             return
@@ -202,10 +202,10 @@ class Pager:
             return
         sequence.computed += common
 
-    def _extend_keys(self, sequence: Sequence, full: int) -> None:
+    def _extend_keys(self, sequence: RunningRequest, full: int) -> None:
         keys = sequence.keys
         for i in range(len(keys), full):
             keys.append(chain_key(keys[-1] if keys else self.root(sequence.salt), self._tokens(sequence, i)))
 
-    def _tokens(self, sequence: Sequence, i: int) -> list[int]:
+    def _tokens(self, sequence: RunningRequest, i: int) -> list[int]:
         return sequence.page_ids[i * self.page_size : (i + 1) * self.page_size]

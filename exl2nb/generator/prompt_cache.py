@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from exl2nb.cache.pages import Entry, chain_key
+from exl2nb.cache.pages import PageContent, chain_key
 from exl2nb.cache.pool import KVCache
 from exl2nb.core.errors import FormatError, OptionError
 from exl2nb.core.options import check_flag, check_path
@@ -23,12 +23,12 @@ from exl2nb.core.show import facts
 from exl2nb.generator.engine import Engine
 from exl2nb.generator.pager import Pager
 from exl2nb.generator.scheduler import Scheduler
-from exl2nb.generator.sequence import Sequence
+from exl2nb.generator.sequence import RunningRequest
 from exl2nb.io import safetensors
 
 _PER_LINE = 64
-_MARKS = {"free": "·", "cached": "o"}
-_TINTS = {"free": "transparent", "cached": "rgba(120,140,160,.35)", "used": "rgba(214,120,40,.55)", "shared": "rgba(60,130,200,.6)"}
+_STATE_MARKS = {"free": "·", "cached": "o"}
+_STATE_TINTS = {"free": "transparent", "cached": "rgba(120,140,160,.35)", "used": "rgba(214,120,40,.55)", "shared": "rgba(60,130,200,.6)"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +111,7 @@ class CacheSnapshot:
         return pandas.DataFrame([[getattr(page, name) for name in names] for page in self.pages], columns=names)
 
     def __str__(self) -> str:
-        marks = "".join(_MARKS.get(page.state) or ("#" if page.count > 1 else "x") for page in self.pages)
+        marks = "".join(_STATE_MARKS.get(page.state) or ("#" if page.count > 1 else "x") for page in self.pages)
         lines = [marks[at : at + _PER_LINE] for at in range(0, len(marks), _PER_LINE)]
         for one in self.requests:
             where = f"{one.computed} in {len(one.pages)} pages, {one.reused} found in the cache"
@@ -122,7 +122,7 @@ class CacheSnapshot:
         return f"CacheSnapshot({self._title()})"
 
     def _repr_html_(self) -> str:
-        cells = "".join(map(_cell, self.pages))
+        cells = "".join(map(_page_cell, self.pages))
         rows = "".join(
             f"<tr><td>{one.number}</td><td>{one.state}</td><td>{one.priority}</td><td>{one.tokens}</td><td>{one.computed}</td>"
             f"<td>{one.reused}</td><td>{len(one.pages)}</td></tr>"
@@ -141,10 +141,10 @@ class CacheSnapshot:
         )
 
 
-def _cell(page: PageView) -> str:
+def _page_cell(page: PageView) -> str:
     owners = f", requests {', '.join(map(str, page.owners))}" if page.owners else ""
     title = f"page {page.page}: {page.state}, {page.tokens} tokens{owners}" + (f", {page.key[:8]}" if page.key else "")
-    tint = _TINTS["shared" if page.count > 1 else page.state]
+    tint = _STATE_TINTS["shared" if page.count > 1 else page.state]
     return (
         f'<span title="{html.escape(title)}" style="width:14px;height:14px;border:1px solid rgba(128,128,128,.6);background:{tint}"></span>'
     )
@@ -177,7 +177,7 @@ def take_snapshot(pager: Pager, scheduler: Scheduler) -> CacheSnapshot:
                 last_use=table.last_use(page),
             )
         )
-    views = [_request(s, "running") for s in running] + [_request(s, "waiting") for s in waiting]
+    views = [_request_view(s, "running") for s in running] + [_request_view(s, "waiting") for s in waiting]
     return CacheSnapshot(
         page_size=size,
         pages=tuple(pages),
@@ -188,7 +188,7 @@ def take_snapshot(pager: Pager, scheduler: Scheduler) -> CacheSnapshot:
     )
 
 
-def _request(sequence: Sequence, state: str) -> RequestView:
+def _request_view(sequence: RunningRequest, state: str) -> RequestView:
     return RequestView(
         number=sequence.number,
         state=state,
@@ -203,7 +203,7 @@ def _request(sequence: Sequence, state: str) -> RequestView:
 
 # ---- Cached pages in a file: their content and their tokens, checked whole before the first byte is used. Knows no threads.
 
-FORMAT = "exl2nb cache 1"
+SNAPSHOT_FORMAT = "exl2nb cache 1"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,22 +230,22 @@ def save_pages(path: str | os.PathLike[str], pager: Pager, cache: KVCache, *, mo
     Raises:
         OptionError: nothing is cached; `path` is no path. ConversionError: the disk is full or the directory cannot be written.
     """
-    _check_whole(cache)
+    _check_undivided(cache)
     check_path("cache.save: path", path)
     path = Path(path)
-    salts, order, parents = _order(pager)
+    salts, order, parents = _order_pages(pager)
     if not order:
         raise OptionError("cache.save: no page holds anything that could be used again; generate something first")
-    entries = [_entry(pager, page) for page in order]
+    entries = [_page_content(pager, page) for page in order]
     tokens = torch.zeros(len(order), pager.page_size, dtype=torch.int32)
     for row, entry in zip(tokens, entries):
         row[: len(entry.tokens)] = torch.from_numpy(np.array(entry.tokens))
     where = torch.tensor(order)
-    tensors = {name: pool[where.to(pool.device)] for name, pool in _pools(cache).items()}
+    tensors = {name: pool[where.to(pool.device)] for name, pool in _named_pools(cache).items()}
     tensors["tokens"] = tokens
     tensors["lengths"] = torch.tensor([len(entry.tokens) for entry in entries], dtype=torch.int32)
     tensors["parents"] = torch.tensor(parents, dtype=torch.int32)
-    head = {"format": FORMAT, "model": model, "spec": json.dumps(_spec(cache)), "salts": json.dumps(salts)}
+    head = {"format": SNAPSHOT_FORMAT, "model": model, "spec": json.dumps(_spec_fields(cache)), "salts": json.dumps(salts)}
     safetensors.save(path, tensors, head)
     return CacheFile(path=path, pages=len(order), tokens=sum(len(entry.tokens) for entry in entries))
 
@@ -262,18 +262,18 @@ def load_pages(path: str | os.PathLike[str], pager: Pager, cache: KVCache, *, mo
             path.
         ModelNotFound: there is no such file.
     """
-    _check_whole(cache)
+    _check_undivided(cache)
     check_path("cache.load: path", path)
     path = Path(path)
     with safetensors.SafetensorsFile(path) as file:
         salts = _check_head(path, file.metadata or {}, cache, model)
         texts = _read_texts(path, file, pager.page_size, vocab_size, len(salts))
-        pools = _pools(cache)
+        pools = _named_pools(cache)
         for name, pool in pools.items():
             info, shape = file.info(name), (len(texts), *pool.shape[1:])
             if info.dtype != pool.dtype or info.shape != shape:
                 raise FormatError(f"{path}: tensor {name!r}: found {info.dtype} {info.shape}, expected {pool.dtype} {shape}")
-        places = _place(pager, texts, salts)
+        places = _publish_pages(pager, texts, salts)
         try:
             rows = torch.tensor([row for row, _ in places], dtype=torch.int64)
             targets = torch.tensor([page for _, page in places], dtype=torch.int64)
@@ -292,12 +292,12 @@ def load_pages(path: str | os.PathLike[str], pager: Pager, cache: KVCache, *, mo
     return CacheFile(path=path, pages=len(places), tokens=count, skipped=len(texts) - len(places))
 
 
-def _check_whole(cache: KVCache) -> None:
+def _check_undivided(cache: KVCache) -> None:
     if not cache.whole:
         raise OptionError("cache: the model runs as several ranks, each with some of the heads; saved pages need it on one device")
 
 
-def _order(pager: Pager) -> tuple[list[str], list[int], list[int]]:
+def _order_pages(pager: Pager) -> tuple[list[str], list[int], list[int]]:
     """Salts, pages with parents first, and for each page its parent's row, or -1 - i for the beginning of a text under salt i."""
     salts = list(pager.roots)
     known = {key: -1 - i for i, key in enumerate(pager.roots.values())}
@@ -307,7 +307,7 @@ def _order(pager: Pager) -> tuple[list[str], list[int], list[int]]:
     while True:
         later = []
         for page in left:
-            entry = _entry(pager, page)
+            entry = _page_content(pager, page)
             if entry.parent not in known:
                 later.append(page)
                 continue
@@ -320,22 +320,22 @@ def _order(pager: Pager) -> tuple[list[str], list[int], list[int]]:
         left = later
 
 
-def _entry(pager: Pager, page: int) -> Entry:
+def _page_content(pager: Pager, page: int) -> PageContent:
     entry = pager.index.entry(page)
     assert entry is not None, f"page {page} is not published"
     return entry
 
 
 def _check_head(path: Path, head: Mapping[str, str], cache: KVCache, model: str) -> list[str]:
-    if head.get("format") != FORMAT:
-        raise FormatError(f"{path}: found format {head.get('format')!r}, expected {FORMAT!r}; the file was not made by cache.save")
+    if head.get("format") != SNAPSHOT_FORMAT:
+        raise FormatError(f"{path}: found format {head.get('format')!r}, expected {SNAPSHOT_FORMAT!r}; the file was not made by cache.save")
     if head.get("model") != model:
         raise OptionError(
             f"{path}: the pages were computed by another model (fingerprint {str(head.get('model'))[:12]}, this one has {model[:12]}): "
             "load the file with the model that saved it, on the same kind of device"
         )
-    spec, salts = _json(path, head, "spec"), _json(path, head, "salts")
-    mine = _spec(cache)
+    spec, salts = _read_json_field(path, head, "spec"), _read_json_field(path, head, "salts")
+    mine = _spec_fields(cache)
     if spec != mine:
         theirs = spec if isinstance(spec, dict) else {}
         differing = [name for name in mine if theirs.get(name) != mine[name]]
@@ -346,7 +346,7 @@ def _check_head(path: Path, head: Mapping[str, str], cache: KVCache, model: str)
     return salts
 
 
-def _json(path: Path, head: Mapping[str, str], name: str) -> Any:
+def _read_json_field(path: Path, head: Mapping[str, str], name: str) -> Any:
     try:
         return json.loads(head.get(name, ""))
     except ValueError as error:
@@ -376,7 +376,7 @@ def _read_texts(
     return texts
 
 
-def _place(pager: Pager, texts: list[tuple[np.ndarray, int]], salts: list[str]) -> list[tuple[int, int]]:
+def _publish_pages(pager: Pager, texts: list[tuple[np.ndarray, int]], salts: list[str]) -> list[tuple[int, int]]:
     """Publish what is new, as far as there are free pages; returns (row of the file, page), each page held once."""
     keys: dict[int, bytes] = {}
     places: list[tuple[int, int]] = []
@@ -398,7 +398,7 @@ def _place(pager: Pager, texts: list[tuple[np.ndarray, int]], salts: list[str]) 
     return places
 
 
-def _pools(cache: KVCache) -> dict[str, Tensor]:
+def _named_pools(cache: KVCache) -> dict[str, Tensor]:
     """Every tensor of the cache by name; the first dimension is the page."""
     found: dict[str, Tensor] = {}
     for kind, pools in (("k", cache.k), ("v", cache.v)):
@@ -408,7 +408,7 @@ def _pools(cache: KVCache) -> dict[str, Tensor]:
     return found
 
 
-def _spec(cache: KVCache) -> dict[str, Any]:
+def _spec_fields(cache: KVCache) -> dict[str, Any]:
     return {name: value for name, value in asdict(cache.spec).items() if name != "num_pages"}
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from exl2nb.core.errors import OptionError, StructureError
 from exl2nb.core.options import check_flag, check_integer, check_keywords, check_options, check_range, option, shown
 from exl2nb.generator.speculation import Acceptance, Speculation
-from exl2nb.sampling.defaults import NAMES, NO_DEFAULTS, SamplingDefaults
+from exl2nb.sampling.defaults import DEFAULT_NAMES, NO_DEFAULTS, SamplingDefaults
 from exl2nb.sampling.params import MAX_COUNT, SamplingParams
 from exl2nb.tokenizer.reply import Reply, ReplyFormat
 
@@ -45,7 +45,7 @@ def settings_text(completion: Completion) -> str:
     if not added:
         return ""
     changed, values = completion.sampling.changed, added.values
-    given = ", ".join(f"{name} {changed[name]:g}" for name in NAMES if name in changed and name not in values)
+    given = ", ".join(f"{name} {changed[name]:g}" for name in DEFAULT_NAMES if name in changed and name not in values)
     return f"{given} as given, {added}" if given else str(added)
 
 
@@ -60,7 +60,9 @@ def _token_html(token: Token, whole: bool) -> str:
 MAX_TOP = 100
 MAX_BEAMS = 64
 MAX_PRIORITY = 1000
-NEUTRAL, AUTO, PLAIN = SamplingParams(), Speculation(), ReplyFormat()  # defaults, made and checked once
+DEFAULT_SAMPLING = SamplingParams()  # defaults, made and checked once
+DEFAULT_SPECULATION = Speculation()
+PLAIN_REPLY = ReplyFormat()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -108,7 +110,7 @@ class Request:
     """
 
     prompt_ids: tuple[int, ...]
-    sampling: SamplingParams = NEUTRAL
+    sampling: SamplingParams = DEFAULT_SAMPLING
     max_tokens: int = option(
         256,
         "most new tokens (default 256)",
@@ -135,8 +137,8 @@ class Request:
     n: int = 1
     length_penalty: float = 1.0
     early_stopping: bool | str = False
-    speculation: Speculation = AUTO
-    reply: ReplyFormat = PLAIN
+    speculation: Speculation = DEFAULT_SPECULATION
+    reply: ReplyFormat = PLAIN_REPLY
     lora: LoraRow | None = None
     pictures: PromptPictures | None = None
     sampling_defaults: SamplingDefaults = NO_DEFAULTS
@@ -240,7 +242,7 @@ class Request:
         check_keywords(options, known, where=where)
         for name, kinds in (("stop", (str, int)), ("banned_strings", (str,))):
             if name in options:
-                options[name] = _several(options[name], kinds, f"{where}: {name}")
+                options[name] = _as_tuple(options[name], kinds, f"{where}: {name}")
         mine = {name: options.pop(name) for name in own if name in options}
         if mine.get("beams", 1) != 1:
             options.setdefault("temperature", 0)
@@ -251,7 +253,7 @@ def _is_id(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def _several(value: Any, kinds: tuple[type, ...], name: str) -> tuple[Any, ...]:
+def _as_tuple(value: Any, kinds: tuple[type, ...], name: str) -> tuple[Any, ...]:
     """One value or a collection of them, as a tuple."""
     if isinstance(value, kinds) and not isinstance(value, bool):
         return (value,)
@@ -261,7 +263,7 @@ def _several(value: Any, kinds: tuple[type, ...], name: str) -> tuple[Any, ...]:
     raise OptionError(f"{name} is {str(value)[:80]!r}; expected {words}, or a list of them")
 
 
-class Alternative(NamedTuple):
+class TokenAlternative(NamedTuple):
     """One of the most probable tokens at a position."""
 
     id: int
@@ -284,7 +286,7 @@ class Token(NamedTuple):
     logprob: float
     prob: float
     rank: int
-    top: Sequence[Alternative] = ()
+    top: Sequence[TokenAlternative] = ()
     source: str = "target"
 
 
@@ -369,8 +371,8 @@ class Completion:
     beams: tuple[Completion, ...] = field(default=(), compare=False)
     structure: Structure | None = field(default=None, repr=False, compare=False)
     complete: bool = field(default=True, repr=False, compare=False)
-    reply_format: ReplyFormat = field(default=PLAIN, repr=False, compare=False)
-    sampling: SamplingParams = field(default=NEUTRAL, compare=False)
+    reply_format: ReplyFormat = field(default=PLAIN_REPLY, repr=False, compare=False)
+    sampling: SamplingParams = field(default=DEFAULT_SAMPLING, compare=False)
     sampling_defaults: SamplingDefaults = field(default=NO_DEFAULTS, compare=False)
 
     @cached_property

@@ -7,22 +7,22 @@ from typing import NamedTuple
 
 from exl2nb.core.errors import ContextOverflow
 from exl2nb.generator.pager import Pager
-from exl2nb.generator.sequence import Sequence
+from exl2nb.generator.sequence import RunningRequest
 from exl2nb.model.runner import HOST_CHUNKS, ChunkPolicy
 
 STEP_S = 0.15  # a step of prompt tokens alone is sized to take about this long on a CPU, so that cancelling is quick on a slow machine
 BESIDE_S = 0.05  # and one with decodes, so that their text keeps flowing
 MIN_CHUNK = 32  # prompt tokens per step, at least
-SHORT = "short"  # salt of the pages of sequences up to the switch
+SHORT_ROPE_SALT = "short"  # salt of the pages of sequences up to the switch
 
 
-class Span(NamedTuple):
+class TokenSpan(NamedTuple):
     """`length` tokens of a sequence that run in this step, from `start` on.
 
     rows: the last `rows` of them need logits; 0 in the middle of a prompt. in_flight: only the device knows the token so far.
     """
 
-    sequence: Sequence
+    sequence: RunningRequest
     start: int
     length: int
     rows: int
@@ -53,8 +53,8 @@ class Scheduler:
     def __init__(self, pager: Pager, *, max_sequences: int, chunks: ChunkPolicy = HOST_CHUNKS, switch: int | None = None) -> None:
         self.switch = switch
         self.pager, self.max_sequences, self.chunks = pager, max_sequences, chunks
-        self.waiting: list[Sequence] = []
-        self.running: list[Sequence] = []
+        self.waiting: list[RunningRequest] = []
+        self.running: list[RunningRequest] = []
         self.chunk = chunks.first_tokens
         self.preemptions = 0
         self._speed = 0.0  # tokens per second of a step with prompt tokens
@@ -66,7 +66,7 @@ class Scheduler:
         """True while any sequence waits or runs."""
         return bool(self.running or self.waiting)
 
-    def check(self, *sequences: Sequence) -> None:
+    def check(self, *sequences: RunningRequest) -> None:
         """Refuse what could never run. Several sequences: they must fit together.
 
         Raises:
@@ -86,7 +86,7 @@ class Scheduler:
                 f"lower max_tokens{' or beams' if shared or rows else ''}, or load the model with a larger cache_tokens"
             )
 
-    def add(self, sequence: Sequence, group: object = None) -> None:
+    def add(self, sequence: RunningRequest, group: object = None) -> None:
         """Queue a sequence. group: shares one turn with the others of it; None = a turn of its own."""
         turn = self._turn + 1
         if group is not None:
@@ -94,10 +94,10 @@ class Scheduler:
         sequence.rank = (-sequence.request.priority, turn, self._arrivals)
         self._arrivals += 1
         if self.switch is not None and len(sequence.ids) <= self.switch:
-            sequence.long, sequence.salt = False, sequence.own_salt + SHORT
-        insort(self.waiting, sequence, key=_rank)
+            sequence.long, sequence.salt = False, sequence.own_salt + SHORT_ROPE_SALT
+        insort(self.waiting, sequence, key=_priority_of)
 
-    def schedule(self) -> list[Span]:
+    def schedule(self) -> list[TokenSpan]:
         """Admit what fits, then choose the tokens of the next step; decodes come first. Every token of it has a page to go to."""
         if self.waiting:
             self._admit()
@@ -127,21 +127,21 @@ class Scheduler:
             largest = min(self.chunks.max_tokens, fitting // MIN_CHUNK * MIN_CHUNK, 2 * self.chunk)
             self.chunk = max(self.chunks.share_tokens, largest)
 
-    def preempt(self, sequence: Sequence) -> None:
+    def preempt(self, sequence: RunningRequest) -> None:
         """Send a running sequence back to the queue; what it has computed stays known until its pages are needed."""
         self.running.remove(sequence)
         sequence.withdraw()
         self.pager.release(sequence)
         sequence.preemptions += 1
         self.preemptions += 1
-        insort(self.waiting, sequence, key=_rank)
+        insort(self.waiting, sequence, key=_priority_of)
 
-    def fork(self, source: Sequence, target: Sequence) -> None:
+    def fork(self, source: RunningRequest, target: RunningRequest) -> None:
         """Give `target` the cache of `source` by reference; a shared page is copied before it is written."""
         target.long, target.salt = source.long, source.salt
         self.pager.fork(source, target)
 
-    def remove(self, sequence: Sequence, *, keep: bool = True) -> None:
+    def remove(self, sequence: RunningRequest, *, keep: bool = True) -> None:
         """Take a sequence out, wherever it is, and free its pages. Harmless when it is out already.
 
         Args:
@@ -170,9 +170,9 @@ class Scheduler:
                 sequence.reused_tokens = found
             self._turn = max(self._turn, sequence.rank[1])
             sequence.start()
-            insort(self.running, sequence, key=_rank)
+            insort(self.running, sequence, key=_priority_of)
 
-    def _fits(self, sequence: Sequence) -> bool:
+    def _fits(self, sequence: RunningRequest) -> bool:
         """Whether it may run: `max_sequences` is not reached, and its tokens fit the pages that the running ones do not need."""
         if len(self.running) >= self.max_sequences:
             return False
@@ -182,15 +182,15 @@ class Scheduler:
         shared = sum(table.count(page) > 0 for page in self.pager.find(sequence).pages)
         return need - shared <= table.num_free - sum(self._need(s) for s in self.running)
 
-    def _need(self, sequence: Sequence) -> int:
+    def _need(self, sequence: RunningRequest) -> int:
         tokens = min(len(sequence.ids) + 1, max(sequence.most_tokens, len(sequence.ids)))
         return max(0, self.pager.pages_for(tokens) - len(sequence.pages))
 
     # ---- the tokens of a step
 
-    def _spans(self) -> list[Span]:
-        spans: list[Span] = []
-        prompts: list[Sequence] = []
+    def _spans(self) -> list[TokenSpan]:
+        spans: list[TokenSpan] = []
+        prompts: list[RunningRequest] = []
         preempted = self.preemptions
         pager = self.pager
         for sequence in self.running.copy():
@@ -201,16 +201,16 @@ class Scheduler:
             length = end - start
             if length <= 0 or (self.preemptions != preempted and sequence not in self.running):
                 continue
-            if length == 1 and sequence.on_device and sequence.room_changes == pager.changes:  # one token more; it is never rewound
+            if length == 1 and sequence.on_device and sequence.writable_changes == pager.changes:  # one token more; it is never rewound
                 low, high = sequence.room
                 if low <= start and end <= high and end - sequence.prompt_tokens < sequence.limit:
-                    spans.append(_span(Span, (sequence, start, 1, 1, in_flight > 0)))
+                    spans.append(_span(TokenSpan, (sequence, start, 1, 1, in_flight > 0)))
                     continue
             if in_flight or length <= sequence.rows:
                 if (not in_flight or sequence.new_tokens + in_flight < sequence.limit) and self._claim(
                     sequence, sequence.computed + length
                 ):
-                    spans.append(Span(sequence, sequence.computed, length, length, in_flight > 0))
+                    spans.append(TokenSpan(sequence, sequence.computed, length, length, in_flight > 0))
             else:
                 prompts.append(sequence)
         if prompts:
@@ -220,7 +220,7 @@ class Scheduler:
             spans = [span for span in spans if id(span.sequence) in running]
         return spans
 
-    def _lengthen(self, sequence: Sequence) -> bool:
+    def _lengthen(self, sequence: RunningRequest) -> bool:
         """Where a sequence has grown past the switch, begin it again as a long one. False: what is in flight must come back first."""
         assert self.switch is not None, "only a model that switches has short sequences"
         if len(sequence.ids) - sequence.drafted <= self.switch < len(sequence.ids):
@@ -233,9 +233,9 @@ class Scheduler:
         sequence.long, sequence.salt, sequence.keys = True, sequence.own_salt, []
         return True
 
-    def _chunks(self, prompts: list[Sequence], budget: int) -> list[Span]:
+    def _chunks(self, prompts: list[RunningRequest], budget: int) -> list[TokenSpan]:
         """Share the budget; what one prompt leaves of its share goes to the next."""
-        spans: list[Span] = []
+        spans: list[TokenSpan] = []
         claimed: set[bytes] = set()
         prompts = [s for s in prompts if self._is_first(s, claimed)]
         for i, sequence in enumerate(prompts):
@@ -248,11 +248,11 @@ class Scheduler:
             if sequence.pictures is not None:  # and so does a picture whose tokens see each other
                 count = min(pending, sequence.pictures.block_end(start + count) - start)
             if self._claim(sequence, start + count):
-                spans.append(Span(sequence, start, count, max(0, count - (pending - sequence.rows))))
+                spans.append(TokenSpan(sequence, start, count, max(0, count - (pending - sequence.rows))))
                 budget -= count
         return spans
 
-    def _is_first(self, sequence: Sequence, claimed: set[bytes]) -> bool:
+    def _is_first(self, sequence: RunningRequest, claimed: set[bytes]) -> bool:
         """Take over what is known by now; False: a better ranked prompt of this step is about to compute the next page."""
         pager, size = self.pager, self.pager.page_size
         if not pager.reuse:
@@ -265,7 +265,7 @@ class Scheduler:
         claimed.update(mine)
         return True
 
-    def _claim(self, sequence: Sequence, end: int) -> bool:
+    def _claim(self, sequence: RunningRequest, end: int) -> bool:
         """Get pages up to `end`, from sequences of worse rank where none is free. False: it was preempted itself."""
         while not self.pager.reserve(sequence, end):
             if self._strip_waiting():
@@ -295,8 +295,8 @@ class Scheduler:
         return int(self._speed * seconds) // share * share
 
 
-_span = tuple.__new__  # half the time of `Span(...)`
+_span = tuple.__new__  # half the time of `TokenSpan(...)`
 
 
-def _rank(sequence: Sequence) -> tuple[int, int, int]:
+def _priority_of(sequence: RunningRequest) -> tuple[int, int, int]:
     return sequence.rank

@@ -17,17 +17,17 @@ from exl2nb.generator.output import Output
 from exl2nb.generator.request import Completion, Request, Rewind, Timings
 from exl2nb.sampling.chain import sample_row
 from exl2nb.sampling.draw import Sampled, highest_logit, report
-from exl2nb.sampling.state import SamplerState
+from exl2nb.sampling.sampler_state import SamplerState
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from exl2nb.generator.beams import Group
+    from exl2nb.generator.beams import BeamGroup
     from exl2nb.generator.speculation import DeviceDrafts, Proposer
 
 DEVICE_TOP = 20  # alternatives that a device reports
 
 
-class Sequence:
+class RunningRequest:
     """Ids, pages and state.
 
     Attributes:
@@ -48,7 +48,7 @@ class Sequence:
 
     def __init__(self, request: Request, tokenizer: Tokenizer, *, context: int) -> None:
         self.request, self.channel, self.tokenizer = request, Channel(), tokenizer
-        healed = heal(request.prompt_ids, tokenizer) if request.token_healing else None
+        healed = heal_prompt(request.prompt_ids, tokenizer) if request.token_healing else None
         prompt = request.prompt_ids if healed is None else healed.ids
         self.ids, self.prompt_tokens = list(prompt), len(prompt)
         self.computed = 0
@@ -56,7 +56,7 @@ class Sequence:
         self.rank: tuple[int, int, int] = (0, 0, 0)
         self.keys: list[bytes] = []
         self.published = self.reused_tokens = self.preemptions = self.in_flight = 0
-        self.room, self.room_changes = (0, 0), -1
+        self.room, self.writable_changes = (0, 0), -1
         self.adapter, self.own_salt = (-1, "") if request.lora is None else (request.lora.row, f"lora {request.lora.key}")
         self.salt, self.long = self.own_salt, True
         self.pictures = request.pictures
@@ -72,7 +72,7 @@ class Sequence:
             constraint=request.structure.start() if request.structure is not None else None,
         )
         self.output = Output(tokenizer, prompt, request.stop_texts, request.banned_strings, skip=healed.skip if healed else 0)
-        self.group: Group | None = None
+        self.group: BeamGroup | None = None
         self.proposer: Proposer | None = None
         self.drafted = 0  # ids at the end that are draft tokens
         self.device_drafts: DeviceDrafts | None = None  # where they are, while only the GPU knows them and the ids are 0
@@ -121,7 +121,7 @@ class Sequence:
         return self.prompt_tokens + self.limit - 1
 
     @property
-    def members(self) -> list[Sequence]:
+    def members(self) -> list[RunningRequest]:
         """The sequences that begin and end with this one, itself included."""
         return [self] if self.group is None else self.group.members
 
@@ -237,7 +237,7 @@ class Sequence:
         banned = self._banned_at.get(len(self.ids), ()) if self._banned_at else ()
         self.sampler.retry = len(banned)  # another random number: the same one would favour the neighbours of what was banned
         allowed = self._healed if self.new_tokens == 0 else None
-        sampled, forced = choose(row, self.sampler, top=self.request.top_logprobs, banned=banned, allowed=allowed)
+        sampled, forced = draw_token(row, self.sampler, top=self.request.top_logprobs, banned=banned, allowed=allowed)
         return sampled, "forced" if forced else "rewound" if banned else "target"
 
     def _take(self, sampled: Sampled, row: np.ndarray | None, source: str, now: float | None = None) -> str | None:
@@ -345,7 +345,7 @@ class Sequence:
         }
 
 
-def choose(
+def draw_token(
     row: np.ndarray, state: SamplerState, *, top: int = 0, banned: Collection[int] = (), allowed: np.ndarray | None = None
 ) -> tuple[Sampled, bool]:
     """Draw a token and push it to the state.
@@ -381,7 +381,7 @@ def choose(
 # ---- Token healing: the last prompt token is drawn again among the tokens that begin with its text. A prompt that ends in the middle of a
 # word ends in a token that the model hardly ever saw there ("http" and ":" where it always saw "://").
 
-_pieces: weakref.WeakKeyDictionary[Tokenizer, Pieces] = weakref.WeakKeyDictionary()
+_pieces: weakref.WeakKeyDictionary[Tokenizer, VocabularyIndex] = weakref.WeakKeyDictionary()
 
 
 class Healed(NamedTuple):
@@ -394,7 +394,7 @@ class Healed(NamedTuple):
     skip: int
 
 
-class Pieces:
+class VocabularyIndex:
     """The texts of a vocabulary in order, to find all that begin alike. Special tokens and parts of characters are not in it.
 
     Cost: one pass over the vocabulary; 0.2 s for 128 000 of them, once per tokenizer.
@@ -414,7 +414,7 @@ class Pieces:
         self._of = {i: text for text, i in found}
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer) -> Pieces:
+    def of(cls, tokenizer: Tokenizer) -> VocabularyIndex:
         """Those of a tokenizer; made once."""
         if tokenizer not in _pieces:
             _pieces[tokenizer] = cls(tokenizer)
@@ -433,13 +433,13 @@ class Pieces:
         return found
 
 
-def heal(ids: Seq[int], tokenizer: Tokenizer) -> Healed | None:
+def heal_prompt(ids: Seq[int], tokenizer: Tokenizer) -> Healed | None:
     """Take the last token back.
 
     Returns:
         None where there is nothing to heal: one token only, a special token or half a character at the end, or no longer token begins so.
     """
-    pieces = Pieces.of(tokenizer)
+    pieces = VocabularyIndex.of(tokenizer)
     text = pieces.text(ids[-1])
     if len(ids) < 2 or text is None:
         return None

@@ -26,23 +26,30 @@ if TYPE_CHECKING:
 
     from exl2nb.core.progress import Sink
     from exl2nb.generator.request import Request
-    from exl2nb.generator.scheduler import Span
-    from exl2nb.generator.sequence import Sequence
+    from exl2nb.generator.scheduler import TokenSpan
+    from exl2nb.generator.sequence import RunningRequest
 
-KINDS = ("auto", "draft", "ngram", "off")
+SPECULATION_KINDS = ("auto", "draft", "ngram", "off")
 MAX_DRAFT_TOKENS = 7  # a step then has at most 8 rows per sequence, which every backend runs as a decode
-PROBE, RARELY = 12, 48  # steps without draft tokens after which one is proposed again: after the first failure, and after several
-REST, LONGEST_REST = 8, 32  # steps that are not thought about after one for which draft tokens do not pay, doubled each time
-TRIED, TRIED_RIGHT = (3, 7), 0.3  # draft tokens whose step is measured TRIES times, where all are right with this probability
-TRIES = 2  # a time that was measured less often may be one that was disturbed
-LEARNED, PIECE, LEARNED_AGAIN = 1 << 15, 512, 64  # tokens of a prompt that are looked at; between two steps; after the text was cut back
-REMEMBERED = 1024  # tokens at the end of a text that later ones may repeat
-LONG = 8  # tokens that must agree for a draft token to count as a right one
-SURPRISE = 1.5  # a first time is believed up to so many times what others say of it: one that was disturbed must not end the trying
-STALE = 512  # steps after which the measured time of a number of rows, not seen since, is dropped
-FORGET = 0.9  # weight of earlier observations, per verified step
-GAIN = 1.03  # least estimated speed-up for which draft tokens are proposed
-SURE = 0.995  # highest acceptance probability that is assumed
+PROBE_INTERVAL_STEPS = 12  # without draft tokens, after the first failure
+MAX_PROBE_INTERVAL_STEPS = 48  # the same after several failures
+REST_STEPS = 8  # that are not examined after one for which draft tokens do not pay, doubled each time
+MAX_REST_STEPS = 32
+TRIAL_DRAFT_TOKENS = (3, 7)  # draft tokens whose step is measured MIN_TIMINGS times
+TRIAL_ACCEPTANCE = 0.3  # where all are accepted with this probability
+MIN_TIMINGS = 2  # a time that was measured less often may be one that was disturbed
+LEARNED_PROMPT_TOKENS = 1 << 15  # of a prompt that are indexed at most
+LEARN_CHUNK_TOKENS = 512  # indexed between two steps
+RELEARNED_TOKENS = 64  # indexed after the text was cut back
+HISTORY_TOKENS = 1024  # tokens at the end of a text that later ones may repeat
+MIN_MATCH_TOKENS = 8  # tokens that must agree for a draft token to count as a right one
+MAX_FIRST_TIME_RATIO = (
+    1.5  # a first time is believed up to so many times what others say of it: one that was disturbed must not end the trying
+)
+STALE_AFTER_STEPS = 512  # steps after which the measured time of a number of rows, not seen since, is dropped
+OBSERVATION_DECAY = 0.9  # weight of earlier observations, per verified step
+MIN_SPEEDUP = 1.03  # least estimated speed-up for which draft tokens are proposed
+MAX_ACCEPTANCE = 0.995  # highest acceptance probability that is assumed
 ROW_COST = 0.1  # of a step, what one more row costs, until it was measured
 
 
@@ -80,8 +87,8 @@ class Speculation:
     def __post_init__(self, max_match: int | None) -> None:
         if max_match is not None:
             warn("Speculation: max_match is ignored, the longest match counts; leave it out", DeprecationWarning)
-        if self.kind not in KINDS:
-            raise OptionError(f"speculation is {self.kind!r}; expected one of {', '.join(KINDS)}, or a Speculation")
+        if self.kind not in SPECULATION_KINDS:
+            raise OptionError(f"speculation is {self.kind!r}; expected one of {', '.join(SPECULATION_KINDS)}, or a Speculation")
         check_flag("Speculation: adaptive", self.adaptive)
         check_flag("Speculation: earlier", self.earlier)
         for name, low, high in (("max_tokens", 1, MAX_DRAFT_TOKENS), ("min_match", 1, 16)):
@@ -171,13 +178,13 @@ class StepTimes:
         """
         self._count += steps
         if rows not in self._seen and self._seen:
-            seconds = min(seconds, SURPRISE * self.seconds(rows))
+            seconds = min(seconds, MAX_FIRST_TIME_RATIO * self.seconds(rows))
         times = 0
         if rows in self._seen:
             known, _, times = self._seen[rows]
             seconds = known + (0.2 if seconds > known else 0.5) * (min(seconds, 2.0 * known) - known)
         self._seen[rows] = seconds, self._count, times + 1
-        for other in [n for n, (_, last, _) in self._seen.items() if self._count - last > STALE]:
+        for other in [n for n, (_, last, _) in self._seen.items() if self._count - last > STALE_AFTER_STEPS]:
             del self._seen[other]  # so that it is tried again
         if len(self._seen) != len(self._rows) or not times:
             self._rows = sorted(self._seen)
@@ -224,7 +231,7 @@ class AdaptiveLength:
     """How many draft tokens to propose next, and the record of their acceptance.
 
     With probability a that a draft token is accepted, k of them give (1 - a**(k+1)) / (1 - a) tokens on average; the k that gives most
-    tokens per second, for the recent a and the measured step times, is chosen if it beats no speculation by `GAIN`.
+    tokens per second, for the recent a and the measured step times, is chosen if it beats no speculation by `MIN_SPEEDUP`.
 
     Args:
         times: of the steps in which they are verified.
@@ -234,9 +241,9 @@ class AdaptiveLength:
     def __init__(self, settings: Speculation, *, times: StepTimes | None = None, watched: bool = False) -> None:
         self.settings, self._times, self._watched = settings, times or StepTimes(), watched
         self._accepted_weight, self._verified_weight = 1.6, 2.0  # the prior: as if 1.6 of 2 had been accepted
-        self._idle, self._patience, self._longest = 0, PROBE, 0
-        self._tries = dict.fromkeys(TRIED, 1 + TRIES)  # the first step of a kind is captured, and not measured
-        self.rest, self._next_rest = 0, REST  # steps for which the answer of `length` is known to be 0; the next such number
+        self._idle, self._patience, self._longest = 0, PROBE_INTERVAL_STEPS, 0
+        self._tries = dict.fromkeys(TRIAL_DRAFT_TOKENS, 1 + MIN_TIMINGS)  # the first step of a kind is captured, and not measured
+        self.rest, self._next_rest = 0, REST_STEPS  # steps for which the answer of `length` is known to be 0; the next such number
         self.steps = self.proposed = self.accepted = self.plain_steps = 0
         self.lengths = [0] * (settings.max_tokens + 1)
         self.trail: list[Verified] = []
@@ -256,10 +263,10 @@ class AdaptiveLength:
             return 0
         if self._times.plain_due and not beside:
             return 0
-        likely = min(SURE, self._accepted_weight / self._verified_weight)
+        likely = min(MAX_ACCEPTANCE, self._accepted_weight / self._verified_weight)
         if self.steps and not beside:  # a step's time has a part that does not grow with rows, which one more row does not show
-            for count in TRIED:
-                if count <= most and self._tries[count] and likely**count > TRIED_RIGHT and not self._measured(count, draft_s):
+            for count in TRIAL_DRAFT_TOKENS:
+                if count <= most and self._tries[count] and likely**count > TRIAL_ACCEPTANCE and not self._measured(count, draft_s):
                     self._tries[count] -= 1
                     return count
         most = min(most, max(1, self._times.reach - beside - 1, 2 * self._longest + 1))
@@ -267,23 +274,25 @@ class AdaptiveLength:
         if best:
             return best
         self._idle += 1
-        if self._watched or self._idle < self._patience or not self._best(SURE, most, beside, draft_s):
-            self.rest, self._next_rest = self._next_rest, min(2 * self._next_rest, LONGEST_REST)
+        if self._watched or self._idle < self._patience or not self._best(MAX_ACCEPTANCE, most, beside, draft_s):
+            self.rest, self._next_rest = self._next_rest, min(2 * self._next_rest, MAX_REST_STEPS)
             return 0  # also where not even certain draft tokens would pay
-        self._idle, self._patience = 0, min(2 * self._patience, RARELY)
+        self._idle, self._patience = 0, min(2 * self._patience, MAX_PROBE_INTERVAL_STEPS)
         return 1
 
     def _measured(self, count: int, draft_s: Callable[[int], float]) -> bool:
-        """Whether the time of a step with so many draft tokens is known: measured TRIES times, or once where all being right is no gain."""
+        """Whether the time of a step with so many draft tokens is known: measured MIN_TIMINGS times, or once where all being right is no
+        gain.
+        """
         times, rows = self._times, 1 + count
-        if not times.knows(rows) or times.knows(rows, TRIES):
+        if not times.knows(rows) or times.knows(rows, MIN_TIMINGS):
             return times.knows(rows)
         return times.seconds(rows) + draft_s(count) > rows * times.seconds(1)
 
     def may_pay(self, beside: int, *, draft_s: Callable[[int], float] = lambda count: 0.0) -> bool:
         """Whether draft tokens would pay if all of them were right, as far as step times are known; arguments as in `length`."""
         most = min(self.settings.max_tokens, max(1, self._times.reach - beside - 1, 2 * self._longest + 1))
-        return not self.settings.adaptive or (self._times.plain_due and not beside) or self._best(SURE, most, beside, draft_s) > 0
+        return not self.settings.adaptive or (self._times.plain_due and not beside) or self._best(MAX_ACCEPTANCE, most, beside, draft_s) > 0
 
     def skip(self, steps: int) -> None:
         """So many steps of `rest` have passed."""
@@ -294,7 +303,7 @@ class AdaptiveLength:
         """The number of draft tokens that gives most tokens per second; 0 where none does clearly."""
         seconds = self._times.seconds
         tokens, chance, best = beside + 1.0, likely, 0
-        fastest = GAIN * tokens / seconds(beside + 1)
+        fastest = MIN_SPEEDUP * tokens / seconds(beside + 1)
         for k in range(1, most + 1):
             tokens += chance
             chance *= likely
@@ -306,9 +315,9 @@ class AdaptiveLength:
     def observe(self, right: bool) -> None:
         """A draft token that was not proposed would have been accepted, or not."""
         if right:
-            self.rest, self._next_rest = 0, REST
-        self._accepted_weight = self._accepted_weight * FORGET + right
-        self._verified_weight = self._verified_weight * FORGET + 1
+            self.rest, self._next_rest = 0, REST_STEPS
+        self._accepted_weight = self._accepted_weight * OBSERVATION_DECAY + right
+        self._verified_weight = self._verified_weight * OBSERVATION_DECAY + 1
 
     def record(self, proposed: int, accepted: int) -> None:
         """A step verified `proposed` draft tokens and accepted `accepted`; (0, 0) is a step without."""
@@ -320,10 +329,10 @@ class AdaptiveLength:
         self.accepted += accepted
         self.lengths[accepted] += 1
         self._longest = max(self._longest, proposed)
-        self._accepted_weight = self._accepted_weight * FORGET + accepted
-        self._verified_weight = self._verified_weight * FORGET + min(accepted + 1, proposed)
+        self._accepted_weight = self._accepted_weight * OBSERVATION_DECAY + accepted
+        self._verified_weight = self._verified_weight * OBSERVATION_DECAY + min(accepted + 1, proposed)
         if accepted:
-            self._patience, self._next_rest = PROBE, REST
+            self._patience, self._next_rest = PROBE_INTERVAL_STEPS, REST_STEPS
 
     def acceptance(self, kind: str) -> Acceptance:
         """The record."""
@@ -369,10 +378,10 @@ class NgramProposer:
         own, known = self._own, self._known
         if known > count or (known and own.text[-1] != ids[known - 1]):  # the text was cut back: what it was remains a text
             own.start()
-            known = max(0, count - LEARNED_AGAIN)
+            known = max(0, count - RELEARNED_TOKENS)
         elif not known:
-            known = max(0, count - LEARNED)
-        end = min(count, known + PIECE)
+            known = max(0, count - LEARNED_PROMPT_TOKENS)
+        end = min(count, known + LEARN_CHUNK_TOKENS)
         for i in range(known, end):
             own.extend(ids[i])
         self._known = end
@@ -380,7 +389,7 @@ class NgramProposer:
             theirs, place = self._earlier.index, self._place
             if self._theirs is not theirs:
                 self._theirs, place, known = theirs, (0, 0), 0
-            for i in range(max(known, end - LEARNED_AGAIN), end):
+            for i in range(max(known, end - RELEARNED_TOKENS), end):
                 place = theirs.step(*place, ids[i])
             self._place = place
         return end == count
@@ -437,11 +446,11 @@ class Drafter(Protocol):
         """What making so many draft tokens takes, as far as known; 0: nothing is known."""
         ...
 
-    def propose(self, wanted: Seq[tuple[Sequence, int]], /) -> Seq[list[int] | DeviceDrafts]:
+    def propose(self, wanted: Seq[tuple[RunningRequest, int]], /) -> Seq[list[int] | DeviceDrafts]:
         """At most the wanted number of draft tokens for each sequence; those on the device all of one round."""
         ...
 
-    def follow(self, drawn: torch.Tensor, sequences: Seq[Sequence], /) -> bool:
+    def follow(self, drawn: torch.Tensor, sequences: Seq[RunningRequest], /) -> bool:
         """Begin the next draft tokens behind a launched step that verifies draft tokens on the device.
 
         Args:
@@ -453,7 +462,7 @@ class Drafter(Protocol):
         """
         ...
 
-    def release(self, sequence: Sequence, /) -> None:
+    def release(self, sequence: RunningRequest, /) -> None:
         """A sequence has ended."""
         ...
 
@@ -501,7 +510,7 @@ class Proposer:
             return []  # nor is the text read, which takes a few microseconds a token
         count = self.pace.length(room, beside)
         found = self._ngram.propose(ids, min(room, self.pace.settings.max_tokens)) if room > 0 else []
-        if found and not count and self._ngram.length >= LONG:
+        if found and not count and self._ngram.length >= MIN_MATCH_TOKENS:
             self.pace.observe(True)
             count = self.pace.length(room, beside)
         if found and not count:
@@ -525,10 +534,10 @@ class Proposer:
             self.pace.trail.append(Verified(at, tuple(drafted), accepted))
         self.kept = min(self.kept, kept)
 
-    def ended(self, sequence: Sequence) -> None:
+    def ended(self, sequence: RunningRequest) -> None:
         """The sequence that it proposes for has ended."""
         if self._earlier is not None:
-            self._earlier.add(sequence.ids[-REMEMBERED:])
+            self._earlier.add(sequence.ids[-HISTORY_TOKENS:])
         if self.drafter is not None:
             self.drafter.release(sequence)
 
@@ -571,14 +580,14 @@ class Speculator:
         self._prepared = 0
         self._round: DraftRound | None = None  # of the step that runs, where its draft tokens were on the device
         self._asleep, self._slept = 0, 0  # steps to sleep, and slept so far
-        self._running: tuple[weakref.ref[Sequence], ...] = ()  # sequences that ran when it began
+        self._running: tuple[weakref.ref[RunningRequest], ...] = ()  # sequences that ran when it began
         self._barren = 0  # steps without draft tokens since the last one that had some, those asleep not counted
 
-    def wakes(self, running: Seq[Sequence]) -> bool:
+    def wakes(self, running: Seq[RunningRequest]) -> bool:
         """Whether `propose` must be called before this step, with every result read; to be asked once a step."""
         if self._asleep and self._running == tuple(map(weakref.ref, running)):
-            if self._asleep <= self._slept < STALE and not self._may_pay(running):
-                self._asleep = self._slept + LONGEST_REST  # to know that, results in flight need not be read
+            if self._asleep <= self._slept < STALE_AFTER_STEPS and not self._may_pay(running):
+                self._asleep = self._slept + MAX_REST_STEPS  # to know that, results in flight need not be read
             if self._slept < self._asleep:
                 self._slept += 1
                 return False
@@ -589,7 +598,7 @@ class Speculator:
         self._round = None
         return False
 
-    def _may_pay(self, running: Seq[Sequence]) -> bool:
+    def _may_pay(self, running: Seq[RunningRequest]) -> bool:
         """Whether certain draft tokens of some sequence would pay; forced tokens of a structure always may."""
         beside = len(running) - 1
         for one in running:
@@ -601,7 +610,7 @@ class Speculator:
                     return True
         return False
 
-    def propose(self, running: Seq[Sequence], prepared: int = 0, /) -> None:
+    def propose(self, running: Seq[RunningRequest], prepared: int = 0, /) -> None:
         """Append draft tokens; `rows` of a sequence is one more than there are.
 
         prepared: of the executor; where it has grown, the last step's time is not learned from.
@@ -631,7 +640,7 @@ class Speculator:
         if self._barren and all(
             one.proposer.pace.settings.adaptive and one.sampler.constraint is None for one in proposing if one.proposer
         ):
-            self._asleep, self._running = min(1 << (self._barren - 1), LONGEST_REST), tuple(map(weakref.ref, running))
+            self._asleep, self._running = min(1 << (self._barren - 1), MAX_REST_STEPS), tuple(map(weakref.ref, running))
             for one in proposing:
                 one.on_device = one.drawn
         drafters = [one.proposer.drafter for one in proposing if one.proposer is not None]
@@ -639,7 +648,7 @@ class Speculator:
             self._rows = 0  # the GPU runs a discarded draft round before this step, so the step's time says nothing
         self._began = time.perf_counter() if self._round is None else self._round.began
 
-    def launched(self, spans: Seq[Span], drawn: torch.Tensor | None, /) -> None:
+    def launched(self, spans: Seq[TokenSpan], drawn: torch.Tensor | None, /) -> None:
         """A step was launched; drawn: its tokens on the device, if they are there."""
         if len(spans) == 1 and not self._asleep and (sequence := spans[0].sequence).proposer is not None:
             sequence.proposer.read(sequence.ids, len(sequence.ids) - sequence.drafted)
@@ -650,8 +659,8 @@ class Speculator:
         if drafter is not None and drafter.follow(drawn, [span.sequence for span in spans]):
             self._rows = 0
 
-    def _propose(self, sequences: Seq[Sequence], running: int) -> None:
-        wanted: dict[int, list[tuple[Sequence, int]]] = {}
+    def _propose(self, sequences: Seq[RunningRequest], running: int) -> None:
+        wanted: dict[int, list[tuple[RunningRequest, int]]] = {}
         drafters: dict[int, Drafter] = {}
         most = max(1, STEP_ROWS // max(1, running) - 1)
         for sequence in sequences:

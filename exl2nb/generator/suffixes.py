@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-END = -1  # between two texts
+TEXT_SEPARATOR = -1  # between two texts
 
 
 class SuffixAutomaton:
     """Grows by one token at a time.
 
-    text: every token so far, END between texts. last: state of the whole of the text that grows.
+    text: every token so far, TEXT_SEPARATOR between texts. last: state of the whole of the text that grows.
 
     Example:
         >>> seen = SuffixAutomaton()
@@ -33,8 +33,8 @@ class SuffixAutomaton:
 
     def start(self) -> None:
         """Begin another text."""
-        if self.text and self.text[-1] != END:
-            self.text.append(END)
+        if self.text and self.text[-1] != TEXT_SEPARATOR:
+            self.text.append(TEXT_SEPARATOR)
         self.last = 0
 
     def extend(self, token: int) -> None:
@@ -98,7 +98,7 @@ class SuffixAutomaton:
         count = count if at < size else 0
         for i in range(count):
             token = text[at + i] if at + i < size else found[at + i - size]
-            if token == END:
+            if token == TEXT_SEPARATOR:
                 break
             found.append(token)
         return found

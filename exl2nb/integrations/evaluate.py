@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from exl2nb.core.errors import OptionError
 
 if TYPE_CHECKING:
-    from exl2nb.llm.model import LLM
+    from exl2nb.llm.llm import LLM
 
 
 @dataclass(frozen=True)

@@ -31,9 +31,9 @@ except ImportError as error:
 
 from exl2nb.io import hub
 from exl2nb.io.shards import TensorStore
-from exl2nb.quant.exl2 import SUFFIXES, Exl2Tensors, check_headers
+from exl2nb.quant.exl2 import EXL2_SUFFIXES, Exl2Tensors, check_headers
 
-METHOD = "exl2"
+QUANT_METHOD = "exl2"
 
 
 class Exl2Linear(nn.Module):
@@ -43,7 +43,7 @@ class Exl2Linear(nn.Module):
 
     Args:
         in_features, out_features: K and N.
-        shapes: of the stored tensors, by their ends (`quant.exl2.SUFFIXES`, perhaps "bias"), with their dtypes.
+        shapes: of the stored tensors, by their ends (`quant.exl2.EXL2_SUFFIXES`, perhaps "bias"), with their dtypes.
     """
 
     def __init__(self, in_features: int, out_features: int, shapes: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
@@ -61,18 +61,18 @@ class Exl2Linear(nn.Module):
         Raises:
             FormatError: they break a rule of the format; names the tensor.
         """
-        stored: dict[str, Any] = {suffix: getattr(self, suffix) for suffix in SUFFIXES}
+        stored: dict[str, Any] = {suffix: getattr(self, suffix) for suffix in EXL2_SUFFIXES}
         stored["q_scale_max"] = stored["q_scale_max"].half()  # read in the model's dtype
         checked = Exl2Tensors(**stored).validate(name, in_features=self.in_features, out_features=self.out_features)
         if self.bias is not None:
             self.bias = self.bias[: self.out_features].float()
         if checked.q_weight.is_cuda:
-            for suffix in SUFFIXES:
+            for suffix in EXL2_SUFFIXES:
                 setattr(self, suffix, getattr(checked, suffix))
             return
-        tensors = [getattr(checked, suffix).contiguous() for suffix in SUFFIXES]
+        tensors = [getattr(checked, suffix).contiguous() for suffix in EXL2_SUFFIXES]
         self.blob = ops.pack_exl2(*tensors, out_features=self.out_features)
-        for suffix in SUFFIXES:
+        for suffix in EXL2_SUFFIXES:
             delattr(self, suffix)
 
     @property
@@ -80,7 +80,7 @@ class Exl2Linear(nn.Module):
         """The dense matrix, f32 `(N, K)` on the CPU and f16 on a GPU, made anew: for code that reads weights directly."""
         if self.blob is not None:
             return ops.unpack(self.blob).T
-        parts: list[Any] = [getattr(self, suffix) for suffix in SUFFIXES]
+        parts: list[Any] = [getattr(self, suffix) for suffix in EXL2_SUFFIXES]
         return ops.reconstruct(*parts)[:, : self.out_features].T
 
     def forward(self, x: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ class Exl2Config(QuantizationConfigMixin):
     """`quantization_config` of an EXL2 model's config.json: what it was converted with; nothing of it is needed to read the files."""
 
     def __init__(self, **values: Any) -> None:
-        self.quant_method: Any = METHOD
+        self.quant_method: Any = QUANT_METHOD
         for name, value in values.items():
             if name != "quant_method":
                 setattr(self, name, value)
@@ -188,7 +188,7 @@ def _files_of_exl2(found_by_transformers: Callable[..., Any]) -> Callable[..., A
 def _replace(model: Any, key: str, module: Any, store: TensorStore) -> None:
     """Put an Exl2Linear, still empty, in the place of a linear."""
     n, k = module.weight.shape if isinstance(module, nn.Linear) else module.weight.T.shape
-    infos = {name: store.info(f"{key}.{name}") for name in (*SUFFIXES, "bias") if f"{key}.{name}" in store}
+    infos = {name: store.info(f"{key}.{name}") for name in (*EXL2_SUFFIXES, "bias") if f"{key}.{name}" in store}
     check_headers(infos, key, file=infos["q_weight"].path, in_features=k, out_features=n)
     parent, _, name = key.rpartition(".")
     made = Exl2Linear(k, n, {suffix: (tuple(info.shape), info.dtype) for suffix, info in infos.items()})
@@ -215,10 +215,10 @@ def register() -> None:
     looked_up = getattr(modeling_utils, name, None)
     if looked_up is not None and not hasattr(looked_up, "__wrapped__"):
         setattr(modeling_utils, name, _files_of_exl2(looked_up))
-    if METHOD not in AUTO_QUANTIZATION_CONFIG_MAPPING:
-        register_quantization_config(METHOD)(Exl2Config)
-    if METHOD not in AUTO_QUANTIZER_MAPPING:
-        register_quantizer(METHOD)(Exl2HfQuantizer)
+    if QUANT_METHOD not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        register_quantization_config(QUANT_METHOD)(Exl2Config)
+    if QUANT_METHOD not in AUTO_QUANTIZER_MAPPING:
+        register_quantizer(QUANT_METHOD)(Exl2HfQuantizer)
 
 
 register()

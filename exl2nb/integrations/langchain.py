@@ -26,14 +26,14 @@ except ImportError as error:
 
 from exl2nb.generator.handle import Handle
 from exl2nb.generator.request import Completion
-from exl2nb.tokenizer.reply import Delta, ToolCall
+from exl2nb.tokenizer.reply import ReplyDelta, ToolCall
 
-_ROLES = {"human": "user", "ai": "assistant", "system": "system", "tool": "tool"}
-_REASONS = {"length": "length", "context": "length"}
-METHODS = ("json_schema", "function_calling", "json_mode")
+_ROLE_NAMES = {"human": "user", "ai": "assistant", "system": "system", "tool": "tool"}
+_FINISH_REASONS = {"length": "length", "context": "length"}
+STRUCTURED_OUTPUT_METHODS = ("json_schema", "function_calling", "json_mode")
 
 
-_CONFIG = ConfigDict(arbitrary_types_allowed=True, extra="forbid", populate_by_name=True, protected_namespaces=())
+_MODEL_CONFIG = ConfigDict(arbitrary_types_allowed=True, extra="forbid", populate_by_name=True, protected_namespaces=())
 
 
 class _Loaded(BaseModel):
@@ -116,7 +116,7 @@ class ChatExl2(_Loaded, BaseChatModel):
         (4, 'length')
     """
 
-    model_config = _CONFIG  # in each class: LangChain's base would take unknown arguments
+    model_config = _MODEL_CONFIG  # in each class: LangChain's base would take unknown arguments
 
     template: str | None = None
 
@@ -214,10 +214,10 @@ class ChatExl2(_Loaded, BaseChatModel):
         Raises:
             OptionError: another method, or an unknown keyword.
         """
-        if method not in METHODS or kwargs:
+        if method not in STRUCTURED_OUTPUT_METHODS or kwargs:
             what = (
-                f"method is {method!r}; expected one of {', '.join(METHODS)}"
-                if method not in METHODS
+                f"method is {method!r}; expected one of {', '.join(STRUCTURED_OUTPUT_METHODS)}"
+                if method not in STRUCTURED_OUTPUT_METHODS
                 else f"unknown keyword {next(iter(kwargs))!r}"
             )
             raise OptionError(f"with_structured_output: {what}")
@@ -262,7 +262,7 @@ class ChatExl2(_Loaded, BaseChatModel):
         return ChatGenerationChunk(message=message)
 
     def _metadata(self, completion: Completion) -> dict[str, Any]:
-        reason = "tool_calls" if completion.reply.tool_calls else _REASONS.get(completion.finish_reason, "stop")
+        reason = "tool_calls" if completion.reply.tool_calls else _FINISH_REASONS.get(completion.finish_reason, "stop")
         return {"model_name": self.loaded().name, "model_provider": "exl2nb", "finish_reason": reason, "seed": completion.seed}
 
 
@@ -276,7 +276,7 @@ class Exl2LLM(_Loaded, BaseLLM):
         True
     """
 
-    model_config = _CONFIG
+    model_config = _MODEL_CONFIG
 
     @property
     def _llm_type(self) -> str:
@@ -334,9 +334,9 @@ def message_dict(message: BaseMessage) -> dict[str, Any]:
     Raises:
         OptionError: a role that chat templates do not have.
     """
-    role = getattr(message, "role", None) if message.type == "chat" else _ROLES.get(message.type)
+    role = getattr(message, "role", None) if message.type == "chat" else _ROLE_NAMES.get(message.type)
     if not isinstance(role, str):
-        raise OptionError(f"a message of type {message.type!r} has no role in chat templates; expected {', '.join(_ROLES)}")
+        raise OptionError(f"a message of type {message.type!r} has no role in chat templates; expected {', '.join(_ROLE_NAMES)}")
     content = message.content
     parts = [part for part in content if not _is_call(part)] if isinstance(content, list) else content
     made: dict[str, Any] = {"role": role, "content": parts}
@@ -381,7 +381,7 @@ def _read_calls(calls: Sequence[ToolCall]) -> tuple[list[Any], list[Any]]:
     return good, broken
 
 
-def _chunk_of(delta: Delta) -> ChatGenerationChunk:
+def _chunk_of(delta: ReplyDelta) -> ChatGenerationChunk:
     if delta.kind == "content":
         return ChatGenerationChunk(message=AIMessageChunk(content=delta.text))
     if delta.kind == "reasoning":
@@ -405,7 +405,7 @@ def _usage(completion: Completion) -> Any:
 
 def _info(completion: Completion) -> dict[str, Any]:
     return {
-        "finish_reason": _REASONS.get(completion.finish_reason, "stop"),
+        "finish_reason": _FINISH_REASONS.get(completion.finish_reason, "stop"),
         "seed": completion.seed,
         **json.loads(json.dumps(_usage(completion))),
     }

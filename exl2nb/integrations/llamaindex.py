@@ -28,7 +28,12 @@ except ImportError as error:
 
 from exl2nb.generator.request import Completion
 
-_ROLES = {MessageRole.DEVELOPER: "system", MessageRole.MODEL: "assistant", MessageRole.CHATBOT: "assistant", MessageRole.FUNCTION: "tool"}
+_ROLE_NAMES = {
+    MessageRole.DEVELOPER: "system",
+    MessageRole.MODEL: "assistant",
+    MessageRole.CHATBOT: "assistant",
+    MessageRole.FUNCTION: "tool",
+}
 
 
 class Exl2LLM(CustomLLM):
@@ -166,7 +171,7 @@ def _dicts(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
         ]
         for block in blocks:
             block.setdefault("type", block.get("block_type"))
-        made.append({"role": _ROLES.get(message.role, message.role.value), "content": blocks})
+        made.append({"role": _ROLE_NAMES.get(message.role, message.role.value), "content": blocks})
     return made
 
 

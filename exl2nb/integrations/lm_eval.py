@@ -26,11 +26,11 @@ from exl2nb.eval.score import continuation_logprobs
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
 
-    from exl2nb.llm.model import LLM
+    from exl2nb.llm.llm import LLM
 
 MAX_NEW_TOKENS = 256  # of generate_until, where the task does not say: the harness's own default
-_FREE = {"batch_size", "max_batch_size"}  # of the harness's command line: the engine makes its own batches
-_SAMPLING = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed"}
+_IGNORED_OPTIONS = {"batch_size", "max_batch_size"}  # of the harness's command line: the engine makes its own batches
+_SAMPLING_OPTIONS = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed"}
 
 
 @register_model("exl2nb")
@@ -63,9 +63,9 @@ class Exl2LM(TemplateLM):
         if llm is None:
             import exl2nb
 
-            given = {"progress": None, **{name: value for name, value in options.items() if name not in _FREE}}
+            given = {"progress": None, **{name: value for name, value in options.items() if name not in _IGNORED_OPTIONS}}
             llm = self._own = exl2nb.demo(**given) if pretrained == "demo" else exl2nb.load(str(pretrained), **given)
-        elif unknown := [name for name in options if name not in _FREE]:
+        elif unknown := [name for name in options if name not in _IGNORED_OPTIONS]:
             raise OptionError(f"lm_eval: {unknown[0]!r} is an option of loading, and the model is loaded already; leave it out")
         self.llm = llm
         self.max_length = min(max_length or llm.context, llm.context)
@@ -166,9 +166,9 @@ class Exl2LM(TemplateLM):
         given: dict[str, Any] = dict(normalize_gen_kwargs(gen_kwargs, self.max_gen_toks))
         sampled, tokens = given.pop("do_sample", False), given.pop("max_gen_toks")
         stop = [text for text in handle_stop_sequences(given.pop("until", None), eos=None) if text]
-        if unknown := set(given) - _SAMPLING:
+        if unknown := set(given) - _SAMPLING_OPTIONS:
             raise OptionError(
-                f"lm_eval: the task asks for {shown(min(unknown))}; known are until, max_gen_toks, {', '.join(sorted(_SAMPLING))}"
+                f"lm_eval: the task asks for {shown(min(unknown))}; known are until, max_gen_toks, {', '.join(sorted(_SAMPLING_OPTIONS))}"
             )
         room = self.max_length - tokens
         if room < 1:

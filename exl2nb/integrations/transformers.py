@@ -30,19 +30,19 @@ from exl2nb.cache.pool import KVCache
 from exl2nb.cache.spec import PAGE_SIZE
 from exl2nb.integrations.hf_quantizer import Exl2Linear
 from exl2nb.io.hf_config import read_config
-from exl2nb.model.batch import Batch, Span
+from exl2nb.model.batch import Batch, SequenceSlice
 from exl2nb.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
-    from exl2nb.llm.model import LLM
+    from exl2nb.llm.llm import LLM
     from exl2nb.sampling.replay import Draw
 
 __all__ = ["CACHE", "Exl2ForCausalLM", "Exl2Linear", "PagedCache"]
 # what Transformers calls the cache: "past_key_values" until 5.x, "cache" since
 CACHE = "cache" if "cache" in {field.name for field in fields(CausalLMOutputWithPast)} else "past_key_values"
-PIECE = 2048  # tokens of one forward step: other requests of the model run between two of them
+FORWARD_CHUNK_TOKENS = 2048  # tokens of one forward step: other requests of the model run between two of them
 # of from_pretrained: what has one meaning here, and is accepted where it is that one
-_FIXED: dict[str, tuple[Any, ...]] = {
+_FIXED_OPTIONS: dict[str, tuple[Any, ...]] = {
     "trust_remote_code": (False, None),
     "dtype": ("auto", None),
     "torch_dtype": ("auto", None),
@@ -243,7 +243,7 @@ class Exl2ForCausalLM(PreTrainedModel, GenerationMixin):
 
         if model_args:
             raise OptionError(f"from_pretrained: got {shown(model_args[0])} after the path; expected keywords only")
-        for name, allowed in _FIXED.items():
+        for name, allowed in _FIXED_OPTIONS.items():
             if name in kwargs and (value := kwargs.pop(name)) not in allowed:
                 raise OptionError(f"from_pretrained: {name} is {shown(value)}; a quantised model is read as it is: leave it out")
         if (place := kwargs.pop("device_map", None)) is not None:
@@ -499,7 +499,7 @@ class Exl2ForCausalLM(PreTrainedModel, GenerationMixin):
             )
         logits = torch.zeros(B, T - first, self.llm.config.vocab_size, device=self.device)
         states: dict[str, Tensor] = {}
-        piece = max(1, PIECE // B)
+        piece = max(1, FORWARD_CHUNK_TOKENS // B)
         for start in range(0, T, piece):
             end = min(start + piece, T)
             here = real[:, start:end]
@@ -512,7 +512,7 @@ class Exl2ForCausalLM(PreTrainedModel, GenerationMixin):
                 state, wanted = cache.rows[row], "all" if end > first else "none"
                 if wanted == "all" and columns[-1] >= first and (len(columns) < 2 or columns[-2] < first):
                     wanted = "last"
-                spans.append(Span(ids=ids[row, columns].tolist(), start=state.length, pages=state.pages, logit_rows=wanted))
+                spans.append(SequenceSlice(ids=ids[row, columns].tolist(), start=state.length, pages=state.pages, logit_rows=wanted))
                 places.append((row, columns, columns[-1:] if wanted == "last" else columns if wanted == "all" else columns[:0]))
                 state.length += len(columns)
             if not spans:
@@ -549,7 +549,7 @@ def _is_plain(processor: Any) -> bool:
 
 # Transformers' processors that our sampler has, in the order in which both apply them: what each is in our settings. Their arguments are a
 # processor and the length of the prompt.
-_OURS: dict[type, Callable[[Any, int], dict[str, Any]]] = {
+_OPTIONS_OF_PROCESSOR: dict[type, Callable[[Any, int], dict[str, Any]]] = {
     logits_process.RepetitionPenaltyLogitsProcessor: lambda one, _: {"repetition_penalty": one.penalty},
     logits_process.MinLengthLogitsProcessor: lambda one, length: {"min_tokens": max(0, one.min_length - length)},
     logits_process.MinNewTokensLengthLogitsProcessor: lambda one, _: {"min_tokens": one.min_new_tokens},
@@ -568,7 +568,7 @@ def _settings_of(processors: Any, stop: list[int], vocab_size: int, length: int,
     Args:
         stop: ids that end the text. length: tokens of the prompt. limit: most tokens of prompt and text.
     """
-    places = [list(_OURS).index(type(one)) if type(one) in _OURS else -1 for one in processors]
+    places = [list(_OPTIONS_OF_PROCESSOR).index(type(one)) if type(one) in _OPTIONS_OF_PROCESSOR else -1 for one in processors]
     if -1 in places or places != sorted(set(places)):  # not ours, or in an order of the caller's
         return None
     found: dict[str, Any] = {"temperature": 1.0}
@@ -579,7 +579,7 @@ def _settings_of(processors: Any, stop: list[int], vocab_size: int, length: int,
         if getattr(one, "prompt_ignore_length", None) is not None or (ends is not None and sorted(set(ends.flatten().tolist())) != stop):
             return None
         least = found.get("min_tokens", 0)
-        found |= _OURS[type(one)](one, length)
+        found |= _OPTIONS_OF_PROCESSOR[type(one)](one, length)
         if "min_tokens" in found:
             found["min_tokens"] = min(max(least, found["min_tokens"]), limit - length)
     if not sample:

@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 from exl2nb.core.errors import ConversionError
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager
@@ -66,7 +66,7 @@ def _create(path: Path, temporary: Path) -> int:
     try:
         return os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     except OSError as error:
-        if error.errno in _FULL:
+        if error.errno in _DISK_FULL_ERRORS:
             raise
         raise ConversionError(f"{path}: cannot be written ({error.strerror}); make {path.parent} a directory you may write to") from error
 
@@ -130,7 +130,7 @@ def write_errors(path: Path, *, needed_bytes: int = 0) -> Iterator[None]:
                 f"{path}: the file is larger than this process (ulimit -f) or file system may write; nothing was left under this name; "
                 "raise the limit or write elsewhere"
             ) from error
-        if error.errno in _FULL:
+        if error.errno in _DISK_FULL_ERRORS:
             raise ConversionError(_full(path, needed_bytes, free_bytes(path))) from error
         raise
 

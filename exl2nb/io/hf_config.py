@@ -12,7 +12,7 @@ from exl2nb.core.errors import ConfigError, ModelNotFound
 from exl2nb.core.files import placeholder, read_regular
 
 LIMIT_BYTES = 16 << 20
-_KINDS: dict[str, type | tuple[type, ...]] = {
+_KEY_TYPES: dict[str, type | tuple[type, ...]] = {
     "model_type": str,
     "text_config": dict,
     "quantization_config": dict,
@@ -60,7 +60,7 @@ def read_config(directory: str | os.PathLike[str]) -> dict[str, Any]:
 
 def check_kinds(path: Path, config: dict[str, Any]) -> None:
     """Raise ConfigError for a common field of the wrong JSON type, `text_config` included."""
-    for key, kind in _KINDS.items():
+    for key, kind in _KEY_TYPES.items():
         value = config.get(key)
         if value is not None and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
             name = getattr(kind, "__name__", str(kind))
@@ -119,10 +119,10 @@ def _contents(directory: Path) -> str:
     return "it is empty" if not names else f"it has {', '.join(names[:6])}{' ...' if len(names) > 6 else ''}"
 
 
-READ = ("exl2", "gptq")
-_BESIDE = ("quantize_config.json", "quant_config.json")  # where GPTQ tools leave their settings
+READABLE_METHODS = ("exl2", "gptq")
+_GPTQ_CONFIG_FILES = ("quantize_config.json", "quant_config.json")  # where GPTQ tools leave their settings
 # settings that change how GPTQ tensors are read, with all their names
-_SETTINGS: dict[str, tuple[str, ...]] = {
+_GPTQ_SETTINGS: dict[str, tuple[str, ...]] = {
     "bits": ("bits", "w_bit", "wbits"),
     "group_size": ("group_size", "q_group_size"),
     "checkpoint_format": ("checkpoint_format", "format"),
@@ -131,31 +131,31 @@ _SETTINGS: dict[str, tuple[str, ...]] = {
     "pack_dtype": ("pack_dtype",),
     "dynamic": ("dynamic",),
 }
-_ORIGINAL = "take the original unquantised model, and convert it with exl2nb where you want it small"
+_CONVERT_ORIGINAL_HINT = "take the original unquantised model, and convert it with exl2nb where you want it small"
 # quant_method in config.json: name of the format, and what to do
-_REFUSED = {
-    "aqlm": ("AQLM", _ORIGINAL),
-    "auto-round": ("AutoRound", f"take its export in GPTQ format, or {_ORIGINAL}"),
-    "awq": ("AWQ", f"take a GPTQ or EXL2 version, or {_ORIGINAL}"),
-    "bitblas": ("BitBLAS", _ORIGINAL),
+_REFUSED_METHODS = {
+    "aqlm": ("AQLM", _CONVERT_ORIGINAL_HINT),
+    "auto-round": ("AutoRound", f"take its export in GPTQ format, or {_CONVERT_ORIGINAL_HINT}"),
+    "awq": ("AWQ", f"take a GPTQ or EXL2 version, or {_CONVERT_ORIGINAL_HINT}"),
+    "bitblas": ("BitBLAS", _CONVERT_ORIGINAL_HINT),
     "bitnet": ("BitNet", "its ternary weights need an engine of their own"),
-    "bitsandbytes": ("bitsandbytes", _ORIGINAL),
-    "compressed-tensors": ("compressed-tensors", _ORIGINAL),
-    "eetq": ("EETQ", _ORIGINAL),
-    "exl3": ("EXL3", f"ExLlamaV3 reads it; here: {_ORIGINAL}"),
-    "fbgemm_fp8": ("FP8 (FBGEMM)", f"take a bf16 version, or {_ORIGINAL}"),
-    "fp8": ("FP8", f"take a bf16 version, or {_ORIGINAL}"),
-    "fp_quant": ("FP-Quant", _ORIGINAL),
-    "gguf": ("GGUF", f"llama.cpp reads it; here: {_ORIGINAL}"),
-    "higgs": ("HIGGS", _ORIGINAL),
-    "hqq": ("HQQ", _ORIGINAL),
-    "modelopt": ("ModelOpt", _ORIGINAL),
-    "mxfp4": ("MXFP4", f"take a bf16 version, or {_ORIGINAL}"),
-    "quanto": ("Quanto", _ORIGINAL),
-    "quark": ("Quark", _ORIGINAL),
-    "spqr": ("SpQR", _ORIGINAL),
-    "torchao": ("torchao", _ORIGINAL),
-    "vptq": ("VPTQ", _ORIGINAL),
+    "bitsandbytes": ("bitsandbytes", _CONVERT_ORIGINAL_HINT),
+    "compressed-tensors": ("compressed-tensors", _CONVERT_ORIGINAL_HINT),
+    "eetq": ("EETQ", _CONVERT_ORIGINAL_HINT),
+    "exl3": ("EXL3", f"ExLlamaV3 reads it; here: {_CONVERT_ORIGINAL_HINT}"),
+    "fbgemm_fp8": ("FP8 (FBGEMM)", f"take a bf16 version, or {_CONVERT_ORIGINAL_HINT}"),
+    "fp8": ("FP8", f"take a bf16 version, or {_CONVERT_ORIGINAL_HINT}"),
+    "fp_quant": ("FP-Quant", _CONVERT_ORIGINAL_HINT),
+    "gguf": ("GGUF", f"llama.cpp reads it; here: {_CONVERT_ORIGINAL_HINT}"),
+    "higgs": ("HIGGS", _CONVERT_ORIGINAL_HINT),
+    "hqq": ("HQQ", _CONVERT_ORIGINAL_HINT),
+    "modelopt": ("ModelOpt", _CONVERT_ORIGINAL_HINT),
+    "mxfp4": ("MXFP4", f"take a bf16 version, or {_CONVERT_ORIGINAL_HINT}"),
+    "quanto": ("Quanto", _CONVERT_ORIGINAL_HINT),
+    "quark": ("Quark", _CONVERT_ORIGINAL_HINT),
+    "spqr": ("SpQR", _CONVERT_ORIGINAL_HINT),
+    "torchao": ("torchao", _CONVERT_ORIGINAL_HINT),
+    "vptq": ("VPTQ", _CONVERT_ORIGINAL_HINT),
 }
 # ends of tensor names that only these formats have: for files whose config does not say
 FOREIGN_TENSORS = {
@@ -186,7 +186,7 @@ def with_quantization(directory: str | os.PathLike[str], config: Mapping[str, An
         ConfigError: another format, or two statements of one setting that differ; says which file states what, and what to do.
     """
     directory = Path(directory)
-    blocks = {name: read_json(directory / name) for name in reversed(_BESIDE) if (directory / name).is_file()}
+    blocks = {name: read_json(directory / name) for name in reversed(_GPTQ_CONFIG_FILES) if (directory / name).is_file()}
     own = config.get("quantization_config")
     blocks = {**({"config.json": own} if own else {}), **blocks}
     if not blocks:
@@ -210,7 +210,7 @@ def _check_agreement(directory: Path, blocks: Mapping[str, Mapping[str, Any]]) -
 
     Other loaders disagree about which file wins. A wrong checkpoint_format shifts every zero point by one and gives noise without an error.
     """
-    for setting, names in _SETTINGS.items():
+    for setting, names in _GPTQ_SETTINGS.items():
         stated = [(file, name, block[name]) for file, block in blocks.items() for name in names if block.get(name) is not None]
         values = [str(value).removeprefix("torch.") if setting == "pack_dtype" else value for _, _, value in stated]
         if all(value == values[0] and isinstance(value, bool) == isinstance(values[0], bool) for value in values):
@@ -230,9 +230,9 @@ def _check_agreement(directory: Path, blocks: Mapping[str, Mapping[str, Any]]) -
 
 def refuse(where: object, method: str) -> None:
     """Raise ConfigError for a format we do not read; `where` is what named it."""
-    if method in READ:
+    if method in READABLE_METHODS:
         return
-    name, remedy = _REFUSED.get(method, (repr(method[:40]), _ORIGINAL))
+    name, remedy = _REFUSED_METHODS.get(method, (repr(method[:40]), _CONVERT_ORIGINAL_HINT))
     raise ConfigError(f"{where}: the weights are in format {name} ({method[:40]}); expected exl2, gptq or plain fp16/bf16/fp32: {remedy}")
 
 

@@ -17,13 +17,13 @@ from exl2nb.core.errors import Exl2Error, Interrupted, ModelNotFound, OptionErro
 from exl2nb.core.options import check_path
 from exl2nb.core.progress import Progress, SilentSink, Sink
 
-NEEDED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "LICENSE*", "README.md"]
+NEEDED_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "LICENSE*", "README.md"]
 # no subfolder but additional_chat_templates
-SKIPPED = ["[!a]*/*", "a/*", "a[!d]*/*", "ad/*", "ad[!d]*/*", "consolidated*", "*.bin.index.json", "adapter_*"]
-PACKAGED = {"demo": "demo_model", "demo:seeing": "seeing_model"}
-ADAPTER = ["adapter_config.json", "adapter_model.safetensors"]
+SKIPPED_FILES = ["[!a]*/*", "a/*", "a[!d]*/*", "ad/*", "ad[!d]*/*", "consolidated*", "*.bin.index.json", "adapter_*"]
+PACKAGED_MODELS = {"demo": "demo_model", "demo:seeing": "seeing_model"}
+ADAPTER_FILES = ["adapter_config.json", "adapter_model.safetensors"]
 TICK_S = 1.0  # without a byte, until the progress says so
-_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
+_HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def resolve(
@@ -58,7 +58,7 @@ def resolve(
 
 def packaged(name: str) -> Path | None:
     """Directory of a model that comes with the package, by its name on the command line: `demo` or `demo:seeing`; None = no such name."""
-    folder = PACKAGED.get(name)
+    folder = PACKAGED_MODELS.get(name)
     return None if folder is None or Path(name).is_dir() else Path(__file__).resolve().parents[1] / folder
 
 
@@ -113,7 +113,7 @@ def check_id(text: str) -> str:
     Raises:
         ModelNotFound: it cannot.
     """
-    if not _ID.fullmatch(text) or ".." in text or "--" in text:
+    if not _HUB_ID.fullmatch(text) or ".." in text or "--" in text:
         raise ModelNotFound(
             f"{text}: no such directory, and not a hub id either; expected an existing folder or an id such as 'owner/name'"
         )
@@ -244,16 +244,16 @@ def _download(repo_id: str, revision: str | None, progress: Sink | None, *, adap
                 huggingface_hub.snapshot_download(
                     repo_id,
                     revision=revision,
-                    allow_patterns=ADAPTER if adapter else NEEDED,
-                    ignore_patterns=None if adapter else SKIPPED,
+                    allow_patterns=ADAPTER_FILES if adapter else NEEDED_FILES,
+                    ignore_patterns=None if adapter else SKIPPED_FILES,
                     tqdm_class=_bars(report),
                 )
             )
 
     with report, hub_errors(repo_id, revision):
         folder = report.wait_for(work)
-    if adapter and not (folder / ADAPTER[0]).is_file():
-        raise ModelNotFound(f"{repo_id}: has no {ADAPTER[0]}; expected a LoRA adapter as PEFT saves it")
+    if adapter and not (folder / ADAPTER_FILES[0]).is_file():
+        raise ModelNotFound(f"{repo_id}: has no {ADAPTER_FILES[0]}; expected a LoRA adapter as PEFT saves it")
     if not adapter and not (folder / "config.json").is_file():
         raise ModelNotFound(no_config(repo_id, revision))
     return folder

@@ -15,17 +15,17 @@ from pathlib import Path
 from typing import Any, overload
 
 from exl2nb.core.errors import FormatError, ModelNotFound
-from exl2nb.io.hub import SKIPPED, check_id, hub_errors, name_of, no_config, resolve, time_limits, unreachable
+from exl2nb.io.hub import SKIPPED_FILES, check_id, hub_errors, name_of, no_config, resolve, time_limits, unreachable
 from exl2nb.io.safetensors import HEADER_LIMIT_BYTES, SafetensorsFile
 
-SMALL = (
+SMALL_FILES = (
     "config.json", "generation_config.json", "quantize_config.json", "quant_config.json", "tokenizer_config.json", "chat_template.j*",
     "additional_chat_templates/*.jinja", "model.safetensors.index.json",
 )  # fmt: skip
-TABLES = ".q_groups"  # of EXL2 matrices: what their headers do not say
+TABLE_SUFFIX = ".q_groups"  # of EXL2 matrices: what their headers do not say
 FIRST_BYTES = 1 << 17  # of a weight file: holds most headers
 GAP_BYTES = 1 << 16  # between two tables that are fetched together
-CONNECTIONS = 8
+MAX_CONNECTIONS = 8
 
 
 @contextmanager
@@ -75,11 +75,11 @@ class _Repository:
 
     def copy_into(self, folder: Path) -> None:
         """Everything but the weights' data."""
-        small = [name for name in self.names if any(fnmatch.fnmatchcase(name, pattern) for pattern in SMALL)]
+        small = [name for name in self.names if any(fnmatch.fnmatchcase(name, pattern) for pattern in SMALL_FILES)]
         if "config.json" not in small:
             raise ModelNotFound(no_config(self.repo_id, self.revision))
         weights = [name for name in self.names if name.endswith(".safetensors") and "/" not in name and not _skipped(name)]
-        pool = ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="exl2nb-metadata")
+        pool = ThreadPoolExecutor(MAX_CONNECTIONS, thread_name_prefix="exl2nb-metadata")
         try:
             jobs = [pool.submit(self._small, name, folder) for name in small] + [pool.submit(self._weights, n, folder) for n in weights]
             for job in jobs:
@@ -104,7 +104,7 @@ class _Repository:
             file.write(first[:length])
             file.truncate(size)
         with SafetensorsFile(path) as opened:
-            infos = [opened.info(tensor) for tensor in opened.names() if tensor.endswith(TABLES)]
+            infos = [opened.info(tensor) for tensor in opened.names() if tensor.endswith(TABLE_SUFFIX)]
         spans = _joined([(info.start, info.end) for info in infos])
         with path.open("r+b") as file:
             for start, end in spans:
@@ -132,7 +132,7 @@ class _Repository:
 
 
 def _skipped(name: str) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in SKIPPED)
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in SKIPPED_FILES)
 
 
 def _joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -147,8 +147,8 @@ def _joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 # "4.0bpw", "4.25bpw_h6", "gptq-4bit-32g", and "6_5" as some publishers write it
-_NAMED = re.compile(r"(?<![\d._])(\d{1,2}(?:[._]\d{1,3})?)[ _-]?(?:bpw|bits?)(?![a-z])", re.IGNORECASE)
-_BARE = re.compile(r"(\d)[._](\d{1,3})")
+_NAMED_BITRATE = re.compile(r"(?<![\d._])(\d{1,2}(?:[._]\d{1,3})?)[ _-]?(?:bpw|bits?)(?![a-z])", re.IGNORECASE)
+_BARE_BITRATE = re.compile(r"(\d)[._](\d{1,3})")
 
 
 @dataclass(frozen=True)
@@ -262,8 +262,8 @@ def revisions(repo_id: str) -> Revisions:
 
 def bitrate(name: str) -> float | None:
     """Bits per weight in the name of a branch, or None."""
-    match = _NAMED.search(name)
-    text = match[1].replace("_", ".") if match else ".".join(bare.groups()) if (bare := _BARE.fullmatch(name)) else None
+    match = _NAMED_BITRATE.search(name)
+    text = match[1].replace("_", ".") if match else ".".join(bare.groups()) if (bare := _BARE_BITRATE.fullmatch(name)) else None
     return float(text) if text is not None and 1 <= float(text) <= 16 else None
 
 

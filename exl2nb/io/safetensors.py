@@ -31,7 +31,7 @@ from exl2nb.core.files import placeholder
 from exl2nb.io.atomic import atomic_write
 
 # In the order in which writers sort tensors (last first): wide types come first in the data, so everything stays aligned.
-DTYPES: dict[str, torch.dtype] = {
+DTYPE_OF_TAG: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
     "I8": torch.int8,
@@ -192,13 +192,13 @@ def _entry(path: Path, name: str, value: Any, base: int) -> TensorInfo:
         found = f"keys {sorted(value)}"[:200] if isinstance(value, dict) else type(value).__name__
         fail(path, name, found, "an object with dtype, shape and data_offsets")
     tag, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
-    if not isinstance(tag, str) or tag not in DTYPES:
-        fail(path, name, f"dtype {str(tag)[:40]!r}", f"one of {', '.join(DTYPES)}")
+    if not isinstance(tag, str) or tag not in DTYPE_OF_TAG:
+        fail(path, name, f"dtype {str(tag)[:40]!r}", f"one of {', '.join(DTYPE_OF_TAG)}")
     if not isinstance(shape, list) or len(shape) > 64 or not all(_natural(n) for n in shape):
         fail(path, name, f"shape {str(shape)[:120]}", "a list of non-negative integers")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(_natural(n) for n in offsets) or offsets[0] > offsets[1]:
         fail(path, name, f"data_offsets {str(offsets)[:120]}", "[begin, end], non-negative integers, begin <= end")
-    dtype, needed = DTYPES[tag], DTYPES[tag].itemsize
+    dtype, needed = DTYPE_OF_TAG[tag], DTYPE_OF_TAG[tag].itemsize
     for extent in shape:
         needed *= extent
         if needed > _MAX_BYTES:
@@ -228,8 +228,8 @@ def _check_layout(path: Path, infos: list[TensorInfo], base: int, size: int) -> 
         fail(path, None, f"{size - position} bytes after the last tensor", f"a file of {position} bytes")
 
 
-TAGS = {dtype: tag for tag, dtype in DTYPES.items()}
-_RANK = {dtype: rank for rank, dtype in enumerate(DTYPES.values())}
+TAG_OF_DTYPE = {dtype: tag for tag, dtype in DTYPE_OF_TAG.items()}
+_DTYPE_RANK = {dtype: rank for rank, dtype in enumerate(DTYPE_OF_TAG.values())}
 _PIECE_BYTES = 1 << 30  # one read call moves at most 2 GiB on Linux
 _COPY_BYTES = 1 << 22
 
@@ -398,15 +398,15 @@ def stream(path: str | os.PathLike[str], metadata: Mapping[str, str] | None = No
 
 
 def _check_entry(name: str, dtype: torch.dtype) -> None:
-    if dtype not in TAGS or not name or name == "__metadata__":
-        raise FormatError(f"tensor {name!r}: found {dtype}, expected a name and one of {', '.join(str(d) for d in TAGS)}")
+    if dtype not in TAG_OF_DTYPE or not name or name == "__metadata__":
+        raise FormatError(f"tensor {name!r}: found {dtype}, expected a name and one of {', '.join(str(d) for d in TAG_OF_DTYPE)}")
 
 
 def _sorted(parts: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
     parts = list(parts)
     for name, dtype, _ in parts:
         _check_entry(name, dtype)
-    return sorted(parts, key=lambda part: (-_RANK[part[1]], part[0]))
+    return sorted(parts, key=lambda part: (-_DTYPE_RANK[part[1]], part[0]))
 
 
 def _nbytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
@@ -418,7 +418,7 @@ def _header(parts: list[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Map
     offset = 0
     for name, dtype, shape in parts:
         end = offset + _nbytes(dtype, shape)
-        entries[name] = {"dtype": TAGS[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+        entries[name] = {"dtype": TAG_OF_DTYPE[dtype], "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)

@@ -16,18 +16,19 @@ from exl2nb.core.options import check_flag, check_path, spelled_out
 from exl2nb.generator.handle import Handle
 from exl2nb.generator.request import Chunk, Completion, Request
 from exl2nb.io.atomic import atomic_write
-from exl2nb.llm.options import CHAT_DEFAULT_OPTIONS, ConversationOptions
+from exl2nb.llm.request_options import CHAT_DEFAULT_OPTIONS, ConversationOptions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from exl2nb.llm.chat import Rendered
-    from exl2nb.llm.model import LLM
+    from exl2nb.llm.chat_prompt import Rendered
+    from exl2nb.llm.llm import LLM
 
-ROLES = ("system", "user", "assistant", "tool")
-FORMAT, VERSION = "exl2nb-conversation", 1
+MESSAGE_ROLES = ("system", "user", "assistant", "tool")
+FILE_FORMAT = "exl2nb-conversation"
+FILE_VERSION = 1
 MAX_TURNS = 100_000
-PNG = "data:image/png;base64,"
+PNG_URL_PREFIX = "data:image/png;base64,"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +119,7 @@ class Tree:
 
     def to_json(self) -> list[dict[str, Any]]:
         """The turns as plain data, in order of making."""
-        return [{name: value for name, value in asdict(turn).items() if value is not None or name not in _LATER} for turn in self]
+        return [{name: value for name, value in asdict(turn).items() if value is not None or name not in _OPTIONAL_FIELDS} for turn in self]
 
     @classmethod
     def from_json(cls, value: Any, *, where: str) -> Tree:
@@ -135,7 +136,7 @@ class Tree:
         return tree
 
 
-_LATER = ("reasoning", "tool_calls", "images")  # written only where there are any: earlier versions of the library read the rest
+_OPTIONAL_FIELDS = ("reasoning", "tool_calls", "images")  # written only where there are any: earlier versions of the library read the rest
 
 
 def _turn(raw: Any, number: int, where: str) -> Turn:
@@ -146,7 +147,7 @@ def _turn(raw: Any, number: int, where: str) -> Turn:
     checks = (
         ("id", raw.get("id") == number and not isinstance(raw.get("id"), bool), f"{number}: turns are numbered in order"),
         ("parent", "parent" in raw and (parent is None or (_integer(parent) and 0 <= parent < number)), "null or an earlier turn"),
-        ("role", raw.get("role") in ROLES, f"one of {', '.join(ROLES)}"),
+        ("role", raw.get("role") in MESSAGE_ROLES, f"one of {', '.join(MESSAGE_ROLES)}"),
         ("content", isinstance(raw.get("content"), str), "a text"),
         ("finish_reason", isinstance(raw.get("finish_reason"), (str, type(None))), "a text or null"),
         ("seed", raw.get("seed") is None or _integer(raw["seed"]), "a number or null"),
@@ -161,7 +162,7 @@ def _turn(raw: Any, number: int, where: str) -> Turn:
 
 
 def _are_images(value: Any) -> bool:
-    return value is None or (isinstance(value, list) and all(isinstance(url, str) and url.startswith(PNG) for url in value))
+    return value is None or (isinstance(value, list) and all(isinstance(url, str) and url.startswith(PNG_URL_PREFIX) for url in value))
 
 
 def _are_calls(value: Any) -> bool:
@@ -177,8 +178,8 @@ def _integer(value: Any) -> bool:
 
 
 MAX_BYTES = 256 << 20
-FORMATS = ("template", "tools", "template_options")
-_CHAT = (*FORMATS, "tool_choice", "parallel_tool_calls", "reasoning_budget", "generation_config")
+FORMAT_OPTIONS = ("template", "tools", "template_options")
+_CHAT_OPTIONS = (*FORMAT_OPTIONS, "tool_choice", "parallel_tool_calls", "reasoning_budget", "generation_config")
 
 
 class Conversation:
@@ -229,7 +230,7 @@ class Conversation:
 
     def render(self) -> Rendered:
         """The prompt that the next answer would continue."""
-        return self._llm.render(self.messages, **{name: value for name, value in self.options.items() if name in FORMATS})
+        return self._llm.render(self.messages, **{name: value for name, value in self.options.items() if name in FORMAT_OPTIONS})
 
     # ---- actions
 
@@ -324,8 +325,8 @@ class Conversation:
         """
         check_path("Conversation.save: path", path)
         value = {
-            "format": FORMAT,
-            "version": VERSION,
+            "format": FILE_FORMAT,
+            "version": FILE_VERSION,
             "head": None if self.head is None else self.head.id,
             "options": self.options,
             "turns": self.tree.to_json(),
@@ -424,9 +425,11 @@ def _checked(options: Any) -> dict[str, Any]:
     """The options, refused here rather than at the first answer."""
     if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
         raise OptionError(f"conversation: options is {str(options)[:60]!r}; expected options of llm.chat")
-    from exl2nb.llm.requests import STRUCTURES
+    from exl2nb.llm.requests import STRUCTURE_OPTIONS
 
-    asked = {name: value for name, value in options.items() if name not in (*_CHAT, *STRUCTURES, "negative_prompt", "cfg_scale")}
+    asked = {
+        name: value for name, value in options.items() if name not in (*_CHAT_OPTIONS, *STRUCTURE_OPTIONS, "negative_prompt", "cfg_scale")
+    }
     Request.of((0,), where="conversation", **asked)
     if not isinstance(options.get("template"), (str, type(None))):
         raise OptionError(f"conversation: template is {str(options['template'])[:60]!r}; expected Jinja source")
@@ -443,10 +446,10 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:  # ValueError: no UTF-8, no JSON, numbers of thousands of digits
         raise ConfigError(f"{path}: cannot be read as a conversation ({error}); expected what Conversation.save wrote") from error
     names: Sequence[str] = ("format", "version", "head", "options", "turns")
-    if not isinstance(value, dict) or set(value) != set(names) or value["format"] != FORMAT:
-        raise ConfigError(f"{path}: is no conversation; expected an object with {', '.join(names)}, and format {FORMAT!r}")
-    if value["version"] != VERSION:
-        raise ConfigError(f"{path}: version {str(value['version'])[:20]} of the format; this library reads {VERSION}")
+    if not isinstance(value, dict) or set(value) != set(names) or value["format"] != FILE_FORMAT:
+        raise ConfigError(f"{path}: is no conversation; expected an object with {', '.join(names)}, and format {FILE_FORMAT!r}")
+    if value["version"] != FILE_VERSION:
+        raise ConfigError(f"{path}: version {str(value['version'])[:20]} of the format; this library reads {FILE_VERSION}")
     return value
 
 

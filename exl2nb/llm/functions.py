@@ -9,22 +9,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from exl2nb.cache.spec import parse_mode
-from exl2nb.converter.keywords import DEFAULTS, ConvertOptions
+from exl2nb.converter.convert_keywords import CONVERT_DEFAULTS, ConvertOptions
 from exl2nb.core.errors import Exl2Error, OptionError
 from exl2nb.core.options import check_range, spelled_out
 from exl2nb.core.progress import Sink, showing
 from exl2nb.io.hub import packaged
 from exl2nb.io.metadata import metadata_folder
-from exl2nb.llm.keywords import LOAD_DEFAULTS, LoadOptions
-from exl2nb.model.inspect import Inspection
-from exl2nb.model.inspect import inspect as inspect_directory
+from exl2nb.llm.load_keywords import LOAD_DEFAULTS, LoadOptions
+from exl2nb.model.inspection import Inspection
+from exl2nb.model.inspection import inspect as inspect_directory
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from exl2nb.converter.result import Conversion
     from exl2nb.eval.comparison import Comparison
-    from exl2nb.llm.model import LLM
+    from exl2nb.llm.llm import LLM
 
 
 @spelled_out(LoadOptions, LOAD_DEFAULTS)
@@ -57,7 +57,7 @@ def demo(bpw: float | Literal["seeing"] | None = None, **options: Unpack[LoadOpt
     return load(made, **options)
 
 
-@spelled_out(ConvertOptions, DEFAULTS)
+@spelled_out(ConvertOptions, CONVERT_DEFAULTS)
 def convert(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],
@@ -66,7 +66,7 @@ def convert(
     progress: Sink | Literal["auto"] | None = "auto",
     **options: Unpack[ConvertOptions],
 ) -> Conversion:
-    """Quantise a model to EXL2. Options and errors: `exl2nb.converter.job.ConversionJob`.
+    """Quantise a model to EXL2. Options and errors: `exl2nb.converter.conversion_job.ConversionJob`.
 
     Args:
         src: directory or hub id of an fp16, bf16 or fp32 model.
@@ -74,7 +74,7 @@ def convert(
         bpw: bits per weight to reach; or leave it out and give `target`, such as {"bytes": "2GB"}.
         progress: takes the events of every stage; "auto" and None as in `load`.
     """
-    from exl2nb.converter.job import ConversionJob
+    from exl2nb.converter.conversion_job import ConversionJob
 
     job = ConversionJob(src, dst, bpw=bpw, **options)
     with showing(progress, "convert" if bpw is None else f"convert to {bpw:g} bpw") as sink:
@@ -117,8 +117,8 @@ def compare(
 
     from exl2nb.eval.comparison import compare_models
     from exl2nb.eval.rows import read_text, token_rows
+    from exl2nb.llm.llm import LLM
     from exl2nb.llm.load import load
-    from exl2nb.llm.model import LLM
     from exl2nb.llm.requests import ids_of
 
     source = Path(__file__).resolve().parents[1] / "demo_model" / "evaluation.txt" if text is None else text
@@ -147,10 +147,10 @@ def inspect(path: str | os.PathLike[str], *, revision: str | None = None) -> Ins
         revision: branch, tag or commit on the hub.
 
     Returns:
-        As `model.inspect.inspect`; of a hub id with the id as path.
+        As `model.inspection.inspect`; of a hub id with the id as path.
 
     Raises:
-        ModelNotFound, OptionError: as `io.metadata.metadata_folder`. ConfigError, FormatError: as `model.inspect.inspect`.
+        ModelNotFound, OptionError: as `io.metadata.metadata_folder`. ConfigError, FormatError: as `model.inspection.inspect`.
     """
     with metadata_folder(path, revision) as folder:
         if Path(path).expanduser().exists():

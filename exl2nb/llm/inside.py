@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from exl2nb.model.points import Edit
 
 
-RESIDUAL = ("blocks.*.hook_resid_post",)
+RESIDUAL_POINTS = ("blocks.*.hook_resid_post",)
 Patch = Mapping[str, Any]
 
 
@@ -148,7 +148,7 @@ class InsideMixin:
     def trace(
         self,
         prompt: str | Sequence[int] | Sequence[Mapping[str, Any]],
-        capture: str | Sequence[str] = RESIDUAL,
+        capture: str | Sequence[str] = RESIDUAL_POINTS,
         *,
         patch: Patch | None = None,
         cache: str = "fp32",
@@ -222,11 +222,11 @@ class InsideMixin:
             >>> bool(before.kl(after)[-1] > 0)
             True
         """
-        from exl2nb.model.points import matching
+        from exl2nb.model.points import match_points
 
         edits, _ = _parts(patch)
         for name in edits:
-            matching(self.model.points, name, where="patch")
+            match_points(self.model.points, name, where="patch")
         return Patched(self, dict(patch))
 
     @property
@@ -247,7 +247,7 @@ class Patched:
     def __exit__(self, *_: object) -> None:
         self._open = False
 
-    def trace(self, prompt: str | Sequence[int], capture: str | Sequence[str] = RESIDUAL, **options: Any) -> Trace:
+    def trace(self, prompt: str | Sequence[int], capture: str | Sequence[str] = RESIDUAL_POINTS, **options: Any) -> Trace:
         """As `LLM.trace`, under the edits; a `patch` of the call comes after them."""
         self._check()
         return self._llm.trace(prompt, capture, patch={**self._patch, **(options.pop("patch", None) or {})}, **options)

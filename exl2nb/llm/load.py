@@ -15,11 +15,11 @@ from exl2nb.core.options import make, shown, spelled_out
 from exl2nb.core.progress import Sink, showing
 from exl2nb.generator.draft import DraftModel, check_same_tokenizer
 from exl2nb.io import hub
-from exl2nb.llm.keywords import LOAD_DEFAULTS, LoadOptions, LoadParams
-from exl2nb.llm.model import LLM
+from exl2nb.llm.llm import LLM
+from exl2nb.llm.load_keywords import LOAD_DEFAULTS, LoadOptions, LoadParams
 from exl2nb.llm.sampling_defaults import read_defaults
 from exl2nb.model.loader import load_model
-from exl2nb.model.model import Model, Span
+from exl2nb.model.model import LayerRange, Model
 from exl2nb.model.rope import RopeOverride
 from exl2nb.model.runner import GPU_CHUNKS
 from exl2nb.model.streaming import Streaming
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from exl2nb.llm.plan import DeviceChoice
     from exl2nb.model.vision.encoder import VisionEncoder
 
-CONTEXT = 4096  # tokens, where the caller does not say and the model allows more: a cache that fits small machines
+DEFAULT_CONTEXT_TOKENS = 4096  # tokens, where the caller does not say and the model allows more: a cache that fits small machines
 CACHE_TOKENS = 4096  # at least, so that several short requests run together on a model with a short context
 
 
@@ -117,7 +117,7 @@ def load(path: str | os.PathLike[str], **options: Unpack[LoadOptions]) -> LLM:
         tokenizer.templates.prepare()
         defaults = read_defaults(folder) if asked.generation_config else CHAT_DEFAULTS
         _check_vocabulary(tokenizer, model, folder)
-        tokens = min(model.context, CONTEXT) if context is None else context
+        tokens = min(model.context, DEFAULT_CONTEXT_TOKENS) if context is None else context
         held = max(tokens, CACHE_TOKENS) if cache_tokens is None else max(tokens, cache_tokens)
         with _fitting(folder, f"{_gib(model.cache_spec(held, mode=cache).total_bytes)} for the cache of {held} tokens"):
             sizes = {"context": tokens, "cache_tokens": held, "max_sequences": asked.max_sequences}
@@ -175,19 +175,19 @@ def _load_ranks(
 
 def _spans(
     folder: Path, devices: DeviceChoice, *, stream_from: int | None, context: int | None, cache: str, cache_tokens: int | None
-) -> tuple[list[Span], bool]:
+) -> tuple[list[LayerRange], bool]:
     """Where the layers go, and whether their experts go to the CPU."""
     from exl2nb.llm.plan import plan_split
 
-    tokens = cache_tokens or max(context or CONTEXT, CACHE_TOKENS)
+    tokens = cache_tokens or max(context or DEFAULT_CONTEXT_TOKENS, CACHE_TOKENS)
     planned = plan_split(folder, devices=devices, context=tokens, cache=cache, streaming=stream_from != 0, where="load")
-    spans = [Span(share.device, share.first, share.last) for share in planned.shares if not share.experts]
+    spans = [LayerRange(share.device, share.first, share.last) for share in planned.shares if not share.experts]
     for span in spans:
         pick_device(span.device)
     return spans, len(spans) < len(planned.shares)
 
 
-def _streaming(spans: Sequence[Span], stream_from: int | None, *, apart: bool, exact: bool) -> Streaming | None:
+def _streaming(spans: Sequence[LayerRange], stream_from: int | None, *, apart: bool, exact: bool) -> Streaming | None:
     """Where prompts through what is on the CPU are computed; None: there.
 
     apart: experts are on the CPU. exact: no token's bits may depend on its step.
@@ -207,7 +207,7 @@ def _tower(folder: Path, model: Model) -> VisionEncoder | None:
 
 def _fitting(folder: Path, needed: str) -> AbstractContextManager[None]:
     """Too little memory by name."""
-    from exl2nb.ops.memory import naming_out_of_memory
+    from exl2nb.ops.memory_ops import naming_out_of_memory
 
     todo = "close other models, use fewer bits per weight, a smaller context= or cache='q4'"
     return naming_out_of_memory(f"{hub.label(folder)} does not fit", todo, needed=needed)

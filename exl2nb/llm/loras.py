@@ -24,11 +24,11 @@ from exl2nb.model.model import Model
 
 if TYPE_CHECKING:
     from exl2nb.model.lora import LoraFile
-    from exl2nb.ops.lora import Adapter
+    from exl2nb.ops.lora_table import Adapter
 
 MAX_WEIGHT = 100.0
 MAX_ROWS = 4096  # different adapters and blends in use at once
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -103,20 +103,20 @@ class Loras:
             ModelNotFound, FormatError, ConfigError: the adapter cannot be used with this model; says why. OptionError: a name that is taken
             or no name, a scale out of range. EngineClosed: the model was closed.
         """
-        from exl2nb.model.lora import changes, read_lora
-        from exl2nb.ops.lora import for_gemm
+        from exl2nb.model.lora import adapter_changes, read_lora
+        from exl2nb.ops.lora_table import with_gemm_strips
 
         check_range("loras.load: scale", scale, -MAX_WEIGHT, MAX_WEIGHT)
         with showing(progress, "load an adapter") as sink:
             folder = hub.resolve(path, revision, sink, adapter=True)
         name = hub.label(path) if name is None else name
-        if not isinstance(name, str) or not _NAME.fullmatch(name):
+        if not isinstance(name, str) or not _ADAPTER_NAME.fullmatch(name):
             raise OptionError(f"loras.load: name is {shown(name)}; expected letters, digits, . _ and -, at most 64 of them")
         file, config = read_lora(folder, self._model.config), self._model.config
         network, program = self._engine.call(lambda: self._model.network_and_program)
-        made = changes(file, config, network, program)
+        made = adapter_changes(file, config, network, program)
         if self._model.device != "cpu":  # between two steps and in their stream: what becomes free later may still be read by a step
-            made = self._engine.call(lambda: for_gemm({op: change.to(self._model.device) for op, change in made.items()}, program))
+            made = self._engine.call(lambda: with_gemm_strips({op: change.to(self._model.device) for op, change in made.items()}, program))
         roles = Counter(role for _, parts in file.targets for role in parts) + Counter(
             key.rpartition(".")[0].rpartition(".")[2] for key in file.vectors
         )
@@ -206,11 +206,11 @@ class Loras:
         key = " + ".join(sorted(f"{lora.file.digest} * {weight!r}" for lora, weight in mix))
         if (known := self._rows.get(key)) is not None:
             return known
-        from exl2nb.ops.lora import blend
+        from exl2nb.ops.lora_table import blend_adapters
 
         _, program = self._model.network_and_program
         plain = len(mix) == 1 and mix[0][1] == 1
-        adapter = mix[0][0].changes if plain else blend([(lora.changes, weight) for lora, weight in mix], program)
+        adapter = mix[0][0].changes if plain else blend_adapters([(lora.changes, weight) for lora, weight in mix], program)
         self._tidy()
         free = next((row for row, taken in enumerate(self._adapters) if taken is None), len(self._adapters))
         if free >= MAX_ROWS:

@@ -15,33 +15,39 @@ from typing import Any, NamedTuple
 
 import torch
 
-from exl2nb.cache.spec import MODES, PAGE_SIZE, CacheSpec, parse_mode
+from exl2nb.cache.spec import CACHE_MODES, PAGE_SIZE, CacheSpec, parse_mode
 from exl2nb.core.errors import DeviceError, OptionError
 from exl2nb.core.show import size_text
-from exl2nb.generator.gpu_draft import KEPT
+from exl2nb.generator.gpu_draft import MAX_CAPTURED_ROUNDS
 from exl2nb.model.config import ModelConfig
-from exl2nb.model.gpu import PROMPT, SHORT
+from exl2nb.model.gpu_forward import MAX_PROMPT_STEP_TOKENS, MAX_STEP_TOKENS_PER_SEQUENCE
 from exl2nb.model.gpu_memory import kept_bytes
-from exl2nb.model.inspect import Inspection
-from exl2nb.ops.memory import partial_sums_bytes
+from exl2nb.model.inspection import Inspection
+from exl2nb.ops.memory_ops import partial_sums_bytes
 
-CHUNKS = {"cpu": 512, "cuda": 2048}
+PREFILL_CHUNK_TOKENS = {"cpu": 512, "cuda": 2048}
 """Prompt tokens that a step takes at most."""
 PRODUCTS_BYTES = 32 * 2**20  # what the library of matrix products keeps on the GPU
 CODE_BYTES = 146 * 2**20  # kernels that CUDA loads when they are first used; H200, torch 2.11, 2026-11-21
-DRAFT_ROWS = sum(range(2, SHORT + 1))  # of one sequence's captured steps with draft tokens: of 2 to SHORT rows
-DRAFT_GRAPHS = 2 * KEPT + 2 * (SHORT - 1)  # rounds and their followers; verifying steps of one sequence and of several. Each has a pool
-RUNS = 7  # of keys that prefill attends to apart: as many as 131,072 tokens need, one more for each doubling
+DRAFT_ROWS = sum(
+    range(2, MAX_STEP_TOKENS_PER_SEQUENCE + 1)
+)  # of one sequence's captured steps with draft tokens: of 2 to MAX_STEP_TOKENS_PER_SEQUENCE rows
+DRAFT_GRAPHS = 2 * MAX_CAPTURED_ROUNDS + 2 * (
+    MAX_STEP_TOKENS_PER_SEQUENCE - 1
+)  # rounds and their followers; verifying steps of one sequence and of several. Each has a pool
+PREFILL_KEY_RUNS = 7  # of keys that prefill attends to apart: as many as 131,072 tokens need, one more for each doubling
 GRAPH_BYTES = 8 * 2**20  # of the first captured step, whatever its model
-MULTIPROCESSORS = 132  # of the GPU that is assumed where there is none: an H100 or H200
+DEFAULT_MULTIPROCESSORS = 132  # of the GPU that is assumed where there is none: an H100 or H200
 MIB = 2**20
 SEGMENT_BYTES = 2 * MIB
-PARTS = ("weights", "cache", "work", "graphs", "logits", "rounding", "adapters")
-CONTEXT = 4096  # as `load`, where the caller does not say and the model allows more
-LIMITS = {"context": 1 << 24, "batch": 1 << 16, "free": 1 << 60}
-COLOURS = {"weights": "#3b6ea8", "cache": "#52a37f", "work": "#d9a441", "graphs": "#8a6fb0", "logits": "#b5565e", "rounding": "#9a9a9a",
+PLAN_PARTS = ("weights", "cache", "work", "graphs", "logits", "rounding", "adapters")
+DEFAULT_CONTEXT_TOKENS = 4096  # as `load`, where the caller does not say and the model allows more
+INPUT_LIMITS = {"context": 1 << 24, "batch": 1 << 16, "free": 1 << 60}
+PART_COLOURS = {"weights": "#3b6ea8", "cache": "#52a37f", "work": "#d9a441", "graphs": "#8a6fb0", "logits": "#b5565e",
+                "rounding": "#9a9a9a",
            "adapters": "#4aa3b8"}  # fmt: skip
-LABELS = {"weights": "weights", "cache": "cache", "work": "activations", "graphs": "graphs", "logits": "logits", "rounding": "rounding",
+PART_LABELS = {"weights": "weights", "cache": "cache", "work": "activations", "graphs": "graphs", "logits": "logits",
+               "rounding": "rounding",
           "adapters": "adapters"}  # fmt: skip
 
 
@@ -54,7 +60,7 @@ def _step(value: int, *steps: int) -> int:
     return next((result for limit, result in zip(steps[::2], steps[1::2]) if value <= limit), steps[-1])
 
 
-OPERATIONS: Mapping[str, Callable[..., int]] = {
+TERM_OPERATIONS: Mapping[str, Callable[..., int]] = {
     "+": lambda *values: sum(values),
     "*": lambda *values: math.prod(values),
     "min": min,
@@ -79,7 +85,7 @@ def evaluate(terms: Sequence[tuple[str, Term]], known: Mapping[str, Any]) -> dic
 
     def value(term: Term) -> Any:
         if isinstance(term, list):
-            return OPERATIONS[term[0]](*map(value, term[1:]))
+            return TERM_OPERATIONS[term[0]](*map(value, term[1:]))
         return found[term] if isinstance(term, str) else term
 
     for name, term in terms:
@@ -146,7 +152,7 @@ class Formula:
     def parts(self, *, context: int, batch: int, mode: str) -> dict[str, int]:
         """Name -> bytes."""
         found = evaluate(PLAN_TERMS, {**vars(self), "context": context, "batch": batch, "mode": mode})
-        return {name: found[name] for name in PARTS}
+        return {name: found[name] for name in PLAN_PARTS}
 
     def total(self, *, context: int, batch: int, mode: str) -> int:
         """All parts together."""
@@ -159,7 +165,7 @@ class Formula:
         if not self.segments:
             return made
         fixed = self.graph_fixed + draft.graph_fixed - CODE_BYTES + DRAFT_GRAPHS * SEGMENT_BYTES
-        return replace(made, graph_fixed=fixed, graph_row=self.graph_row + draft.graph_row + KEPT * draft.logits_row)
+        return replace(made, graph_fixed=fixed, graph_row=self.graph_row + draft.graph_row + MAX_CAPTURED_ROUNDS * draft.logits_row)
 
     def fitting_context(self, free: int, *, batch: int, mode: str) -> int:
         """The most tokens of context, whole pages, at which everything fits `free` bytes; 0 where not even one page does."""
@@ -214,7 +220,7 @@ def formula_of(
     device: str,
     modes: tuple[str, ...] = (),
     *,
-    multiprocessors: int = MULTIPROCESSORS,
+    multiprocessors: int = DEFAULT_MULTIPROCESSORS,
     groups: bool = True,
 ) -> Formula:
     """The plan of a model on a device.
@@ -223,8 +229,13 @@ def formula_of(
         config: of the model. found: its headers. device: "cpu" or "cuda". modes: cache modes to know besides those with a name.
         multiprocessors: of the GPU. groups: torch's attention reads grouped heads there as they are.
     """
-    pages = {mode: size for mode in (*MODES, *modes) if (size := _page_bytes(config, mode)) is not None}
-    common = {"page_tokens": PAGE_SIZE, "page_bytes": pages, "chunk": CHUNKS[device], "longest": config.max_position_embeddings}
+    pages = {mode: size for mode in (*CACHE_MODES, *modes) if (size := _page_bytes(config, mode)) is not None}
+    common = {
+        "page_tokens": PAGE_SIZE,
+        "page_bytes": pages,
+        "chunk": PREFILL_CHUNK_TOKENS[device],
+        "longest": config.max_position_embeddings,
+    }
     logits = 4 * config.vocab_size
     if device == "cpu":
         return Formula(weights=_cpu_weights(found), stages=(_cpu_stage(config),), logits_row=logits, **common)
@@ -282,7 +293,7 @@ def _gpu_stages(config: ModelConfig, groups: bool) -> tuple[Stage, ...]:
     holes = 2 * (q + 2 * kv) + 2 * q  # that torch's allocator leaves between them: about q, k, v and what attention read, gone by then
     return (
         Stage(fixed, 6 * hidden + 6 * (q + 2 * kv), tables),
-        Stage(fixed, 4 * hidden + 2 * (q + 2 * kv) + 2 * q * (RUNS + 1), tables + 4 * kv + spread),
+        Stage(fixed, 4 * hidden + 2 * (q + 2 * kv) + 2 * q * (PREFILL_KEY_RUNS + 1), tables + 4 * kv + spread),
         Stage(fixed, 8 * hidden + 2 * inner, tables),
         Stage(fixed, 4 * hidden + 2 * up + max(2 * inner, 2 * hidden) + holes, tables),
     )
@@ -304,7 +315,7 @@ def _prompt_bytes(config: ModelConfig, multiprocessors: int) -> int:
     heads = config.num_kv_heads
     chunks = 64 if 64 * heads <= 264 else 6 if 6 * heads >= 264 else 264 // heads
     row = _graph_row(config, multiprocessors) // 2 - 4 * config.vocab_size + 4 * config.hidden_size
-    return PROMPT * (row + config.num_heads * chunks * (4 * config.head_dim + 8))
+    return MAX_PROMPT_STEP_TOKENS * (row + config.num_heads * chunks * (4 * config.head_dim + 8))
 
 
 # ---- The plan
@@ -343,7 +354,7 @@ class MemoryPlan:
     @property
     def parts(self) -> dict[str, int]:
         """Name -> bytes."""
-        return {name: getattr(self, name) for name in PARTS}
+        return {name: getattr(self, name) for name in PLAN_PARTS}
 
     def at(self, *, context: int | None = None, batch: int | None = None, cache: str | None = None, free: int | None = None) -> MemoryPlan:
         """The same model with other choices; None keeps a value.
@@ -381,8 +392,8 @@ class MemoryPlan:
             OptionError: a number out of range, or a cache mode that the formula does not know.
         """
         for what, value in {"context": context, "batch": batch, **({} if free is None else {"free": free})}.items():
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LIMITS[what]:
-                raise OptionError(f"plan: {what} is {value!r}; expected a whole number from 1 to {LIMITS[what]}")
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= INPUT_LIMITS[what]:
+                raise OptionError(f"plan: {what} is {value!r}; expected a whole number from 1 to {INPUT_LIMITS[what]}")
         mode = parse_mode(cache, where="plan")
         if mode not in formula.page_bytes:
             raise OptionError(f"plan: cache mode {mode!r} is not for this model; expected one of {', '.join(formula.page_bytes)}")
@@ -451,12 +462,12 @@ class MemoryPlan:
     def _repr_html_(self) -> str:
         most = max(1, self.total, self.free or 0)
         bars = "".join(
-            f'<div title="{name}: {size_text(size)}" style="width:{100 * size / most:.2f}%;background:{COLOURS[name]}"></div>'
+            f'<div title="{name}: {size_text(size)}" style="width:{100 * size / most:.2f}%;background:{PART_COLOURS[name]}"></div>'
             for name, size in self.parts.items()
             if size
         )
         names = " ".join(
-            f'<span style="white-space:nowrap"><span style="color:{COLOURS[name]}">&#9632;</span> {name} {size_text(size)}</span>'
+            f'<span style="white-space:nowrap"><span style="color:{PART_COLOURS[name]}">&#9632;</span> {name} {size_text(size)}</span>'
             for name, size in self.parts.items()
             if size
         )
@@ -471,7 +482,7 @@ class MemoryPlan:
 
 def multiprocessors() -> int:
     """Of the GPU here, or of the one that is assumed."""
-    return torch.cuda.get_device_properties().multi_processor_count if torch.cuda.is_available() else MULTIPROCESSORS
+    return torch.cuda.get_device_properties().multi_processor_count if torch.cuda.is_available() else DEFAULT_MULTIPROCESSORS
 
 
 def reads_groups() -> bool:

@@ -23,23 +23,33 @@ from exl2nb.core.options import shown
 from exl2nb.core.show import size_text
 from exl2nb.io.hub import display_name
 from exl2nb.io.metadata import metadata_folder
-from exl2nb.llm.keywords import PARALLEL
-from exl2nb.llm.memory import CONTEXT, LIMITS, MemoryPlan, Stage, formula_of, free_bytes, has_strips, multiprocessors, reads_groups
+from exl2nb.llm.load_keywords import PARALLEL_MODES
+from exl2nb.llm.memory import (
+    DEFAULT_CONTEXT_TOKENS,
+    INPUT_LIMITS,
+    MemoryPlan,
+    Stage,
+    formula_of,
+    free_bytes,
+    has_strips,
+    multiprocessors,
+    reads_groups,
+)
 from exl2nb.llm.split_plan import Holder, KindFormula, Share, Sizes, SplitFormula, SplitPlan
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.gpu_memory import kept_by_layer
-from exl2nb.model.inspect import Inspection, Matrix, inspect
-from exl2nb.model.layout import ATTENTION, layer_linears
+from exl2nb.model.inspection import Inspection, StoredMatrix, inspect
+from exl2nb.model.layout import ATTENTION_ROLES, layer_linears
 from exl2nb.model.loader import read_model_config
 from exl2nb.model.lora import adapter_bytes
-from exl2nb.model.split import STREAM_ROWS, Span
-from exl2nb.model.streaming import BUFFERS, experts_fit
+from exl2nb.model.split import STREAM_ROWS, LayerRange
+from exl2nb.model.streaming import LAYER_BUFFERS, fits_experts
 from exl2nb.model.vision.encoder import plan_encoder
-from exl2nb.ops.host_prefill import CHUNK
-from exl2nb.ops.memory import read_memory
+from exl2nb.ops.host_prefill import UNPACK_CHUNK_WEIGHTS
+from exl2nb.ops.memory_ops import read_memory
 from exl2nb.sampling.params import check_integer
 
-RESERVE = 512 * 2**20  # bytes of a GPU that "auto" leaves to others
+GPU_RESERVE_BYTES = 512 * 2**20  # bytes of a GPU that "auto" leaves to others
 PART_BYTES = 2**20  # of a captured step of a few kernels, an estimate: what the driver keeps, and rounding of its workspace
 UNPACK_BYTES = 8  # for each weight that is unpacked at a time
 PROBE_BYTES = 256 * 2**20  # read to learn what the processor reads in a second
@@ -80,7 +90,7 @@ def read_devices(devices: DeviceChoice, *, where: str = "load") -> list[Budget]:
     return sorted(budgets, key=lambda budget: budget.device != "cpu")
 
 
-def experts_apart(devices: DeviceChoice, *, where: str = "load") -> tuple[DeviceChoice, bool]:
+def experts_on_cpu(devices: DeviceChoice, *, where: str = "load") -> tuple[DeviceChoice, bool]:
     """What is left of `devices` without "cpu": "experts", and whether that was in it.
 
     Raises:
@@ -104,7 +114,7 @@ def gpu_layers(count: int, *, where: str = "load") -> DeviceChoice:
 
 def _every_device() -> Mapping[str, str | int]:
     gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
-    return {**{gpu: max(0, (free_bytes(gpu) or 0) - RESERVE) for gpu in gpus}, "cpu": "rest"}
+    return {**{gpu: max(0, (free_bytes(gpu) or 0) - GPU_RESERVE_BYTES) for gpu in gpus}, "cpu": "rest"}
 
 
 def _name(name: object, where: str) -> str:
@@ -115,7 +125,7 @@ def _name(name: object, where: str) -> str:
 
 def _budget(name: object, size: object, where: str) -> Budget:
     device = _name(name, where)
-    if isinstance(size, int) and not isinstance(size, bool) and 0 <= size <= LIMITS["free"]:
+    if isinstance(size, int) and not isinstance(size, bool) and 0 <= size <= INPUT_LIMITS["free"]:
         return Budget(device, size)
     if isinstance(size, str):
         if size == "rest":
@@ -172,13 +182,13 @@ def _streaming_too(stage: Stage, config: ModelConfig, found: Inspection, apart: 
     for matrix in _experts(config, found) if apart else found.matrices:
         if matrix.layer is not None:
             layers[matrix.layer] += matrix.nbytes
-    if apart and not experts_fit(max(layers)):
+    if apart and not fits_experts(max(layers)):
         return stage
     if config.moe is not None:
         inner = max(0 if apart else inner, config.moe.intermediate_size, config.moe.shared_size or 0)
     widest = config.hidden_size * max(0 if apart else config.q_size + 2 * config.kv_size, inner * (2 if config.gated else 1))
-    fixed = BUFFERS * max(layers) + 2 * widest + UNPACK_BYTES * min(CHUNK, widest)
-    return Stage(stage.fixed + fixed, stage.token, stage.context + (0 if apart else BUFFERS * 4 * config.kv_size))
+    fixed = LAYER_BUFFERS * max(layers) + 2 * widest + UNPACK_BYTES * min(UNPACK_CHUNK_WEIGHTS, widest)
+    return Stage(stage.fixed + fixed, stage.token, stage.context + (0 if apart else LAYER_BUFFERS * 4 * config.kv_size))
 
 
 def _visited(config: ModelConfig, found: Inspection, experts: bool) -> list[float]:
@@ -192,14 +202,14 @@ def _visited(config: ModelConfig, found: Inspection, experts: bool) -> list[floa
     return [1 - gone / max(1, size) for gone, size in zip(idle, held)]
 
 
-def _experts(config: ModelConfig, found: Inspection) -> list[Matrix]:
+def _experts(config: ModelConfig, found: Inspection) -> list[StoredMatrix]:
     """The matrices of sparse layers' MLPs, those of the shared expert included."""
     sparse = [layer for layer in range(config.num_layers) if config.experts(layer) is not None]
-    keys = {one.key for layer in sparse for role, one in layer_linears(config, layer).items() if role not in ATTENTION}
+    keys = {one.key for layer in sparse for role, one in layer_linears(config, layer).items() if role not in ATTENTION_ROLES}
     return [matrix for matrix in found.matrices if matrix.layer is not None and matrix.key in keys]
 
 
-def _idle(config: ModelConfig, matrix: Matrix) -> float:
+def _idle(config: ModelConfig, matrix: StoredMatrix) -> float:
     """Bytes of an expert's matrix that a token does not read, on average."""
     assert config.moe is not None
     assert matrix.layer is not None
@@ -209,7 +219,7 @@ def _idle(config: ModelConfig, matrix: Matrix) -> float:
 
 def place_layers(
     budgets: Sequence[Budget], sizes: Mapping[str, Sizes], layers: int, *, lends: bool = False, where: str = "load"
-) -> list[Span]:
+) -> list[LayerRange]:
     """Spans without gaps that keep to the budgets.
 
     Args:
@@ -241,7 +251,7 @@ def place_layers(
             f"{where}: layers {first} to {last - 1} find no room in devices: {size_text(missing)} are missing; raise a budget, give one "
             "device 'rest', or take a smaller context= or cache='q4'"
         )
-    return [Span(budget.device, a, b) for budget, (a, b) in zip(budgets, held) if b > a]
+    return [LayerRange(budget.device, a, b) for budget, (a, b) in zip(budgets, held) if b > a]
 
 
 def _holds(budget: Budget, sizes: Mapping[str, Sizes], first: int, last: int, host: int = 0) -> bool:
@@ -251,7 +261,7 @@ def _holds(budget: Budget, sizes: Mapping[str, Sizes], first: int, last: int, ho
     return sizes[_kind(budget.device)].total(first, last, host=host) <= (budget.bytes or 0)
 
 
-def _by_shares(budgets: Sequence[Budget], sizes: Mapping[str, Sizes], layers: int) -> list[Span]:
+def _by_shares(budgets: Sequence[Budget], sizes: Mapping[str, Sizes], layers: int) -> list[LayerRange]:
     """Every device its share of weights and cache, a layer at least while there are as many."""
     here = sizes[_kind(budgets[0].device)]
     weight = [part + here.of(0, 1)["cache"] for part in here.known["parts"][1:-1]]
@@ -265,7 +275,7 @@ def _by_shares(budgets: Sequence[Budget], sizes: Mapping[str, Sizes], layers: in
         if i == len(budgets) - 1:
             last = layers
         if last > first:
-            spans.append(Span(budget.device, first, last))
+            spans.append(LayerRange(budget.device, first, last))
         first = last
     return spans
 
@@ -298,16 +308,16 @@ def plan_split(
     """
     mode = parse_mode(cache, where=where)
     for what, value in (("context", 1 if context is None else context), ("batch", batch)):
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LIMITS[what]:
-            raise OptionError(f"{where}: {what} is {value!r}; expected a whole number from 1 to {LIMITS[what]}")
-    devices, apart = experts_apart(devices, where=where)
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= INPUT_LIMITS[what]:
+            raise OptionError(f"{where}: {what} is {value!r}; expected a whole number from 1 to {INPUT_LIMITS[what]}")
+    devices, apart = experts_on_cpu(devices, where=where)
     budgets = read_devices(devices, where=where)
     with metadata_folder(path, revision) as folder:
         config, found = read_model_config(folder), inspect(folder)
         name = display_name(folder) if Path(path).expanduser().exists() else f"{path}@{revision}" if revision else str(path)
     if apart and config.moe is None:
         raise OptionError(f"{where}: devices puts experts on the CPU, and {name} has none: it is dense; give cpu 'rest' or '12 layers'")
-    tokens = min(config.max_position_embeddings, CONTEXT) if context is None else context
+    tokens = min(config.max_position_embeddings, DEFAULT_CONTEXT_TOKENS) if context is None else context
     choice = {"context": tokens, "batch": batch, "mode": mode}
     free = {budget.device: free_bytes_on(budget.device) for budget in budgets}
     holders = [Holder(one.device, free[one.device] if one.bytes is None else one.bytes, _read_speed(one.device)) for one in budgets]
@@ -507,8 +517,8 @@ def plan(
             raise OptionError("plan: loras with devices; adapters need a model on one device: leave one of them out")
         if draft is not None:
             raise OptionError("plan: draft with devices; plan the draft model by itself, on the last of them")
-        if parallel not in PARALLEL:
-            raise OptionError(f"plan: parallel is {shown(parallel)}; expected one of {', '.join(PARALLEL)}")
+        if parallel not in PARALLEL_MODES:
+            raise OptionError(f"plan: parallel is {shown(parallel)}; expected one of {', '.join(PARALLEL_MODES)}")
         of = plan_ranks if parallel == "tensor" else plan_split
         return of(path, devices=devices, context=context, cache=cache, batch=batch, revision=revision)
     if parallel != "layers":
@@ -536,7 +546,7 @@ def plan(
         replace(formula, weights=formula.weights + tower.nbytes, adapters=adapters),
         name=name,
         device=device,
-        context=context if context is not None else min(config.max_position_embeddings, CONTEXT),
+        context=context if context is not None else min(config.max_position_embeddings, DEFAULT_CONTEXT_TOKENS),
         batch=batch,
         cache=mode,
         free=free if free is not None else free_bytes(device),

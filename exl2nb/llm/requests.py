@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from exl2nb.model.vision.pictures import Picture
 
 MAX_SAMPLES = 1024
-SHORT = 1 << 16  # characters; encoding fewer takes no time worth a check
-STRUCTURES = ("schema", "regex", "choice", "grammar")
-_OURS = ("stream", "where", "cls", "prompt_ids", "sampling")  # parameters of `Request.of` and its fields, which are no options
+SHORT_TEXT_CHARACTERS = 1 << 16  # characters; encoding fewer takes no time worth a check
+STRUCTURE_OPTIONS = ("schema", "regex", "choice", "grammar")
+_RESERVED_NAMES = ("stream", "where", "cls", "prompt_ids", "sampling")  # parameters of `Request.of` and its fields, which are no options
 
 
 def check_length(text: str, tokenizer: Tokenizer, context: int, *, where: str, name: str = "prompt") -> None:
@@ -31,7 +31,7 @@ def check_length(text: str, tokenizer: Tokenizer, context: int, *, where: str, n
     Raises:
         ContextOverflow: it has more tokens.
     """
-    if len(text) > SHORT and (least := tokenizer.at_least(text)) > context:
+    if len(text) > SHORT_TEXT_CHARACTERS and (least := tokenizer.at_least(text)) > context:
         raise ContextOverflow(
             f"{where}: the {name} has {len(text)} characters, at least {least} tokens, and the context {context}; shorten it, or load the "
             "model with a larger context"
@@ -59,7 +59,7 @@ def ids_of(prompt: Any, tokenizer: Tokenizer, *, where: str, name: str = "prompt
 
 def compile_structure(options: dict[str, Any], tokenizer: Tokenizer, vocab_size: int, *, where: str) -> None:
     """Put `structure` in the place of schema, regex, choice or grammar."""
-    if options.keys() & set(STRUCTURES):
+    if options.keys() & set(STRUCTURE_OPTIONS):
         from exl2nb.constraint.structure import structure_of
 
         made = structure_of(options, tokenizer, vocab_size, where=where)
@@ -83,7 +83,7 @@ def request_of(
     """
     options = dict(options)
     for name in options:
-        if not isinstance(name, str) or name in _OURS:
+        if not isinstance(name, str) or name in _RESERVED_NAMES:
             hint = "; to take tokens as they come: llm.stream" if name == "stream" else ""
             raise OptionError(f"{where}: unknown keyword {shown(name)}{hint}")
     ids = ids_of(prompt, tokenizer, where=where, context=context)
@@ -106,10 +106,11 @@ def sample_options(options: dict[str, Any], n: int, *, where: str) -> list[dict[
 
 
 MAX_PICTURES = 256  # of one prompt
-IMAGE, VIDEO = "\ue001picture\ue001", "\ue001video\ue001"  # stand for pictures while a conversation is text
-_MARKS = re.compile(f"\n?({IMAGE}|{VIDEO})\n?")
-IMAGES = ("image", "input_image", "image_url")
-VIDEOS = ("video", "input_video", "video_url")
+IMAGE_MARK = "\ue001picture\ue001"  # stand for pictures while a conversation is text
+VIDEO_MARK = "\ue001video\ue001"
+_PICTURE_MARKS = re.compile(f"\n?({IMAGE_MARK}|{VIDEO_MARK})\n?")
+IMAGE_TYPES = ("image", "input_image", "image_url")
+VIDEO_TYPES = ("video", "input_video", "video_url")
 
 
 def take_pictures(messages: Sequence[Any]) -> tuple[list[Any], list[Picture]]:
@@ -138,7 +139,7 @@ def take_pictures(messages: Sequence[Any]) -> tuple[list[Any], list[Picture]]:
                     found.append(_picture(part, kind, number))
                     pixels += found[-1].pixels
                     check_total(pixels, f"message {number}")
-                parts.append({"type": "text", "text": VIDEO if kind == "video" else IMAGE} if kind else part)
+                parts.append({"type": "text", "text": VIDEO_MARK if kind == "video" else IMAGE_MARK} if kind else part)
             message = {**message, "content": parts}
         made.append(message)
     return made, found
@@ -150,19 +151,19 @@ def with_parts(
     """Messages of plain texts as the template `source` wants them: marks become parts, or the model's own marks where it knows no parts."""
     knows = re.search(r"""['"]image['"]""", source) is not None
     everywhere = knows and "is string" not in source and "is not string" not in source
-    marks = {IMAGE: encoder.mark(tokenizer.piece)}
+    marks = {IMAGE_MARK: encoder.mark(tokenizer.piece)}
     if encoder.vision.marks.video is not None:
-        marks[VIDEO] = encoder.mark(tokenizer.piece, video=True)
+        marks[VIDEO_MARK] = encoder.mark(tokenizer.piece, video=True)
     made, count = [], 0
     for message in messages:
         content = message.get("content")
         if isinstance(content, str):
-            pieces = _MARKS.split(content)
+            pieces = _PICTURE_MARKS.split(content)
             count += len(pieces) // 2
             if knows and (everywhere or len(pieces) > 1):
                 message = {**message, "content": [_part(piece) for piece in pieces if piece]}
             elif len(pieces) > 1:
-                message = {**message, "content": re.sub(f"{IMAGE}|{VIDEO}", lambda m: marks[m.group()], content)}
+                message = {**message, "content": re.sub(f"{IMAGE_MARK}|{VIDEO_MARK}", lambda m: marks[m.group()], content)}
         made.append(dict(message))
     if count != len(pictures):
         raise PictureError(
@@ -172,8 +173,8 @@ def with_parts(
 
 
 def _part(piece: str) -> dict[str, str]:
-    if piece in (IMAGE, VIDEO):
-        return {"type": "image" if piece == IMAGE else "video"}
+    if piece in (IMAGE_MARK, VIDEO_MARK):
+        return {"type": "image" if piece == IMAGE_MARK else "video"}
     return {"type": "text", "text": piece}
 
 
@@ -183,7 +184,7 @@ def _kind(part: Any) -> str:
         return ""
     if isinstance(part, Mapping):
         kind = part.get("type")
-        return "image" if kind in IMAGES else "video" if kind in VIDEOS else ""
+        return "image" if kind in IMAGE_TYPES else "video" if kind in VIDEO_TYPES else ""
     from exl2nb.model.vision.pictures import Picture
 
     if isinstance(part, Picture):

@@ -10,9 +10,9 @@ from exl2nb.core.errors import OptionError
 from exl2nb.core.files import read_object
 from exl2nb.core.log import warn
 from exl2nb.core.options import check_flag, shown
-from exl2nb.sampling.defaults import CHAT_DEFAULTS, LIBRARY, NAMES, NEEDS_DRAW, SamplingDefaults
+from exl2nb.sampling.defaults import CHAT_DEFAULTS, DEFAULT_NAMES, LIBRARY_SOURCE, NEEDS_DRAW, SamplingDefaults
 
-FILE = "generation_config.json"
+DEFAULTS_FILE = "generation_config.json"
 
 
 def read_defaults(folder: Path) -> SamplingDefaults:
@@ -27,10 +27,10 @@ def read_defaults(folder: Path) -> SamplingDefaults:
     Raises:
         TokenizerError: the file is not a JSON object.
     """
-    path = folder / FILE
+    path = folder / DEFAULTS_FILE
     config = read_object(path)
     values: dict[str, Any] = {}
-    for name in NAMES:
+    for name in DEFAULT_NAMES:
         value = config.get(name)
         if name == "top_k" and type(value) is int and value == -1:
             value = 0  # vLLM writes -1 for all tokens
@@ -50,7 +50,7 @@ def read_defaults(folder: Path) -> SamplingDefaults:
         values["temperature"] = 0.0
     if values.get("temperature") == 0:
         values = {name: value for name, value in values.items() if name == "temperature" or name not in NEEDS_DRAW}
-    return SamplingDefaults(**values, source=FILE) if values else CHAT_DEFAULTS
+    return SamplingDefaults(**values, source=DEFAULTS_FILE) if values else CHAT_DEFAULTS
 
 
 def with_defaults(
@@ -74,7 +74,7 @@ def with_defaults(
     options = dict(options)
     wanted = options.pop("generation_config", True)
     check_flag(f"{where}: generation_config", wanted)
-    if defaults.source == LIBRARY or (defaults.source == FILE and not wanted):
+    if defaults.source == LIBRARY_SOURCE or (defaults.source == DEFAULTS_FILE and not wanted):
         defaults = fallback
     added = defaults.beside(options)
     return {**options, **added.values, "sampling_defaults": added}

@@ -15,7 +15,7 @@ from exl2nb.core.errors import ConversionError, OptionError
 from exl2nb.core.progress import Sink
 from exl2nb.io import hub
 
-BPW = 2.5
+DRAFT_BPW = 2.5
 
 
 def copies_folder() -> Path:
@@ -36,20 +36,20 @@ def copy_of(folder: Path, *, device: str, progress: Sink | None) -> Path:
 
     Cost: a conversion with effort "quick", the first time.
     """
-    from exl2nb.converter.job import ConversionJob
+    from exl2nb.converter.conversion_job import ConversionJob
 
     copy = copies_folder() / f"{folder.resolve().name}-{_digest(folder)}"
     if (copy / "config.json").is_file():
         return copy
     copy.parent.mkdir(parents=True, exist_ok=True)
     try:
-        job = ConversionJob(folder, copy, bpw=BPW, effort="quick", device=device)
+        job = ConversionJob(folder, copy, bpw=DRAFT_BPW, effort="quick", device=device)
         job.run(progress)
     except ConversionError as error:
         if (copy / "config.json").is_file():  # another process has made it meanwhile
             return copy
         if "found an EXL2 model" in str(error):
-            todo = f"convert the model it was made from to {BPW} bits per weight (`exl2nb convert`), and give that directory as draft"
+            todo = f"convert the model it was made from to {DRAFT_BPW} bits per weight (`exl2nb convert`), and give that directory as draft"
             raise OptionError(f"load: draft is 'self' and {hub.label(folder)} is quantised already; {todo}") from error
         raise
     return copy
@@ -60,5 +60,5 @@ def _digest(folder: Path) -> str:
     found = hashlib.sha256((folder / "config.json").read_bytes())
     for file in sorted(folder.glob("*.safetensors")):
         facts = file.stat()
-        found.update(f"{file.name} {facts.st_size} {facts.st_mtime_ns} {BPW}".encode())
+        found.update(f"{file.name} {facts.st_size} {facts.st_mtime_ns} {DRAFT_BPW}".encode())
     return found.hexdigest()[:16]

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 from exl2nb.core.errors import OptionError
 from exl2nb.core.options import shown
 from exl2nb.core.show import size_text
-from exl2nb.llm.memory import LIMITS, PLAN_TERMS, Formula, Term, evaluate
-from exl2nb.model.streaming import lent_layers
+from exl2nb.llm.memory import INPUT_LIMITS, PLAN_TERMS, Formula, Term, evaluate
+from exl2nb.model.streaming import streamed_layers
 
 MOST_DEVICES, MOST_LAYERS = 64, 4096  # of data that came from elsewhere
-FASTEST = 1e15  # bytes a second
+MAX_SPEED_BYTES_PER_S = 1e15  # bytes a second
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,17 +53,17 @@ class Share:
 
 # Layers [first, last) in `parts` and `read`, with the embedding before layer 0 and the head after the
 # last layer.
-_HELD: list[Term] = [
+_HELD_TERMS: list[Term] = [
     ["step", "first", 0, 0, ["+", "first", 1]],
     ["step", "last", ["+", "layers", -1], ["+", "last", 1], ["+", "layers", 2]],
 ]
 SHARE_TERMS: Sequence[tuple[str, Term]] = (
     ("layer_cache", ["floor", "cache", "layers"]),
     ("lent_count", ["at", "lent_counts", "host"]),
-    ("share_weights", ["sum", "parts", *_HELD]),
+    ("share_weights", ["sum", "parts", *_HELD_TERMS]),
     ("share_cache", ["*", "layer_cache", ["+", "last", ["*", -1, "first"], ["*", "sign", "lent_count"]]]),
     ("share_work", ["+", "work", "graphs", "logits", "rounding", "stream", ["*", "lent", "lent_count"]]),
-    ("share_read", ["+", ["sum", "read", *_HELD], ["*", "sign", ["sum", "lent_read", 0, "lent_count"]]]),
+    ("share_read", ["+", ["sum", "read", *_HELD_TERMS], ["*", "sign", ["sum", "lent_read", 0, "lent_count"]]]),
 )
 """What a device with layers [first, last) holds, from `PLAN_TERMS` and the values of `KindFormula.known`.
 
@@ -121,8 +121,8 @@ class KindFormula:
         """What `SHARE_TERMS` need of it: plain JSON values."""
         layers = len(self.parts) - 2
         lent = {
-            "lent_counts": [len(lent_layers(host)) for host in range(layers + 1)],
-            "lent_read": [self.read[layer + 1] for layer in lent_layers(layers)],
+            "lent_counts": [len(streamed_layers(host)) for host in range(layers + 1)],
+            "lent_read": [self.read[layer + 1] for layer in streamed_layers(layers)],
         }
         return {"layers": layers, "parts": [*self.parts], "read": [*self.read], "stream": self.stream, "lent": self.lent, **lent}
 
@@ -204,7 +204,7 @@ class SplitFormula:
 
     def lent(self, shares: Sequence[Share]) -> Sequence[int]:
         """The layers of the first share that are lent to the second."""
-        return lent_layers(self._host([(share.device, share.last) for share in shares]))
+        return streamed_layers(self._host([(share.device, share.last) for share in shares]))
 
     def borders(self, shares: Sequence[Share]) -> tuple[int, ...]:
         """Where each device but the last ends."""
@@ -272,15 +272,15 @@ def _is_holder(device: Holder) -> bool:
 
 def check_limit(value: object) -> bool:
     """Whether a device may hold so many bytes."""
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LIMITS["free"]
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= INPUT_LIMITS["free"]
 
 
 def check_speed(value: object) -> bool:
     """Whether a device may read so many bytes a second."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and 0 < value <= FASTEST
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and 0 < value <= MAX_SPEED_BYTES_PER_S
 
 
-COLOURS = ("#5b6470", "#a4541f", "#2f7a58", "#75589c", "#a5464e", "#2f7f93", "#76661f", "#666666")
+DEVICE_COLOURS = ("#5b6470", "#a4541f", "#2f7a58", "#75589c", "#a5464e", "#2f7f93", "#76661f", "#666666")
 """Of the devices in the widget and its twin; of the ninth the first again. White text has a contrast of 4.5:1 on each."""
 
 
@@ -334,8 +334,8 @@ class SplitPlan:
         """
         formula = self.movable()
         for what, value in (("context", context), ("batch", batch)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LIMITS[what]):
-                raise OptionError(f"plan: {what} is {value!r}; expected a whole number from 1 to {LIMITS[what]}")
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= INPUT_LIMITS[what]):
+                raise OptionError(f"plan: {what} is {value!r}; expected a whole number from 1 to {INPUT_LIMITS[what]}")
         names = [device.name for device in formula.devices]
         for what, given, check in (("limits", limits or {}, check_limit), ("speeds", speeds or {}, check_speed)):
             for name, value in given.items():

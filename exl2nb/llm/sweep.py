@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from exl2nb.cache.spec import parse_mode
-from exl2nb.converter.keywords import DEFAULTS, ConvertOptions
+from exl2nb.converter.convert_keywords import CONVERT_DEFAULTS, ConvertOptions
 from exl2nb.core.errors import ConversionError, Exl2Error, OptionError
 from exl2nb.core.options import check_range, shown, spelled_out
 from exl2nb.core.progress import Meter, Sink, showing
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     import pandas as pd
     from typing_extensions import Unpack
 
-PLACES = ("local", "ray")
-TRIES = 3  # of a task whose worker is lost
-COLUMNS = ("bpw", "cache", "bytes", "kl_mean", "kl_p99", "ppl", "reference_ppl", "top1", "directory")
+SWEEP_PLACES = ("local", "ray")
+MAX_TASK_TRIES = 3  # of a task whose worker is lost
+RESULT_COLUMNS = ("bpw", "cache", "bytes", "kl_mean", "kl_p99", "ppl", "reference_ppl", "top1", "directory")
 Task = Mapping[str, Any]
 
 
@@ -40,8 +40,9 @@ Task = Mapping[str, Any]
 class Sweep:
     """What every bitrate and cache mode of a model costs.
 
-    model: its name. rows: a dict for each pair, with the keys `COLUMNS`: bits per weight, cache mode, bytes of the files, mean and 99th
-    percentile of KL to the model in nats, perplexity of both, share of positions with the same most likely token, and where the files are.
+    model: its name. rows: a dict for each pair, with the keys `RESULT_COLUMNS`: bits per weight, cache mode, bytes of the files, mean and
+    99th percentile of KL to the model in nats, perplexity of both, share of positions with the same most likely token, and where the files
+    are.
     """
 
     model: str
@@ -51,7 +52,7 @@ class Sweep:
         """One line for each pair."""
         import pandas as pd
 
-        return pd.DataFrame(list(self.rows), columns=list(COLUMNS))
+        return pd.DataFrame(list(self.rows), columns=list(RESULT_COLUMNS))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -73,7 +74,7 @@ class Sweep:
         return self.to_frame().drop(columns="directory").to_html(index=False, float_format=lambda value: f"{value:.5g}")
 
 
-@spelled_out(ConvertOptions, DEFAULTS)
+@spelled_out(ConvertOptions, CONVERT_DEFAULTS)
 def sweep(
     model: str | os.PathLike[str],
     bpw: Sequence[float],
@@ -110,11 +111,11 @@ def sweep(
         >>> import exl2nb as ex
         >>> ex.sweep("model", [2.5, 4.0], "swept", cache=["fp16", "q4"]).to_frame()  # doctest: +SKIP
     """
-    from exl2nb.converter.job import ConversionJob
+    from exl2nb.converter.conversion_job import ConversionJob
     from exl2nb.io.hub import label, resolve
 
-    if on not in PLACES:
-        raise OptionError(f"sweep: on is {shown(on)}; expected one of {', '.join(PLACES)}")
+    if on not in SWEEP_PLACES:
+        raise OptionError(f"sweep: on is {shown(on)}; expected one of {', '.join(SWEEP_PLACES)}")
     if not isinstance(bpw, Sequence) or isinstance(bpw, str) or not bpw or not cache or isinstance(cache, str):
         raise OptionError(f"sweep: bpw is {shown(bpw)} and cache {shown(cache)}; expected a list of each, with one entry at least")
     if isinstance(workers, bool) or not isinstance(workers, int) or not 1 <= workers <= 1024:
@@ -155,7 +156,7 @@ def run_task(task: Task) -> list[dict[str, Any]]:
         task: plain JSON values, as `sweep` makes them.
 
     Returns:
-        A dict with the keys `COLUMNS` for each cache mode.
+        A dict with the keys `RESULT_COLUMNS` for each cache mode.
     """
     from exl2nb.llm.functions import compare, convert
     from exl2nb.llm.load import load
@@ -178,7 +179,7 @@ def run_task(task: Task) -> list[dict[str, Any]]:
             with load(task["model"], progress=None) as reference, load(directory, progress=None) as other:
                 comparison = compare(reference, other, text, rows=task["rows"], length=task["length"], cache=mode, progress=None)
             summary = comparison.summary()
-            known["measured"][key] = {name: summary[name] for name in COLUMNS if name in summary}
+            known["measured"][key] = {name: summary[name] for name in RESULT_COLUMNS if name in summary}
             _write(record, known)
         size = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
         results.append({"bpw": task["bpw"], "cache": mode, "bytes": size, "directory": str(directory), **known["measured"][key]})
@@ -217,10 +218,12 @@ def _in_processes(tasks: Mapping[float, Task], workers: int) -> Iterator[tuple[f
                 result = process.result()
                 if result is not None:
                     yield rate, result
-                elif tries[rate] < TRIES:
+                elif tries[rate] < MAX_TASK_TRIES:
                     waiting.append(rate)
                 else:
-                    raise ConversionError(f"sweep: the worker of {rate:g} bits per weight was lost {TRIES} times (exit code {code})")
+                    raise ConversionError(
+                        f"sweep: the worker of {rate:g} bits per weight was lost {MAX_TASK_TRIES} times (exit code {code})"
+                    )
             time.sleep(0.05)
     finally:
         for process in running.values():
@@ -274,7 +277,7 @@ def _on_ray(tasks: Mapping[float, Task]) -> Iterator[tuple[float, list[dict[str,
             include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}}
         )
     try:
-        remote: Callable[..., Any] = ray.remote(max_retries=TRIES)(_ray_task).remote
+        remote: Callable[..., Any] = ray.remote(max_retries=MAX_TASK_TRIES)(_ray_task).remote
         waiting = {remote(task): rate for rate, task in tasks.items()}
         try:
             while waiting:

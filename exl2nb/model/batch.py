@@ -12,7 +12,7 @@ from torch import Tensor
 from exl2nb.cache.spec import PAGE_SIZE
 
 LOGIT_ROWS = ("all", "last", "none")
-TENSORS: Callable[[Batch], tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]] = attrgetter(
+batch_tensors: Callable[[Batch], tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]] = attrgetter(
     "input_ids", "positions", "slot_mapping", "block_table", "cu_seqlens", "context_lens", "logit_rows"
 )
 """The tensors of a batch, in the order in which every op takes them."""
@@ -64,7 +64,7 @@ class PictureRows:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Span:
+class SequenceSlice:
     """The tokens one sequence adds in this step: `ids` at positions start, start + 1, ...; `pages` are all pages of the sequence so far.
 
     logit_rows: "all", "last" or "none" of these tokens want logits. long: the sequence is, or will be, longer than `Model.rope_switch`; the
@@ -154,7 +154,7 @@ class Batch:
         return batch, rows
 
     @classmethod
-    def build(cls, spans: Sequence[Span], *, page_size: int = PAGE_SIZE, device: str = "cpu") -> Batch:
+    def build(cls, spans: Sequence[SequenceSlice], *, page_size: int = PAGE_SIZE, device: str = "cpu") -> Batch:
         """Put the spans of several sequences side by side.
 
         Args:
@@ -212,6 +212,8 @@ class Batch:
         long: bool = True,
         adapter: int = -1,
     ) -> Batch:
-        """One sequence: `ids` from position `start` on, its K and V in `pages`; logits for "all" or the "last"; the rest: see `Span`."""
-        span = Span(ids=ids, start=start, pages=pages, logit_rows=logit_rows, long=long, adapter=adapter)
+        """One sequence: `ids` from position `start` on, its K and V in `pages`; logits for "all" or the "last"; the rest: see
+        `SequenceSlice`.
+        """
+        span = SequenceSlice(ids=ids, start=start, pages=pages, logit_rows=logit_rows, long=long, adapter=adapter)
         return cls.build([span], page_size=page_size, device=device)

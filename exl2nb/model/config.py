@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from exl2nb.core.errors import ConfigError
 from exl2nb.core.show import facts
 from exl2nb.model.rope import MAX_CONTEXT, RopeConfig
-from exl2nb.quant.gptq import GptqSpec
+from exl2nb.quant.gptq_format import GptqSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,11 +138,11 @@ MAX_EXPERTS = 1024
 
 
 # hidden_act in config.json: activation of the ops
-ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+ACTIVATION_NAMES = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 
 # field: (key in config.json, lowest, highest). The upper ends are far above any published model and low enough that a product of two fits
 # in 64 bits, so that an absurd config fails here by name and not in an allocation.
-LIMITS: dict[str, tuple[str, int, int]] = {
+SIZE_LIMITS: dict[str, tuple[str, int, int]] = {
     "vocab_size": ("vocab_size", 1, 1 << 22),
     "hidden_size": ("hidden_size", 8, 1 << 16),
     "intermediate_size": ("intermediate_size", 8, 1 << 18),
@@ -158,8 +158,8 @@ LIMITS: dict[str, tuple[str, int, int]] = {
 class ModelConfig:
     """One decoder, described by features.
 
-    architecture: class name from `architectures`. Sizes as in LIMITS. norm_eps: of every RMSNorm. qkv_bias, o_bias, mlp_bias: which linears
-    carry a bias. tie_word_embeddings: the head may use the embedding's matrix. activation: of the gate, as the ops call it.
+    architecture: class name from `architectures`. Sizes as in SIZE_LIMITS. norm_eps: of every RMSNorm. qkv_bias, o_bias, mlp_bias: which
+    linears carry a bias. tie_word_embeddings: the head may use the embedding's matrix. activation: of the gate, as the ops call it.
     windows: per layer, tokens a query sees including itself; 0 = all. attention_scale: factor on q.k.
     attention_softcap, logit_softcap: c * tanh(x / c); 0 = none. quant_method: what `quantization_config` names ("exl2", "gptq"), or None;
     gptq: what it says of a GPTQ checkpoint.
@@ -225,7 +225,7 @@ class ModelConfig:
     context_limit_reason: str = ""
 
     def __post_init__(self) -> None:
-        for name, (key, low, high) in LIMITS.items():
+        for name, (key, low, high) in SIZE_LIMITS.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
                 raise ConfigError(f"{key} is {value!r}; expected an integer from {low} to {high}")
@@ -240,7 +240,7 @@ class ModelConfig:
             )
         if len(self.windows) != self.num_layers:
             raise ConfigError(f"{len(self.windows)} layers have a window; expected num_hidden_layers {self.num_layers}")
-        assert self.activation in ACTIVATIONS.values(), self.activation
+        assert self.activation in ACTIVATION_NAMES.values(), self.activation
         assert self.norm == "rms" or (self.norm == "layer" and not self.post_norm), "post norms are RMS norms"
         assert self.qk_norm in ("", "head", "full"), self.qk_norm
         assert len(self.rope_kinds) in (0, self.num_layers), "one kind of RoPE per layer"
@@ -257,7 +257,7 @@ class ModelConfig:
         )
 
     def _repr_html_(self) -> str:
-        from exl2nb.model.facts import unusual
+        from exl2nb.model.facts import unusual_features
 
         experts = f"; {self.moe.num_experts} experts, {self.moe.top_k} a token" if self.moe is not None else ""
         rows = {
@@ -268,7 +268,7 @@ class ModelConfig:
             "vocabulary": f"{self.vocab_size} tokens",
             "positions": str(self.max_position_embeddings),
         }
-        if notable := unusual(self):
+        if notable := unusual_features(self):
             rows["unusual"] = "; ".join(notable)
         return facts(self.architecture, rows)
 

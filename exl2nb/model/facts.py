@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from exl2nb.core.errors import TokenizerError
-from exl2nb.quant.gptq import GptqSpec
+from exl2nb.quant.gptq_format import GptqSpec
 
 if TYPE_CHECKING:
     from exl2nb.model.config import ModelConfig
 
-SIZES = {
+SIZE_FIELDS = {
     "context": "max_position_embeddings",
     "vocabulary": "vocab_size",
     "hidden_size": "hidden_size",
@@ -58,12 +58,12 @@ def facts_of(directory: Path, raw: Mapping[str, Any], config: ModelConfig | None
         raw: the content of config.json, `quantization_config` completed.
         config: the same as the architecture reads it, None where that is unknown.
     """
-    templates, notes = _templates(directory)
+    templates, notes = _template_facts(directory)
     return Facts(
-        sizes={name: getattr(config, field) for name, field in SIZES.items()} if config else {},
-        unusual=tuple(unusual(config)) if config else (),
+        sizes={name: getattr(config, field) for name, field in SIZE_FIELDS.items()} if config else {},
+        unusual=tuple(unusual_features(config)) if config else (),
         chat_templates=templates,
-        quantization=_quantization(raw.get("quantization_config") or {}, config),
+        quantization=_quantization_facts(raw.get("quantization_config") or {}, config),
         notes=(*remote_code(directory, raw), *notes),
     )
 
@@ -85,9 +85,9 @@ def remote_code(directory: Path, raw: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def unusual(config: ModelConfig) -> list[str]:
+def unusual_features(config: ModelConfig) -> list[str]:
     """What sets a model apart from a plain Llama."""
-    found = [*_attention(config), *_rope(config), *_block(config), *_ends(config)]
+    found = [*_attention_facts(config), *_rope_facts(config), *_block_facts(config), *_embedding_head_facts(config)]
     if config.moe is not None:
         moe, sparse = config.moe, sum(config.moe.layers)
         shared = " and a shared one" if moe.shared_size else ""
@@ -96,7 +96,7 @@ def unusual(config: ModelConfig) -> list[str]:
     return found
 
 
-def _attention(config: ModelConfig) -> list[str]:
+def _attention_facts(config: ModelConfig) -> list[str]:
     found = []
     for window, count in sorted(Counter(w for w in config.windows if w).items()):
         layers = "all layers" if count == config.num_layers else f"{count} of {config.num_layers} layers"
@@ -112,7 +112,7 @@ def _attention(config: ModelConfig) -> list[str]:
     return found
 
 
-def _rope(config: ModelConfig) -> list[str]:
+def _rope_facts(config: ModelConfig) -> list[str]:
     if config.learned_positions:
         return ["learned positions instead of RoPE"]
     found, rope = [], config.rope
@@ -134,7 +134,7 @@ def _rope(config: ModelConfig) -> list[str]:
     return found
 
 
-def _block(config: ModelConfig) -> list[str]:
+def _block_facts(config: ModelConfig) -> list[str]:
     biases = [name for name, has in (("q, k, v", config.qkv_bias), ("o", config.o_bias), ("MLP", config.mlp_bias)) if has]
     parts = {
         "LayerNorm": config.norm == "layer",
@@ -148,7 +148,7 @@ def _block(config: ModelConfig) -> list[str]:
     return [text for text, holds in parts.items() if holds]
 
 
-def _ends(config: ModelConfig) -> list[str]:
+def _embedding_head_facts(config: ModelConfig) -> list[str]:
     parts = {
         "head tied to the embedding": config.tie_word_embeddings,
         f"embedding scale {config.embed_scale:g}": config.embed_scale != 1,
@@ -158,7 +158,7 @@ def _ends(config: ModelConfig) -> list[str]:
     return [text for text, holds in parts.items() if holds]
 
 
-def _quantization(block: Mapping[str, Any], config: ModelConfig | None) -> str:
+def _quantization_facts(block: Mapping[str, Any], config: ModelConfig | None) -> str:
     method = block.get("quant_method")
     if method == "exl2":
         head = block.get("head_bits")
@@ -174,7 +174,7 @@ def _quantization(block: Mapping[str, Any], config: ModelConfig | None) -> str:
     return ", ".join(words) + (f", by {spec.quantizer.strip(chr(91) + chr(93) + chr(39))}" if spec.quantizer else "")
 
 
-def _templates(directory: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _template_facts(directory: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Names of the chat templates, and a note where they cannot be read."""
     from exl2nb.core.files import read_object
     from exl2nb.tokenizer.template import ChatTemplates

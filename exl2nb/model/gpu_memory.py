@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from exl2nb.model.config import ModelConfig
-from exl2nb.model.inspect import Inspection, Matrix
-from exl2nb.model.layout import Linear, end_vectors, layer_linears, layer_vectors, modules
-from exl2nb.ops.memory import packed_bytes
+from exl2nb.model.inspection import Inspection, StoredMatrix
+from exl2nb.model.layout import Linear, end_vectors, layer_linears, layer_vectors, role_groups
+from exl2nb.ops.memory_ops import packed_bytes
 
-ALIGN = 256  # bytes; where a tensor of the arena begins
+ARENA_ALIGN_BYTES = 256  # bytes; where a tensor of the arena begins
 
 
 class Arena:
@@ -38,15 +38,15 @@ class Arena:
         start, size = self._used, tensor.nbytes
         if start + size > self.memory.numel():
             return tensor
-        self._used = min(self.memory.numel(), start + aligned(size))
+        self._used = min(self.memory.numel(), start + align_size(size))
         place = self.memory[start : start + size].view(tensor.dtype).view(tensor.shape)
         place.copy_(tensor)
         return place
 
 
-def aligned(size: int) -> int:
+def align_size(size: int) -> int:
     """Rounded up to where the next tensor may begin."""
-    return -(-size // ALIGN) * ALIGN
+    return -(-size // ARENA_ALIGN_BYTES) * ARENA_ALIGN_BYTES
 
 
 def kept_bytes(config: ModelConfig, found: Inspection) -> int:
@@ -57,12 +57,12 @@ def kept_bytes(config: ModelConfig, found: Inspection) -> int:
 def kept_by_layer(config: ModelConfig, found: Inspection, *, experts: bool = True) -> list[int]:
     """The same of each part: the embedding, each layer, last norm and head. experts: False leaves those and their routers out."""
     sizes = [0] * (config.num_layers + 2)
-    for layer, size in _kept(config, {matrix.key: matrix for matrix in found.matrices}, found, experts):
-        sizes[layer + 1] += aligned(size)
+    for layer, size in _kept_tensors(config, {matrix.key: matrix for matrix in found.matrices}, found, experts):
+        sizes[layer + 1] += align_size(size)
     return sizes
 
 
-def _kept(config: ModelConfig, matrices: dict[str, Matrix], found: Inspection, experts: bool) -> Iterator[tuple[int, int]]:
+def _kept_tensors(config: ModelConfig, matrices: dict[str, StoredMatrix], found: Inspection, experts: bool) -> Iterator[tuple[int, int]]:
     """Layer and bytes of every tensor; layer -1: before them, num_layers: behind them."""
     names, last = config.names, config.num_layers
     for name, shape in end_vectors(config).items():
@@ -78,33 +78,33 @@ def _kept(config: ModelConfig, matrices: dict[str, Matrix], found: Inspection, e
             routed = name in routers
             if apart and routed:
                 continue
-            yield layer, blob_bytes([_dense(name, shape[1], shape[0])]) if routed else 4 * prod(shape)
+            yield layer, blob_bytes([_dense_matrix(name, shape[1], shape[0])]) if routed else 4 * prod(shape)
         if config.parallel and config.pre_norm:  # attention and MLP each hold the norm that they share
             yield from [(layer, 4 * config.hidden_size)] * (2 if config.norm_bias else 1)
         roles = layer_linears(config, layer)
-        for module in modules(roles):
+        for module in role_groups(roles):
             if apart and "q" not in module:
                 continue
             down = [role for role in module if role == "o" or role.startswith(("down", "shared_down"))]
             for stack in ([role for role in module if role not in down], down):
-                yield layer, blob_bytes([_matrix(matrices, roles[role]) for role in stack])
+                yield layer, blob_bytes([_matrix_of_linear(matrices, roles[role]) for role in stack])
                 yield layer, sum(4 * roles[role].out_features for role in stack if roles[role].bias)
     head = found.head or found.embedding
-    yield last, blob_bytes([head if head is not None else _dense("", config.hidden_size, config.vocab_size)])
+    yield last, blob_bytes([head if head is not None else _dense_matrix("", config.hidden_size, config.vocab_size)])
 
 
-def _matrix(matrices: dict[str, Matrix], linear: Linear) -> Matrix:
-    return matrices.get(linear.key) or _dense(linear.key, linear.in_features, linear.out_features)
+def _matrix_of_linear(matrices: dict[str, StoredMatrix], linear: Linear) -> StoredMatrix:
+    return matrices.get(linear.key) or _dense_matrix(linear.key, linear.in_features, linear.out_features)
 
 
-def _dense(key: str, in_features: int, out_features: int) -> Matrix:
-    return Matrix(key, None, key, "float16", in_features, out_features, (), 16.0, 2 * in_features * out_features)
+def _dense_matrix(key: str, in_features: int, out_features: int) -> StoredMatrix:
+    return StoredMatrix(key, None, key, "float16", in_features, out_features, (), 16.0, 2 * in_features * out_features)
 
 
 # ---- blobs
 
 
-def blob_bytes(parts: Sequence[Matrix]) -> int:
+def blob_bytes(parts: Sequence[StoredMatrix]) -> int:
     """Bytes of the blob of matrices with one input, side by side; each with a permutation of its own.
 
     Raises:

@@ -209,7 +209,7 @@ class Layer:
         return [*attention.mix(ropes), attention.add, inner.activate(), inner.add()]
 
 
-def tensors_of(part: Any) -> Iterator[Tensor]:
+def field_tensors(part: Any) -> Iterator[Tensor]:
     """Every tensor in the fields of a dataclass, nested ones and tuples of them included."""
     for field in fields(part):
         value = getattr(part, field.name)
@@ -218,4 +218,4 @@ def tensors_of(part: Any) -> Iterator[Tensor]:
         elif isinstance(value, tuple):
             yield from (item for item in value if isinstance(item, Tensor))
         elif is_dataclass(value):
-            yield from tensors_of(value)
+            yield from field_tensors(value)

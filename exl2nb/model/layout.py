@@ -29,15 +29,16 @@ class Linear:
         return self.out_features, self.in_features
 
 
-ATTENTION, MLP = ("q", "k", "v", "o"), ("gate", "up", "down")
+ATTENTION_ROLES = ("q", "k", "v", "o")
+MLP_ROLES = ("gate", "up", "down")
 
 
-def modules(roles: Iterable[str]) -> list[list[str]]:
+def role_groups(roles: Iterable[str]) -> list[list[str]]:
     """The roles of a layer, parted into what must be quantised together or not at all (FORMAT: "Granularity"): attention, each MLP."""
     found: dict[str, list[str]] = {}
     for role in roles:
         stem, _, expert = role.partition(".")
-        found.setdefault("q" if stem in ATTENTION else expert or stem.rpartition("_")[0], []).append(role)
+        found.setdefault("q" if stem in ATTENTION_ROLES else expert or stem.rpartition("_")[0], []).append(role)
     return list(found.values())
 
 
@@ -51,18 +52,18 @@ def layer_linears(config: ModelConfig, layer: int) -> dict[str, Linear]:
         "o": (config.q_size, hidden, config.o_bias),
     }
     if moe is None:
-        shapes |= _mlp(hidden, inner, bias=config.mlp_bias)
+        shapes |= _mlp_linears(hidden, inner, bias=config.mlp_bias)
     else:
         for expert in range(moe.num_experts):
-            shapes |= _mlp(hidden, moe.intermediate_size, after=f".{expert}")
+            shapes |= _mlp_linears(hidden, moe.intermediate_size, after=f".{expert}")
         if moe.shared_size:
-            shapes |= _mlp(hidden, moe.shared_size, before="shared_")
+            shapes |= _mlp_linears(hidden, moe.shared_size, before="shared_")
     if not config.gated:
         del shapes["gate"]
     return {role: Linear(config.names.at(layer, role), role, layer, k, n, bias) for role, (k, n, bias) in shapes.items()}
 
 
-def _mlp(hidden: int, inner: int, *, bias: bool = False, before: str = "", after: str = "") -> dict[str, tuple[int, int, bool]]:
+def _mlp_linears(hidden: int, inner: int, *, bias: bool = False, before: str = "", after: str = "") -> dict[str, tuple[int, int, bool]]:
     shapes = {"gate": (hidden, inner, bias), "up": (hidden, inner, bias), "down": (inner, hidden, bias)}
     return {before + role + after: shape for role, shape in shapes.items()}
 
@@ -72,7 +73,7 @@ def head_linear(config: ModelConfig) -> Linear:
     return Linear(config.names.head, "head", -1, config.hidden_size, config.vocab_size, False)
 
 
-def linears(config: ModelConfig) -> list[Linear]:
+def model_linears(config: ModelConfig) -> list[Linear]:
     """Every linear of the model in running order, the head last."""
     stack = [linear for layer in range(config.num_layers) for linear in layer_linears(config, layer).values()]
     return [*stack, head_linear(config)]
@@ -92,7 +93,7 @@ def _norm(config: ModelConfig, key: str) -> dict[str, tuple[int, ...]]:
 def layer_vectors(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
     """Tensors of one layer that are never quantised, linear biases aside: full name -> shape.
 
-    Head norms have the shape that EXL2 files give them, one row per head; `accepted` lists the others. Routers are here too.
+    Head norms have the shape that EXL2 files give them, one row per head; `accepted_shapes` lists the others. Routers are here too.
     """
     found: dict[str, tuple[int, ...]] = {}
     for part in layer_norms(config):
@@ -109,8 +110,8 @@ def layer_vectors(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]
     return found
 
 
-def accepted(config: ModelConfig, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Shapes that a vector of `vectors` may have in the files: head norms also as one row for all heads."""
+def accepted_shapes(config: ModelConfig, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Shapes that a vector of `vector_shapes` may have in the files: head norms also as one row for all heads."""
     return (shape, (config.head_dim,)) if len(shape) == 2 and config.qk_norm == "head" and shape[1] == config.head_dim else (shape,)
 
 
@@ -123,7 +124,7 @@ def end_vectors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {**found, **_norm(config, names.norm)}
 
 
-def vectors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def vector_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor of the model that is never quantised, linear biases aside: full name -> shape."""
     found = end_vectors(config)
     for layer in range(config.num_layers):

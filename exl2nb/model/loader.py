@@ -23,18 +23,19 @@ from exl2nb.model.archs import parse_config
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.facts import remote_code
 from exl2nb.model.gpu_memory import Arena, kept_by_layer
-from exl2nb.model.inspect import inspect
+from exl2nb.model.inspection import inspect
 from exl2nb.model.layers import MLP, Attention, Embedding, Head, Layer, Norm, ResidualAdd, RoutedMLP
-from exl2nb.model.model import SMALL_MODEL_BYTES, Model, Network, Span
+from exl2nb.model.model import SMALL_MODEL_BYTES, LayerRange, Model, Network
 from exl2nb.model.rope import MAX_CONTEXT, RopeOverride, rope_tables, trained_context
 from exl2nb.model.sources import Source, find_sources, read_gptq
 from exl2nb.model.store import ModelStore, open_store
-from exl2nb.model.streaming import Streaming, together, with_lent
-from exl2nb.ops.memory import large_pages
+from exl2nb.model.streaming import Streaming, pack_layer, with_streamed
+from exl2nb.ops.memory_ops import large_pages
 from exl2nb.quant.exl2 import Exl2Tensors
 
-WEIGHTS = ("auto", "fp32")
-SAMPLES, SAMPLE_BYTES = 64, 4096  # of a fingerprint, per file, evenly spread: a quantisation changes every tensor, so samples suffice
+WEIGHT_KINDS = ("auto", "fp32")
+FINGERPRINT_SAMPLES = 64  # per file, evenly spread: a quantisation changes every tensor, so samples suffice
+FINGERPRINT_SAMPLE_BYTES = 4096
 ROPE_ROWS = 64  # of a fingerprint
 
 
@@ -60,7 +61,7 @@ def load_model(
     directory: str | os.PathLike[str],
     *,
     device: str = "cpu",
-    spans: Sequence[Span] = (),
+    spans: Sequence[LayerRange] = (),
     experts: bool = False,
     streaming: Streaming | None = None,
     weights: str = "auto",
@@ -95,8 +96,8 @@ def load_model(
         shape or dtype, or that break their format, all listed at once. OptionError: an argument out of range. DeviceError: an unknown
         device.
     """
-    if weights not in WEIGHTS:
-        raise OptionError(f"load_model: weights is {weights!r}; expected one of {', '.join(WEIGHTS)}")
+    if weights not in WEIGHT_KINDS:
+        raise OptionError(f"load_model: weights is {weights!r}; expected one of {', '.join(WEIGHT_KINDS)}")
     if context is not None and (isinstance(context, bool) or not isinstance(context, int) or not 1 <= context <= MAX_CONTEXT):
         raise OptionError(f"load_model: context is {context!r}; expected an integer from 1 to {MAX_CONTEXT}")
     for place in [span.device for span in spans] or [device]:
@@ -109,14 +110,14 @@ def load_model(
     config = read_model_config(directory, rope=rope)
     _check_spans(spans, config.num_layers)
     if streaming is not None and spans and not experts:
-        spans = with_lent(spans, streaming)
+        spans = with_streamed(spans, streaming)
     if experts and (config.moe is None or not spans):
         raise OptionError(f"load_model: experts apart from their layers, {'without spans' if config.moe else 'and this model has none'}")
     longest = config.max_position_embeddings
     if config.learned_positions and context is not None and context > longest:
         raise OptionError(f"load_model: context is {context}; expected at most {longest}, the positions this model has learned")
     config.check_context(longest if context is None else context)
-    _warn_beyond(config, context, where=Path(directory).name)
+    _warn_beyond_context(config, context, where=Path(directory).name)
     with open_store(config, directory) as store:
         sources = find_sources(config, store)
         pieces, shared = [], small_model_memory(directory, widened=weights == "fp32")
@@ -125,9 +126,15 @@ def load_model(
         if apart is not None:
             apart.together = streaming is not None
         with Meter("load", total=config.num_layers + 2, unit="layers", sink=progress) as meter:
-            for span in spans or [Span(device, 0, config.num_layers)]:
+            for span in spans or [LayerRange(device, 0, config.num_layers)]:
                 with ops.on_device(span.device):
-                    arena = host if span.device == "cpu" else None if span.lent else _arena(config, directory, span, experts=not experts)
+                    arena = (
+                        host
+                        if span.device == "cpu"
+                        else None
+                        if span.lent
+                        else _allocate_arena(config, directory, span, experts=not experts)
+                    )
                     builder = Builder(config, store, sources, widen=weights == "fp32", device=span.device, arena=arena, experts=apart)
                     builder.together = streaming is not None and (span.device == "cpu" or span.lent)
                     pieces.append(builder.span(span, meter))
@@ -146,13 +153,13 @@ def load_model(
     return Model(config, network, context=longest, device=spans[0].device if spans else device, deterministic=deterministic)
 
 
-def _check_spans(spans: Sequence[Span], layers: int) -> None:
+def _check_spans(spans: Sequence[LayerRange], layers: int) -> None:
     bounds = [0, *(span.last for span in spans)]
     if spans and ([span.first for span in spans] != bounds[:-1] or bounds[-1] != layers or any(span.last <= span.first for span in spans)):
         raise OptionError(f"load_model: spans are {[(span.first, span.last) for span in spans]}; expected 0 to {layers} without gaps")
 
 
-def _warn_beyond(config: ModelConfig, context: int | None, *, where: str) -> None:
+def _warn_beyond_context(config: ModelConfig, context: int | None, *, where: str) -> None:
     """Say that a context is longer than what the model knows; dynamic NTK and longrope stretch themselves."""
     known = trained_context(config)
     if context is None or context <= known or config.rope.type in ("dynamic", "longrope"):
@@ -168,7 +175,7 @@ def _warn_beyond(config: ModelConfig, context: int | None, *, where: str) -> Non
     )
 
 
-def _arena(config: ModelConfig, directory: str | os.PathLike[str], span: Span, *, experts: bool) -> Arena:
+def _allocate_arena(config: ModelConfig, directory: str | os.PathLike[str], span: LayerRange, *, experts: bool) -> Arena:
     """One allocation for all weights of a span on a GPU."""
     embedding, *layers, head = kept_by_layer(config, inspect(directory), experts=experts)
     ends = (embedding if span.first == 0 else 0) + (head if span.last == config.num_layers else 0)
@@ -203,7 +210,7 @@ class Builder:
         self.config, self.store, self.sources, self.widen, self.device, self.arena = config, store, sources, widen, device, arena
         self.experts, self.together = experts, False
 
-    def span(self, span: Span, meter: Meter) -> _Piece:
+    def span(self, span: LayerRange, meter: Meter) -> _Piece:
         """Everything of a span, layer by layer."""
         config = self.config
         embedding, head, layers = None, None, []
@@ -218,10 +225,10 @@ class Builder:
             owner = self.experts or self
             mlp = self.mlp(layer) if config.experts(layer) is None else owner.routed_mlp(layer)
             if isinstance(mlp, RoutedMLP) and owner is not self and owner.together:
-                mlp = together(mlp)
+                mlp = pack_layer(mlp)
             attention = replace(self.attention(layer), layer=layer - span.first)
             one = Layer(attention=attention, mlp=mlp, parallel=config.parallel)
-            layers.append(together(one) if self.together else one)
+            layers.append(pack_layer(one) if self.together else one)
             meter.step(detail=f"layer {layer}")
         if span.last == config.num_layers:
             # the factor on the logits rides on the last norm
@@ -399,7 +406,7 @@ def fingerprint(directory: str | os.PathLike[str], model: Model) -> str:
             header = min(8 + int.from_bytes(file.read(8), "little"), size)
             file.seek(0)
             digest.update(size.to_bytes(8, "little") + file.read(header))
-            for i in range(SAMPLES):
-                file.seek(header + (size - header) * i // SAMPLES)
-                digest.update(file.read(SAMPLE_BYTES))
+            for i in range(FINGERPRINT_SAMPLES):
+                file.seek(header + (size - header) * i // FINGERPRINT_SAMPLES)
+                digest.update(file.read(FINGERPRINT_SAMPLE_BYTES))
     return digest.hexdigest()

@@ -24,22 +24,23 @@ from exl2nb.io.atomic import atomic_write
 from exl2nb.io.hf_config import read_json
 from exl2nb.io.safetensors import SafetensorsFile, save
 from exl2nb.model.config import ModelConfig
-from exl2nb.model.fields import Fields
+from exl2nb.model.config_fields import Fields
 from exl2nb.model.layers import MLP
 from exl2nb.model.layout import Linear, head_linear, layer_linears, layer_norms
-from exl2nb.model.lora_settings import Adapted, Contents, check_agreement, check_supported, scales
+from exl2nb.model.lora_settings import Adapted, Contents, check_agreement, check_supported, read_scales
 from exl2nb.model.model import Model, Network
 from exl2nb.model.store import fused_linears, row_order
 from exl2nb.ops.gpu import unpack_half
-from exl2nb.ops.lora import Adapter, LoraChange, LoraPart, norm_bias_of
+from exl2nb.ops.lora_table import Adapter, LoraChange, LoraPart, norm_bias_of
 from exl2nb.ops.records import MatrixOp
 
-SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_SETTINGS_FILE = "adapter_config.json"
+ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
 MAX_RANK = 4096
 MAX_NAME = 1024  # characters of a tensor's name
-_STACKS = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "up"}  # the matrix that a role is a part of
-_ORDER = ("q", "k", "v", "o", "gate", "up", "down")
-_LORA = re.compile(r"(.+)\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)(?:\.default)?(?:\.(weight|bias))?")
+_STACK_OF_ROLE = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "up"}  # the matrix that a role is a part of
+_ROLE_ORDER = ("q", "k", "v", "o", "gate", "up", "down")
+_LORA_KEY = re.compile(r"(.+)\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)(?:\.default)?(?:\.(weight|bias))?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,11 +94,11 @@ def read_lora(directory: Path, config: ModelConfig) -> LoraFile:
         ConfigError: a setting that cannot be used.
     """
     _check_files(directory)
-    settings = Fields(read_json(directory / SETTINGS), str(directory / SETTINGS))
+    settings = Fields(read_json(directory / ADAPTER_SETTINGS_FILE), str(directory / ADAPTER_SETTINGS_FILE))
     check_supported(settings)
-    scale_of = scales(settings)
-    reader = _Reader(config, directory / WEIGHTS)
-    with SafetensorsFile(directory / WEIGHTS) as file:
+    scale_of = read_scales(settings)
+    reader = _Reader(config, directory / ADAPTER_WEIGHTS_FILE)
+    with SafetensorsFile(directory / ADAPTER_WEIGHTS_FILE) as file:
         for name in file.names():
             reader.take(name, file.info(name).shape, lambda name=name: file.read(name))
     targets, vectors = reader.finish(scale_of)
@@ -121,10 +122,10 @@ def adapter_bytes(directory: Path, config: ModelConfig, *, strips: bool = False)
         ModelNotFound, FormatError: as `read_lora`, but for what only the numbers tell.
     """
     _check_files(directory)
-    settings = Fields(read_json(directory / SETTINGS), str(directory / SETTINGS))
+    settings = Fields(read_json(directory / ADAPTER_SETTINGS_FILE), str(directory / ADAPTER_SETTINGS_FILE))
     check_supported(settings)
-    reader = _Reader(config, directory / WEIGHTS)
-    with SafetensorsFile(directory / WEIGHTS) as file:
+    reader = _Reader(config, directory / ADAPTER_WEIGHTS_FILE)
+    with SafetensorsFile(directory / ADAPTER_WEIGHTS_FILE) as file:
         for name in file.names():
             shape = file.info(name).shape
             reader.take(name, shape, lambda shape=shape: torch.empty(shape, device="meta"))
@@ -134,9 +135,9 @@ def adapter_bytes(directory: Path, config: ModelConfig, *, strips: bool = False)
 
 
 def _check_files(directory: Path) -> None:
-    for name in (SETTINGS, WEIGHTS):
+    for name in (ADAPTER_SETTINGS_FILE, ADAPTER_WEIGHTS_FILE):
         if not (directory / name).is_file():
-            pickled = name == WEIGHTS and (directory / "adapter_model.bin").exists()
+            pickled = name == ADAPTER_WEIGHTS_FILE and (directory / "adapter_model.bin").exists()
             hint = "; adapter_model.bin is a pickle, which is never read: save it again with save_pretrained(safe_serialization=True)"
             raise ModelNotFound(f"{directory}: no {name}{hint if pickled else '; expected an adapter as PEFT saves it'}")
 
@@ -173,8 +174,8 @@ def save_lora(
         for name, pair in pairs.items()
         for side, t in zip("AB", pair)
     }
-    save(folder / WEIGHTS, tensors)
-    with atomic_write(folder / SETTINGS) as file:
+    save(folder / ADAPTER_WEIGHTS_FILE, tensors)
+    with atomic_write(folder / ADAPTER_SETTINGS_FILE) as file:
         file.write(json.dumps(settings, indent=2).encode())
     return folder
 
@@ -201,7 +202,7 @@ class _Reader:
         plain = name
         while plain.startswith("base_model.model."):
             plain = plain.removeprefix("base_model.model.")
-        found = _LORA.fullmatch(plain)
+        found = _LORA_KEY.fullmatch(plain)
         if found is None:
             ours = self._renamed(re.sub(r"\.(base_layer|modules_to_save(\.default)?)\.", ".", plain))
             frozen = ".original_module." in plain or (".base_layer.weight" in plain and self._is_table(ours, shape))
@@ -326,7 +327,7 @@ class _Reader:
         )
 
     def nbytes(self, *, strips: bool) -> int:
-        """As `changes` keeps it: products in fp16, a gain (DoRA) and a bias of every op that has one, and norms, in fp32."""
+        """As `adapter_changes` keeps it: products in fp16, a gain (DoRA) and a bias of every op that has one, and norms, in fp32."""
         total, vectors, copies = 0, set[tuple[int, str, str]](), list[tuple[int, str, int]]()  # layer, stack, gain or bias; bytes
         for module, found in self.halves.items():
             self._check_whole(module, found)
@@ -334,9 +335,9 @@ class _Reader:
             total += 2 * inputs * (rank + -rank % 16) + 2 * rank * outputs + 4 * rank
             if strips and module in self.modules and (first := self.modules[module][0]).layer >= 0:
                 size = 2 * (rank + -rank % 16) * (inputs + -inputs % 16 + outputs + -outputs % 16)
-                copies.append((first.layer, _STACKS.get(first.role, first.role), size))
+                copies.append((first.layer, _STACK_OF_ROLE.get(first.role, first.role), size))
             for linear in self.modules.get(module, ()):
-                stack = linear.layer, _STACKS.get(linear.role, linear.role)
+                stack = linear.layer, _STACK_OF_ROLE.get(linear.role, linear.role)
                 vectors |= {(*stack, kind) for kind, side in (("gain", "magnitude_vector"), ("bias", "B_bias")) if side in found}
                 if linear.bias and "magnitude_vector" in found:
                     vectors.add((*stack, "bias"))
@@ -344,14 +345,14 @@ class _Reader:
         for name in self.vectors:
             key = name.rpartition(".")[0]
             for linear in self.modules.get(key, ()):
-                vectors.add((linear.layer, _STACKS.get(linear.role, linear.role), "bias"))
+                vectors.add((linear.layer, _STACK_OF_ROLE.get(linear.role, linear.role), "bias"))
             if key not in self.modules:
                 norms |= {(key, kind) for kind in (("weight", "bias") if self.config.norm_bias else ("weight",))}
         changed = {(layer, stack) for layer, stack, _ in vectors}  # these have no second copy
         total += sum(size for layer, stack, size in copies if (layer, stack) not in changed)
         for layer, stack, _ in vectors:
             roles = {} if layer < 0 else layer_linears(self.config, layer)
-            mine = [linear.out_features for role, linear in roles.items() if _STACKS.get(role, role) == stack]
+            mine = [linear.out_features for role, linear in roles.items() if _STACK_OF_ROLE.get(role, role) == stack]
             total += 4 * (sum(mine) if mine else self.config.vocab_size)
         shared = sum(self.config.parallel and key != self.config.names.norm for key, _ in norms)  # of attention and MLP
         return total + 4 * self.config.hidden_size * (len(norms) + shared)
@@ -388,9 +389,10 @@ def change_sizes(file: LoraFile, model: Model) -> list[ChangeSize]:
     for (layer, roles), target in sorted(file.targets.items()):
         linears = {} if layer < 0 else layer_linears(config, layer)
         sizes = [linears[role].out_features for role in roles] if layer >= 0 else [len(target.b)]
-        first = sum(linear.out_features for role, linear in linears.items() if _STACKS.get(role, role) == _STACKS.get(roles[0], roles[0])
-                    and _ORDER.index(role) < _ORDER.index(roles[0]))  # fmt: skip
-        whole = model.matrix(layer, _STACKS.get(roles[0], roles[0]))
+        stack = _STACK_OF_ROLE.get(roles[0], roles[0])
+        first = sum(linear.out_features for role, linear in linears.items() if _STACK_OF_ROLE.get(role, role) == stack
+                    and _ROLE_ORDER.index(role) < _ROLE_ORDER.index(roles[0]))  # fmt: skip
+        whole = model.matrix(layer, _STACK_OF_ROLE.get(roles[0], roles[0]))
         if whole is None:
             continue
         for role, size, b in zip(roles, sizes, target.b.split(sizes)):
@@ -414,7 +416,7 @@ def _dora_change(weight: Tensor, a: Tensor, b: Tensor, target: LoraTarget, first
 
 
 @dataclass(frozen=True)
-class Place:
+class RoleLocation:
     """Where a role is in a program: number of the op, first output, outputs."""
 
     op: int
@@ -422,10 +424,10 @@ class Place:
     columns: int
 
 
-def places(config: ModelConfig, network: Network, program: ops.Program) -> dict[tuple[int, str], Place]:
+def role_locations(config: ModelConfig, network: Network, program: ops.Program) -> dict[tuple[int, str], RoleLocation]:
     """Every matrix that can be adapted, by layer and role; the embedding is (-1, "embed"), the head (-1, "head")."""
     op_of = {op.blob.data_ptr(): number for number, op in enumerate(program.steps) if isinstance(op, MatrixOp)}
-    found = {(-1, "embed"): Place(0, 0, config.hidden_size)}
+    found = {(-1, "embed"): RoleLocation(0, 0, config.hidden_size)}
     for index, layer in enumerate(network.layers):
         attention, mlp = layer.attention, layer.mlp
         blobs = [(attention.qkv, ("q", "k", "v")), (attention.o, ("o",))]
@@ -435,19 +437,19 @@ def places(config: ModelConfig, network: Network, program: ops.Program) -> dict[
         for blob, roles in blobs:
             first = 0
             for role in roles:
-                found[index, role] = Place(op_of[blob.data_ptr()], first, linears[role].out_features)
+                found[index, role] = RoleLocation(op_of[blob.data_ptr()], first, linears[role].out_features)
                 first += linears[role].out_features
-    found[-1, "head"] = Place(op_of[network.head.matrix.data_ptr()], 0, config.vocab_size)
+    found[-1, "head"] = RoleLocation(op_of[network.head.matrix.data_ptr()], 0, config.vocab_size)
     return found
 
 
-def changes(file: LoraFile, config: ModelConfig, network: Network, program: ops.Program) -> Adapter:
+def adapter_changes(file: LoraFile, config: ModelConfig, network: Network, program: ops.Program) -> Adapter:
     """An adapter as changes of a program's ops, on the CPU. With DoRA every adapted matrix is unpacked once.
 
     Raises:
         FormatError: it adapts experts, or another place that has no op of its own.
     """
-    where = places(config, network, program)
+    where = role_locations(config, network, program)
     made: dict[int, _Change] = {}
     for (layer, roles), target in file.targets.items():
         missing = [role for role in roles if (layer, role) not in where]
@@ -461,7 +463,7 @@ def changes(file: LoraFile, config: ModelConfig, network: Network, program: ops.
     return {op: change.finish() for op, change in made.items()}
 
 
-def _vector_places(name: str, config: ModelConfig, where: Mapping[tuple[int, str], Place]) -> list[tuple[int, Any]]:
+def _vector_places(name: str, config: ModelConfig, where: Mapping[tuple[int, str], RoleLocation]) -> list[tuple[int, Any]]:
     """Ops that a norm or bias belongs to; of a bias with its place."""
     key, _, kind = name.rpartition(".")
     if key == config.names.norm:
@@ -518,9 +520,9 @@ class _Change:
         inputs = target.a if target.embedding else target.a.T
         self.parts.append(LoraPart.of(inputs, b, torch.full((target.rank,), target.scale), first))
 
-    def replace(self, which: str | Place, name: str, vector: Tensor, config: ModelConfig) -> None:
+    def replace(self, which: str | RoleLocation, name: str, vector: Tensor, config: ModelConfig) -> None:
         """Another norm, or another bias of a linear."""
-        if isinstance(which, Place):
+        if isinstance(which, RoleLocation):
             columns = slice(which.first, which.first + which.columns)
             self._vector("bias")[columns] += vector - self._own_bias(columns)
             return

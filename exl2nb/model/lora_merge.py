@@ -59,11 +59,11 @@ def merge(
                 raise OptionError(
                     f"{file.path}: adapts the embedding or the head, which are one table in this model; use it without merging"
                 )
-            write_model(out, _merged(store, config, file, sink), config=raw, source_dir=folder, overwrite=overwrite)
+            write_model(out, _merged_tensors(store, config, file, sink), config=raw, source_dir=folder, overwrite=overwrite)
     return Path(out)
 
 
-def _merged(store: TensorStore, config: ModelConfig, file: LoraFile, sink: Sink | None) -> Iterator[tuple[str, Tensor]]:
+def _merged_tensors(store: TensorStore, config: ModelConfig, file: LoraFile, sink: Sink | None) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the model under its own name, changed where the adapter says so."""
     modules: dict[str, list[Linear]] = {config.names.head: [head_linear(config)], **fused_linears(config)}
     for layer in range(config.num_layers):
@@ -82,9 +82,9 @@ def _merged(store: TensorStore, config: ModelConfig, file: LoraFile, sink: Sink 
             target = file.targets.get(place) if linears or key == config.names.embed else None
             if target is not None and kind == "weight":
                 used.add(place)
-                tensor = _weight(tensor, target, config, linears)
+                tensor = _merge_weight(tensor, target, config, linears)
             elif kind == "bias" and linears:
-                tensor = _bias(tensor, target, file, config, linears, used)
+                tensor = _merge_bias(tensor, target, file, config, linears, used)
             elif ours in file.vectors:
                 used.add(ours)
                 tensor = file.vectors[ours].to(tensor.dtype)
@@ -95,7 +95,7 @@ def _merged(store: TensorStore, config: ModelConfig, file: LoraFile, sink: Sink 
         raise FormatError(f"{file.path}: {missing[0]} has no tensor of its own in {store.directory}; it cannot be merged")
 
 
-def _weight(tensor: Tensor, target: LoraTarget, config: ModelConfig, linears: list[Linear]) -> Tensor:
+def _merge_weight(tensor: Tensor, target: LoraTarget, config: ModelConfig, linears: list[Linear]) -> Tensor:
     """A matrix, or the embedding, as it is stored."""
     weight = tensor.float()
     if not linears:
@@ -110,7 +110,7 @@ def _weight(tensor: Tensor, target: LoraTarget, config: ModelConfig, linears: li
     return (merged.T if config.files.transposed else merged).to(tensor.dtype).contiguous()
 
 
-def _bias(
+def _merge_bias(
     tensor: Tensor, target: LoraTarget | None, file: LoraFile, config: ModelConfig, linears: list[Linear], used: set[object]
 ) -> Tensor:
     """A linear's bias: replaced, and with what the adapter adds."""

@@ -12,24 +12,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from exl2nb.core.errors import FormatError
-from exl2nb.model.fields import Fields
+from exl2nb.model.config_fields import Fields
 
 # Entries of alpha_pattern and rank_pattern, those of them with wildcards, and characters of one. Each wildcard is tried on each module.
 MAX_PATTERNS, MAX_WILDCARDS, MAX_PATTERN = 4096, 64, 200
 # Options that change what the weights mean, and that are not supported.
-REFUSED = (
+REFUSED_SETTINGS = (
     "layer_replication", "trainable_token_indices", "target_parameters", "alora_invocation_tokens", "use_qalora", "use_bdlora",
     "velora_config", "arrow_config", "monteclora_config", "kasa_config",
 )  # fmt: skip
 # Options that look like methods and change nothing here: they are about training, or about the choice of the first values.
 WITHOUT_EFFECT = ("eva_config", "corda_config", "loftq_config", "lora_ga_config", "megatron_config", "runtime_config")
-FOLLOWED = ("use_dora", "use_rslora")
+FOLLOWED_SETTINGS = ("use_dora", "use_rslora")
 # Values of init_lora_weights that leave the base model as it is.
 PLAIN_INITS = ("gaussian", "eva", "orthogonal", "mica")
 # Values that subtract the first product from the base model, or replace it: the adapter fits only that changed model.
 CHANGED_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")
-_PATTERN = re.compile(r"\^?((?:[\w-]|\\?\.|\.\*|\\d\+|\\d)+)\$?")
-_PIECE = re.compile(r"(?:\.\*)+|\\d\+?|\\?\.|[\w-]+")
+_MODULE_PATTERN = re.compile(r"\^?((?:[\w-]|\\?\.|\.\*|\\d\+|\\d)+)\$?")
+_PATTERN_PIECE = re.compile(r"(?:\.\*)+|\\d\+?|\\?\.|[\w-]+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ def check_supported(settings: Fields) -> None:
         for name, value in settings.raw.items()
         if (name.startswith("use_") and value is True) or (name.endswith("_config") and isinstance(value, dict) and value)
     )
-    for name in (*REFUSED, *(name for name in unknown if name not in WITHOUT_EFFECT + FOLLOWED)):
+    for name in (*REFUSED_SETTINGS, *(name for name in unknown if name not in WITHOUT_EFFECT + FOLLOWED_SETTINGS)):
         if settings.raw.get(name):
             raise FormatError(f"{settings.where}: {name} is set; adapters that use it are not supported")
     start = settings.raw.get("init_lora_weights")
@@ -108,7 +108,7 @@ def check_agreement(settings: Fields, contents: Contents) -> None:
     _check_variants(settings, contents)
     _check_ranks(settings, contents)
     _check_targets(settings, contents)
-    for name in _names(settings.raw.get("modules_to_save")):
+    for name in _name_list(settings.raw.get("modules_to_save")):
         whole = [module for module in contents.modules if f".{name}." in f".{module}."]
         saved = {vector.rpartition(".")[0] for vector in contents.vectors} | set(contents.adapted)
         if whole and not any(f".{name}." in f".{module}." for module in saved):
@@ -138,7 +138,7 @@ def _check_variants(settings: Fields, contents: Contents) -> None:
 def _check_ranks(settings: Fields, contents: Contents) -> None:
     if settings.raw.get("r") is None:
         return
-    rank_of = _patterned(settings, "rank_pattern", settings.number("r", low=1, high=1e6))
+    rank_of = _read_pattern_values(settings, "rank_pattern", settings.number("r", low=1, high=1e6))
     for name, one in contents.adapted.items():
         if one.rank is not None and one.rank != rank_of(name):
             raise FormatError(
@@ -149,23 +149,23 @@ def _check_ranks(settings: Fields, contents: Contents) -> None:
 
 def _check_targets(settings: Fields, contents: Contents) -> None:
     """Lists of target_modules, exclude_modules and layers_to_transform; patterns are not evaluated."""
-    targets, excluded = settings.raw.get("target_modules"), _names(settings.raw.get("exclude_modules"))
+    targets, excluded = settings.raw.get("target_modules"), _name_list(settings.raw.get("exclude_modules"))
     layers = settings.raw.get("layers_to_transform")
     layers = [layers] if isinstance(layers, int) else layers if isinstance(layers, list) else []
     for name, one in contents.adapted.items():
-        if isinstance(targets, list) and targets and not _is_named(name, _names(targets)):
+        if isinstance(targets, list) and targets and not _is_named(name, _name_list(targets)):
             raise FormatError(f"{contents.file}: module {name[:120]!r} is adapted, but target_modules does not name it")
         if _is_named(name, excluded):
             raise FormatError(f"{contents.file}: module {name[:120]!r} is adapted, but exclude_modules names it")
         if layers and one.layer >= 0 and one.layer not in layers:
             raise FormatError(f"{contents.file}: layer {one.layer} is adapted, but layers_to_transform does not name it")
-    for target in _names(targets):
+    for target in _name_list(targets):
         wanted = [name for name in contents.modules if _is_named(name, [target]) and not _is_named(name, excluded)]
         if wanted and not any(_is_named(name, [target]) for name in contents.adapted):
             raise FormatError(f"{contents.file}: target_modules names {target[:80]!r}, but the file has no tensor of it")
 
 
-def _names(value: Any) -> list[str]:
+def _name_list(value: Any) -> list[str]:
     return [one for one in value if isinstance(one, str) and one] if isinstance(value, list) else []
 
 
@@ -174,10 +174,10 @@ def _is_named(module: str, names: Iterable[str]) -> bool:
     return any(module == name or module.endswith(f".{name}") for name in names)
 
 
-def scales(settings: Fields) -> Callable[[str, int], float]:
+def read_scales(settings: Fields) -> Callable[[str, int], float]:
     """Read how each product is scaled; returns the scale of a module by its name and its rank."""
     alpha = settings.number("lora_alpha", low=-1e6, high=1e6)
-    chosen = _patterned(settings, "alpha_pattern", alpha)
+    chosen = _read_pattern_values(settings, "alpha_pattern", alpha)
     squared = settings.flag("use_rslora", default=False)
 
     def scale(module: str, rank: int) -> float:
@@ -186,7 +186,7 @@ def scales(settings: Fields) -> Callable[[str, int], float]:
     return scale
 
 
-def _patterned(settings: Fields, field: str, default: float) -> Callable[[str], float]:
+def _read_pattern_values(settings: Fields, field: str, default: float) -> Callable[[str], float]:
     """Read `alpha_pattern` or `rank_pattern`; returns the number of a module by its name."""
     patterns = settings.raw.get(field) or {}
     if not isinstance(patterns, dict) or len(patterns) > MAX_PATTERNS:
@@ -196,7 +196,7 @@ def _patterned(settings: Fields, field: str, default: float) -> Callable[[str], 
     for number, (text, value) in enumerate(patterns.items()):
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not abs(value) <= 1e6:
             raise settings.refuse(field, value, "numbers")
-        found = _pattern(text, field, settings)
+        found = _parse_pattern(text, field, settings)
         if isinstance(found, str):
             names.setdefault(found, (number, float(value)))
         elif len(wildcards) == MAX_WILDCARDS:
@@ -213,15 +213,15 @@ def _patterned(settings: Fields, field: str, default: float) -> Callable[[str], 
     return chosen
 
 
-def _pattern(text: str, field: str, settings: Fields) -> str | re.Pattern[str]:
+def _parse_pattern(text: str, field: str, settings: Fields) -> str | re.Pattern[str]:
     """A key of alpha_pattern or rank_pattern: the end of a name, or a pattern for whole names, in which . without * means itself.
 
     Only what cannot take more than a few hundred steps on the name of a module is let through: names, wildcards and digits.
     """
-    found = _PATTERN.fullmatch(text) if len(text) <= MAX_PATTERN else None
+    found = _MODULE_PATTERN.fullmatch(text) if len(text) <= MAX_PATTERN else None
     if found is None or text.count(".*") + text.count("+") > 3:
         raise settings.refuse(field, text, "names of modules, in which .* and \\d+ may stand at most three times")
-    pieces = [".*" if piece.startswith(".*") else piece for piece in _PIECE.findall(found[1])]
+    pieces = [".*" if piece.startswith(".*") else piece for piece in _PATTERN_PIECE.findall(found[1])]
     if not any(piece == ".*" or piece.startswith(r"\d") for piece in pieces):
         return "".join(piece.removeprefix("\\") for piece in pieces)
     return re.compile(r"(?:.*\.)?" + "".join(r"\." if piece == "." else piece for piece in pieces))

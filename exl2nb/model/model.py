@@ -15,26 +15,29 @@ from exl2nb import ops
 from exl2nb.cache.pool import CachePart, KVCache
 from exl2nb.cache.spec import PAGE_SIZE, CacheSpec
 from exl2nb.core.errors import ContextOverflow, EngineClosed, OptionError
-from exl2nb.model.batch import TENSORS, Batch
+from exl2nb.model.batch import Batch, batch_tensors
 from exl2nb.model.config import ModelConfig
-from exl2nb.model.gpu import GpuForward, formats_of
-from exl2nb.model.layers import MLP, Embedding, Head, Layer, RoutedMLP, tensors_of
+from exl2nb.model.gpu_forward import GpuForward, cache_formats
+from exl2nb.model.layers import MLP, Embedding, Head, Layer, RoutedMLP, field_tensors
 from exl2nb.model.rope import both_tables, rope_switch, rope_tables
 from exl2nb.model.runner import GPU_CHUNKS, HOST_CHUNKS, Capabilities
 from exl2nb.ops import gpu_prefill
-from exl2nb.ops.draw import draw_ahead, join_ahead, step_draw
+from exl2nb.ops.cpu_sample import draw_ahead, join_ahead, step_draw
 from exl2nb.ops.gpu import LoraBuffers, unpack_half
 from exl2nb.ops.interpreter import CpuBackend, Inputs, interpret, observing
 from exl2nb.ops.kernel_code import KernelId
 from exl2nb.ops.placement import Placement
+from exl2nb.ops.step_plan import PlannedProgram
 
 if TYPE_CHECKING:
     from exl2nb.model.parallel import ParallelModel
     from exl2nb.model.points import Edits, Point
-    from exl2nb.model.trace import Borrowed, Seen
-    from exl2nb.ops.lora import Adapter, LoraTable
+    from exl2nb.model.traced_forward import Borrowed, Seen
+    from exl2nb.ops.lora_table import Adapter, LoraTable
 
-SCRATCH = 4096  # rows behind the RoPE tables of a model with three positions per token: written anew for the pictures of each step
+ROPE_SCRATCH_ROWS = (
+    4096  # rows behind the RoPE tables of a model with three positions per token: written anew for the pictures of each step
+)
 SMALL_MODEL_BYTES = 64 << 20  # of weights: what may still stay in a processor's cache
 
 
@@ -51,7 +54,7 @@ class Ahead:
         join_ahead(self.drawn)
 
 
-class Span(NamedTuple):
+class LayerRange(NamedTuple):
     """Layers [first, last) on a device. The embedding is with the first span of a model, the head with the last.
 
     lent: computed there, with their cache, while their weights stay on the host, from where they are copied for every step.
@@ -71,11 +74,15 @@ class Network:
     layers: tuple[Layer, ...]
     head: Head
 
+    def steps(self, ropes: Mapping[str, tuple[Tensor, Tensor]]) -> list[ops.Op]:
+        """The ops of a step, with these RoPE tables."""
+        return [self.embedding.op, *(op for layer in self.layers for op in layer.ops(ropes)), self.head.op]
+
     def tensors(self) -> Iterator[Tensor]:
         """Every weight once."""
         seen: set[int] = set()
         for part in (self.embedding, *self.layers, self.head):
-            for tensor in tensors_of(part):
+            for tensor in field_tensors(part):
                 if tensor.data_ptr() not in seen:
                     seen.add(tensor.data_ptr())
                     yield tensor
@@ -101,7 +108,7 @@ class Model:
 
     config: what it is. context: longest sequence it runs, in tokens. device: where it runs. weight_bytes: memory of all weights.
     spans: the layers of each device, in running order.
-    rope_switch: sequences longer than this rotate with other factors (longrope), see `Span.long`; None: all rotate alike.
+    rope_switch: sequences longer than this rotate with other factors (longrope), see `LayerRange.long`; None: all rotate alike.
     capabilities: what it can do, as a `StepRunner` declares it. rope_rows: positions in the RoPE tables, which grow with use.
     adapters: what the rows of `Batch.adapters` mean, see `set_adapters`.
     Not thread-safe: one thread runs it (the engine's).
@@ -119,7 +126,7 @@ class Model:
         self._ropes: dict[str, tuple[Tensor, Tensor]] = {}
         self.rope_rows = 0
         self.adapters: LoraTable | None = None
-        self.spans: tuple[Span, ...] = (Span(device, 0, config.num_layers),)
+        self.spans: tuple[LayerRange, ...] = (LayerRange(device, 0, config.num_layers),)
         on_cpu = device == "cpu"
         routed = any(isinstance(layer.mlp, RoutedMLP) for layer in network.layers)
         fused = on_cpu and not config.logit_softcap  # tokens are drawn from raw logits
@@ -201,7 +208,7 @@ class Model:
         if self.device != "cpu":
             return self.capped(self.gpu.run(batch, cache, ids=ids, lora=table))
         assert self._program is not None
-        return self.capped(self._program.run(*TENSORS(batch), cache.k, cache.v, *lora))
+        return self.capped(self._program.run(*batch_tensors(batch), cache.k, cache.v, *lora))
 
     @property
     def network_and_program(self) -> tuple[Network, ops.Program]:
@@ -221,7 +228,7 @@ class Model:
 
     def set_adapters(self, adapters: Sequence[Adapter | None]) -> None:
         """What row 0, 1, ... of `Batch.adapters` mean from the next step on; steps that run keep what they began with."""
-        from exl2nb.ops.lora import LoraTable
+        from exl2nb.ops.lora_table import LoraTable
 
         self.adapters = LoraTable(self.network_and_program[1], tuple(adapters))
 
@@ -239,7 +246,7 @@ class Model:
         if self.rope_switch is not None:
             batch = self._with_rope_rows(batch)
         _kept, lora = self._lora(batch)
-        return step_draw(self._code, *TENSORS(batch), cache.k, cache.v, settings, top, *lora, columns)
+        return step_draw(self._code, *batch_tensors(batch), cache.k, cache.v, settings, top, *lora, columns)
 
     def draw_ahead(
         self, batch: Batch, cache: KVCache, draw: tuple[Tensor, int, int | None], sources: tuple[Tensor, Tensor] | None = None
@@ -247,7 +254,7 @@ class Model:
         """Begin a step that draws its tokens, and return before it has run; errors as in `forward`.
 
         Args:
-            batch: at most `ops.draw.MOST_ROWS` tokens; it may be overwritten afterwards.
+            batch: at most `ops.cpu_sample.MOST_ROWS` tokens; it may be overwritten afterwards.
             cache: as in `forward`.
             draw: settings, number of alternatives and columns, as `ops.draw_rows` takes them.
             sources: feed and previous, as `ops.draw_ahead` takes them; None = all tokens are in the batch.
@@ -257,7 +264,7 @@ class Model:
         assert program is not None
         (settings, top, columns), (feed, previous) = draw, sources or (None, None)
         kept, lora = self._lora(batch)
-        drawn, logits = draw_ahead(self._code, *TENSORS(batch), cache.k, cache.v, settings, top, feed, previous, *lora, columns)
+        drawn, logits = draw_ahead(self._code, *batch_tensors(batch), cache.k, cache.v, settings, top, feed, previous, *lora, columns)
         return Ahead(drawn, logits, (program, kept))
 
     def adapter_buffers(self) -> LoraBuffers:
@@ -333,7 +340,7 @@ class Model:
         kernels = self.gpu.step_kernels(rows)
         if bounds is None:
             bounds = torch.arange(rows + 1, dtype=torch.int32, device=self.device)
-        formats, heads = formats_of(cache), (cache.spec.num_kv_heads, cache.spec.head_dim)
+        formats, heads = cache_formats(cache), (cache.spec.num_kv_heads, cache.spec.head_dim)
 
         def step() -> None:
             kernels.run(
@@ -372,15 +379,15 @@ class Model:
         adapters: Tensor | None = None,
     ) -> Tensor:
         assert self._program is not None
-        backend = CpuBackend(Inputs(*TENSORS(batch)), cache.k, cache.v, blocks=batch.blocks(), lora=lora, adapters=adapters)
+        backend = CpuBackend(Inputs(*batch_tensors(batch)), cache.k, cache.v, blocks=batch.blocks(), lora=lora, adapters=adapters)
         return self.capped(interpret(self._program.steps, backend, at=observing(observe)))
 
     @cached_property
     def points(self) -> dict[str, Point]:
         """Every point of `trace`, in running order."""
-        from exl2nb.model.points import points
+        from exl2nb.model.points import model_points
 
-        return points(self.config)
+        return model_points(self.config)
 
     def trace(
         self,
@@ -408,7 +415,7 @@ class Model:
         assert program is not None
         parallel = any(layer.parallel for layer in network.layers)
         from exl2nb.model.points import Edits
-        from exl2nb.model.trace import Traced
+        from exl2nb.model.traced_forward import Traced
 
         traced = Traced(
             program, batch, cache, known=self.points, wanted=wanted, seen=seen, edits=edits or Edits(self.points, {}, 0), borrowed=borrowed,
@@ -427,7 +434,7 @@ class Model:
                 self._extend_ropes(network, tokens)
             program = self._program
         assert program is not None
-        from exl2nb.model.trace import Borrowed
+        from exl2nb.model.traced_forward import Borrowed
 
         return Borrowed(program.layers[index], program)
 
@@ -458,7 +465,7 @@ class Model:
         network, x = self.network, x.to(self.device)
         if self.device == "cpu":
             return self.capped(network.head(x))
-        return self.capped(gpu_prefill.unembed(self.gpu.program, x))
+        return self.capped(gpu_prefill.unembed_rows(self.gpu.program, x))
 
     def final_norm(self, x: Tensor) -> Tensor:
         """What the head multiplies: the last layer's output f32 `(T, H)` after the model's last norm, without its factor on the logits."""
@@ -515,8 +522,24 @@ class Model:
     def _record(self, network: Network) -> None:
         """Write the program with the RoPE tables as they are."""
         program = ops.Program(self.device)
-        program.add(network.embedding.op, *(op for layer in network.layers for op in layer.ops(self._ropes)), network.head.op)
+        program.add(*network.steps(self._ropes))
         self._program, self._code = program, program.code
+
+    def planned_program(self, program: PlannedProgram | None = None) -> PlannedProgram:
+        """The program of a model on the CPU as a GPU would run it, for `ops.step_plan.step_plan`. No weight is changed.
+
+        Args:
+            program: an empty one, to be filled.
+        """
+        if self._network is None:
+            raise EngineClosed("the model was closed; load it again")
+        if self.device != "cpu":
+            raise OptionError(f"planned_program: the model is on {self.device}; load it with device='cpu'")
+        kinds = {self.config.rope_kind(layer) for layer in range(self.config.num_layers)}
+        ropes = {kind: self._tables(PAGE_SIZE, kind) for kind in sorted(kinds)}
+        program = PlannedProgram() if program is None else program
+        program.add(*self._network.steps(ropes))
+        return program
 
     def _tables(self, rows: int, kind: str) -> tuple[Tensor, Tensor]:
         if self.rope_switch is not None:
@@ -524,7 +547,7 @@ class Model:
         cos, sin = rope_tables(self.config, rows, context=self.context, kind=kind)
         if self.config.mrope is None:
             return cos, sin
-        behind = torch.zeros(SCRATCH, cos.shape[1])
+        behind = torch.zeros(ROPE_SCRATCH_ROWS, cos.shape[1])
         return torch.cat((cos, behind)), torch.cat((sin, behind))
 
     def _with_rope_rows(self, batch: Batch) -> Batch:
@@ -541,11 +564,11 @@ class Model:
     def _patch_rows(self, positions: Tensor, rows: Tensor, axes: Tensor) -> Tensor:
         """Positions int32 `(T,)` where those of patches are rows behind the tables, which are written here."""
         assert self.config.mrope is not None, "the model has three positions per token"
-        if len(rows) > SCRATCH:
-            raise OptionError(f"a step has {len(rows)} tokens of pictures; expected at most {SCRATCH}: run the prompt in pieces")
+        if len(rows) > ROPE_SCRATCH_ROWS:
+            raise OptionError(f"a step has {len(rows)} tokens of pictures; expected at most {ROPE_SCRATCH_ROWS}: run the prompt in pieces")
         which = torch.tensor(self.config.mrope.axes())
         for cos, sin in self._ropes.values():
-            behind = len(cos) - SCRATCH
+            behind = len(cos) - ROPE_SCRATCH_ROWS
             for table in (cos, sin):
                 # of each frequency the row of the axis that turns it
                 turned = table[axes[:, which].to(table.device), torch.arange(len(which), device=table.device)]
@@ -571,6 +594,6 @@ def forward_gpu_observed(
     lora = None
     if table is not None and batch.adapters is not None:
         lora = gpu_prefill.Adapters.of(torch.device(program.device), table.adapters, batch.adapters.cpu(), batch.logit_rows.cpu())
-    inputs = Inputs(*TENSORS(batch))
+    inputs = Inputs(*batch_tensors(batch))
     sequences = gpu_prefill.Sequences(batch.cu_seqlens.tolist(), batch.context_lens.tolist())
     return gpu_prefill.prefill(program, inputs, sequences, cache.k, cache.v, at=observing(observe), lora=lora)

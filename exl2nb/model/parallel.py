@@ -41,34 +41,41 @@ from exl2nb.cache.pool import KVCache
 from exl2nb.cache.spec import CacheSpec
 from exl2nb.core.errors import EngineClosed, GenerationError, OptionError
 from exl2nb.core.progress import Meter, Sink
-from exl2nb.model.batch import TENSORS, Batch
+from exl2nb.model.batch import Batch, batch_tensors
 from exl2nb.model.config import ModelConfig
-from exl2nb.model.gpu import GpuForward, formats_of
+from exl2nb.model.gpu_forward import GpuForward, cache_formats
 from exl2nb.model.layers import MLP, Attention, RoutedMLP
 from exl2nb.model.loader import Builder, read_model_config
 from exl2nb.model.model import Model, Network
 from exl2nb.model.rope import RopeOverride
 from exl2nb.model.sources import Source, find_sources
-from exl2nb.model.split import Span
+from exl2nb.model.split import LayerRange
 from exl2nb.model.store import ModelStore, open_store
 from exl2nb.ops.gpu import launch_lock
 from exl2nb.ops.interpreter import CpuBackend, Inputs, interpret
-from exl2nb.ops.peers import MOST_RANKS, Peers, nbytes
+from exl2nb.ops.peers import MOST_RANKS, Peers, peer_buffer_bytes
 from exl2nb.quant.bits import padded, stored_bits
 from exl2nb.quant.exl2 import Exl2Tensors, parse_groups
 
-HOST = "127.0.0.1"
+RENDEZVOUS_HOST = "127.0.0.1"
 START_S, EXCHANGE_S, END_S = 600.0, 60.0, 2.0  # until all ranks have loaded; of one exchange; until a rank that was told to has ended
-UNIT = 32  # columns and rows of an EXL2 matrix come in such
+SLICE_UNIT = 32  # columns and rows of an EXL2 matrix come in such
 # Commands: a step; a page to copy; a cache to make or to drop; the end; of captured steps: one to record, its sequences, to run it.
-FORWARD, COPY, MAKE, DROP, CLOSE, RECORD, ROWS, REPLAY = range(8)
-COMMAND = Struct("<9q")  # what, which cache, what it needs; then bytes that follow
-LARGEST = 64  # tokens of a step that goes through the step kernels of GPUs
+FORWARD_COMMAND = 0
+COPY_PAGE_COMMAND = 1
+MAKE_CACHE_COMMAND = 2
+DROP_CACHE_COMMAND = 3
+CLOSE_COMMAND = 4
+RECORD_STEP_COMMAND = 5
+STEP_ROWS_COMMAND = 6
+REPLAY_STEP_COMMAND = 7
+COMMAND_HEADER = Struct("<9q")  # what, which cache, what it needs; then bytes that follow
+MAX_STEP_TOKENS = 64  # tokens of a step that goes through the step kernels of GPUs
 WATCH_S = 0.05  # between looks at the other ranks' processes
-FIELDS = ("input_ids", "positions", "slot_mapping", "block_table", "cu_seqlens", "context_lens", "logit_rows")
+BATCH_FIELDS = ("input_ids", "positions", "slot_mapping", "block_table", "cu_seqlens", "context_lens", "logit_rows")
 
 
-class Group:
+class RankGroup:
     """The exchanges of the ranks.
 
     Args:
@@ -81,7 +88,7 @@ class Group:
     def __init__(self, rank: int, size: int, store: Store) -> None:
         self.rank, self.size = rank, size
         options: Any = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
-        options._devices = [ProcessGroupGloo.create_device(hostname=HOST)]
+        options._devices = [ProcessGroupGloo.create_device(hostname=RENDEZVOUS_HOST)]
         options._timeout = timedelta(seconds=EXCHANGE_S)
         self._group: Any = ProcessGroupGloo(store, rank, size, options)
 
@@ -110,13 +117,13 @@ class Group:
 # ---- a rank's part of the weights
 
 
-def bounds(total: int, size: int, unit: int = 1) -> list[int]:
+def slice_bounds(total: int, size: int, unit: int = 1) -> list[int]:
     """Where the parts of `total` begin, and its end: as equal as whole units allow."""
     units = -(-total // unit)
     return [min(total, units * rank // size * unit) for rank in range(size + 1)]
 
 
-def cuts(groups: Sequence[tuple[int, int]], size: int, beside: float) -> list[int]:
+def channel_bounds(groups: Sequence[tuple[int, int]], size: int, beside: float) -> list[int]:
     """Where the parts of an MLP's channels begin, and their end: of about as many bits each, since ranks wait for the slowest.
 
     They begin with a group, unless groups are large beside a part: in a part that begins within a group of 128 rows every other unit of 64
@@ -128,7 +135,7 @@ def cuts(groups: Sequence[tuple[int, int]], size: int, beside: float) -> list[in
     total = sum(rows for _, rows in groups)
     places, bits_before = [0], [0.0]
     for bits, rows in groups:
-        step = rows if 8 * size * rows <= total else UNIT
+        step = rows if 8 * size * rows <= total else SLICE_UNIT
         for first in range(0, rows, step):
             taken = min(step, rows - first)
             places.append(places[-1] + taken)
@@ -137,13 +144,13 @@ def cuts(groups: Sequence[tuple[int, int]], size: int, beside: float) -> list[in
     for rank in range(1, size):
         wanted = bits_before[-1] * rank / size
         nearest = min(range(len(places)), key=lambda i: abs(bits_before[i] - wanted))
-        found.append(min(max(places[nearest], found[-1] + UNIT), total - (size - rank) * UNIT))
+        found.append(min(max(places[nearest], found[-1] + SLICE_UNIT), total - (size - rank) * SLICE_UNIT))
     return [*found, total]
 
 
 def check_parallel(config: ModelConfig, formats: Collection[str], size: int, *, where: str = "load") -> None:
     """Raise OptionError where a model with matrices in these formats cannot be divided among so many ranks; says why."""
-    unit = UNIT if "exl2" in formats else 1
+    unit = SLICE_UNIT if "exl2" in formats else 1
     heads = f"{config.num_heads} heads and {config.num_kv_heads} KV heads"
     moe = [found for layer in range(config.num_layers) if (found := config.experts(layer)) is not None]
     narrow = min([config.intermediate_size, *(one.intermediate_size for one in moe), *(one.shared_size or unit * size for one in moe)])
@@ -160,15 +167,15 @@ def check_parallel(config: ModelConfig, formats: Collection[str], size: int, *, 
             )
 
 
-def widest(config: ModelConfig, size: int) -> int:
+def max_exchanged_numbers(config: ModelConfig, size: int) -> int:
     """Numbers that a rank sends at most for a token."""
-    vocab = bounds(config.vocab_size, size, UNIT)
+    vocab = slice_bounds(config.vocab_size, size, SLICE_UNIT)
     return max(config.hidden_size, config.num_heads * config.head_dim // size, *(b - a for a, b in pairwise(vocab)))
 
 
 def buffer_bytes(config: ModelConfig, size: int) -> int:
     """Bytes of the buffer of a rank on a GPU."""
-    return nbytes(size, LARGEST * widest(config, size))
+    return peer_buffer_bytes(size, MAX_STEP_TOKENS * max_exchanged_numbers(config, size))
 
 
 class ShardBuilder(Builder):
@@ -181,7 +188,7 @@ class ShardBuilder(Builder):
         self.rank, self.size = rank, size
         self._columns: dict[str, Tensor] = {}  # key -> original outputs of the linear that the rank keeps, in its order
         self._rows: dict[str, tuple[int, int]] = {}  # key -> stored rows
-        vocab = bounds(config.vocab_size, size, UNIT)
+        vocab = slice_bounds(config.vocab_size, size, SLICE_UNIT)
         self._columns[config.names.head] = torch.arange(vocab[rank], vocab[rank + 1])  # dense or not, in the same units
 
     def attention(self, layer: int) -> Attention:
@@ -218,13 +225,13 @@ class ShardBuilder(Builder):
         """The channels of an MLP: in the stored order of its last matrix. even: as many for each rank, as those of experts must be."""
         *before, down = keys
         source = self.sources[down]
-        limits = bounds(source.linear.in_features, self.size, UNIT if source.kind == "exl2" else 1)
+        limits = slice_bounds(source.linear.in_features, self.size, SLICE_UNIT if source.kind == "exl2" else 1)
         channels = torch.arange(source.linear.in_features)
         if source.kind == "exl2":
             channels = torch.argsort(self.store.read(f"{source.prefix}.q_invperm").long())
             if not even:
                 beside = sum(self._bits(key) * self.sources[key].linear.in_features for key in before)
-                limits = cuts(self._groups(down), self.size, beside / source.linear.out_features)
+                limits = channel_bounds(self._groups(down), self.size, beside / source.linear.out_features)
         first, last = limits[self.rank], limits[self.rank + 1]
         self._rows[down] = first, last
         self._columns |= dict.fromkeys(before, channels[first:last])
@@ -282,8 +289,8 @@ class RankBackend(CpuBackend):
     vocab: outputs of each rank's head.
     """
 
-    def __init__(self, batch: Batch, cache: KVCache, group: Group | Peers, vocab: Sequence[int]) -> None:
-        super().__init__(Inputs(*TENSORS(batch)), cache.k, cache.v, blocks=batch.blocks())
+    def __init__(self, batch: Batch, cache: KVCache, group: RankGroup | Peers, vocab: Sequence[int]) -> None:
+        super().__init__(Inputs(*batch_tensors(batch)), cache.k, cache.v, blocks=batch.blocks())
         self._group, self._vocab, self._gathered = group, vocab, False
 
     def attend(self, made: tuple[Tensor, ...], op: ops.AttentionOp) -> Tensor:
@@ -321,14 +328,14 @@ class RankModel(Model):
         self,
         config: ModelConfig,
         network: Network,
-        group: Group | Peers,
+        group: RankGroup | Peers,
         *,
         context: int,
         device: str = "cpu",
         deterministic: bool = False,
     ) -> None:
         self.group = group
-        self._vocab = [b - a for a, b in pairwise(bounds(config.vocab_size, group.size, UNIT))]
+        self._vocab = [b - a for a, b in pairwise(slice_bounds(config.vocab_size, group.size, SLICE_UNIT))]
         super().__init__(config, network, context=context, device=device, deterministic=deterministic)
         self.cache_shape = config.num_layers, config.num_kv_heads // group.size, config.head_dim
 
@@ -345,7 +352,7 @@ class RankModel(Model):
     def gpu(self) -> GpuForward:
         """As `Model.gpu`: its logits are those of all ranks."""
         gpu = super().gpu
-        gpu.vocab, gpu.most = self.config.vocab_size, LARGEST
+        gpu.vocab, gpu.most = self.config.vocab_size, MAX_STEP_TOKENS
         return gpu
 
     def _record(self, network: Network) -> None:
@@ -369,7 +376,7 @@ class ParallelModel(RankModel):
         self,
         config: ModelConfig,
         network: Network,
-        group: Group | Peers,
+        group: RankGroup | Peers,
         processes: Sequence[subprocess.Popen[bytes]],
         store: Store,
         *,
@@ -422,23 +429,23 @@ class ParallelModel(RankModel):
         if batch.pictures is not None:
             self.capabilities.require("pictures")
         self._prepare(batch, cache)
-        parts = [*TENSORS(batch), *([] if batch.long is None else [batch.long])]
-        sizes = [len(batch.input_ids), *batch.block_table.shape, len(batch.logit_rows), len(parts) - len(TENSORS(batch)), not known]
-        self.tell(FORWARD, self._open(cache), *sizes, data=torch.cat([part.reshape(-1) for part in parts]))
+        parts = [*batch_tensors(batch), *([] if batch.long is None else [batch.long])]
+        sizes = [len(batch.input_ids), *batch.block_table.shape, len(batch.logit_rows), len(parts) - len(batch_tensors(batch)), not known]
+        self.tell(FORWARD_COMMAND, self._open(cache), *sizes, data=torch.cat([part.reshape(-1) for part in parts]))
 
     # ---- captured steps
 
     def record(self, cache: KVCache, rows: int, width: int) -> None:
         """Have the other ranks capture a step of up to so many sequences and pages, and run it once without any."""
-        self.tell(RECORD, self._open(cache), rows, width)
+        self.tell(RECORD_STEP_COMMAND, self._open(cache), rows, width)
 
     def set_rows(self, cache: KVCache, rows: int, width: int, table: Tensor) -> None:
         """Give the other ranks the block table int32 `(rows * width,)` of a captured step; `share` gives them the rest."""
-        self.tell(ROWS, self._open(cache), rows, width, data=table)
+        self.tell(STEP_ROWS_COMMAND, self._open(cache), rows, width, data=table)
 
     def replay(self, cache: KVCache, rows: int, width: int) -> None:
         """Have the other ranks run a captured step."""
-        self.tell(REPLAY, self._open(cache), rows, width)
+        self.tell(REPLAY_STEP_COMMAND, self._open(cache), rows, width)
 
     def share(self, numbers: Tensor) -> None:
         """Give the other ranks numbers that are on the GPU, int32 1-D."""
@@ -447,15 +454,15 @@ class ParallelModel(RankModel):
 
     def copied(self, cache: SharedCache, source: int, target: int) -> None:
         """Have the other ranks copy a page."""
-        self.tell(COPY, self._open(cache), source, target)
+        self.tell(COPY_PAGE_COMMAND, self._open(cache), source, target)
 
     def _open(self, cache: KVCache) -> int:
         """Have the other ranks drop the caches that are gone, and make this one. On the thread that runs the steps, as all commands."""
         assert isinstance(cache, SharedCache), "made by new_cache"
         while self._dropped:
-            self.tell(DROP, self._dropped.pop())
+            self.tell(DROP_CACHE_COMMAND, self._dropped.pop())
         if not cache.shared:
-            self.tell(MAKE, cache.number, cache.spec.num_pages, int.from_bytes(cache.spec.mode.encode(), "little"))
+            self.tell(MAKE_CACHE_COMMAND, cache.number, cache.spec.num_pages, int.from_bytes(cache.spec.mode.encode(), "little"))
             cache.shared = True
             weakref.finalize(cache, self._dropped.append, cache.number)
         return cache.number
@@ -470,7 +477,7 @@ class ParallelModel(RankModel):
         """Send a command. data: int32 that belong to it."""
         self.check()
         follows = b"" if data is None else data.to(torch.int32).contiguous().numpy().tobytes()
-        message = COMMAND.pack(what, *numbers, *[0] * (7 - len(numbers)), len(follows)) + follows
+        message = COMMAND_HEADER.pack(what, *numbers, *[0] * (7 - len(numbers)), len(follows)) + follows
         for process in self.processes:
             assert process.stdin is not None
             left = memoryview(message)
@@ -487,8 +494,8 @@ class ParallelModel(RankModel):
         self._closing.set()
         if not self._broken:
             with suppress(GenerationError, EngineClosed):
-                self.tell(CLOSE)
-        end(self.processes)
+                self.tell(CLOSE_COMMAND)
+        end_processes(self.processes)
         if isinstance(self.group, Peers):
             self.group.stop()
             torch.cuda.synchronize(self.device)
@@ -514,12 +521,12 @@ class ParallelModel(RankModel):
         gone: list[str] = []
         while not gone and time.monotonic() < deadline:
             codes = [process.poll() for process in self.processes]
-            gone = [f"rank {rank} ended ({reason(self._store, rank, code)})" for rank, code in enumerate(codes, 1) if code is not None]
+            gone = [f"rank {rank} ended ({exit_reason(self._store, rank, code)})" for rank, code in enumerate(codes, 1) if code is not None]
             time.sleep(0.02)
         self._broken = self._broken or "tensor parallel: " + (", ".join(gone) or str(error).splitlines()[0][:200])
         if isinstance(self.group, Peers):
             self.group.stop()
-        end(self.processes, wait_s=0)
+        end_processes(self.processes, wait_s=0)
         return GenerationError(f"{self._broken}; close the model and load it again")
 
 
@@ -556,7 +563,7 @@ class RankStep:
 
         def step() -> None:
             kernels.run(
-                ids, positions, table.view(rows, width), bounds, lens, None, cache.k, cache.v, formats_of(cache), heads, logits
+                ids, positions, table.view(rows, width), bounds, lens, None, cache.k, cache.v, cache_formats(cache), heads, logits
             )  # fmt: skip
             group.share(drawn)
 
@@ -600,22 +607,22 @@ class Rank:
             (kind, number, *rest), follows = self._read()
             data = torch.frombuffer(bytearray(follows), dtype=torch.int32) if follows else torch.empty(0, dtype=torch.int32)
             key = (number, *rest[:2])
-            if kind == FORWARD:
+            if kind == FORWARD_COMMAND:
                 self._forward(data, self._caches[number], *rest[:6])
-            elif kind == REPLAY:
+            elif kind == REPLAY_STEP_COMMAND:
                 self._steps[key].replay()
-            elif kind == ROWS:
+            elif kind == STEP_ROWS_COMMAND:
                 self._steps[key].set(data)
-            elif kind == RECORD:
+            elif kind == RECORD_STEP_COMMAND:
                 if key not in self._steps:
                     self._steps[key] = RankStep(model, self._caches[number], *rest[:2])
                 self._steps[key].record()
-            elif kind == COPY:
+            elif kind == COPY_PAGE_COMMAND:
                 self._caches[number].copy_page(rest[0], rest[1])
-            elif kind == MAKE:
+            elif kind == MAKE_CACHE_COMMAND:
                 mode = rest[1].to_bytes(8, "little").rstrip(b"\0").decode()
                 self._caches[number] = KVCache(CacheSpec(*model.cache_shape, rest[0], mode), model.device)
-            elif kind == DROP:
+            elif kind == DROP_CACHE_COMMAND:
                 self._steps = {known: step for known, step in self._steps.items() if known[0] != number}
                 del self._caches[number]
             else:
@@ -626,7 +633,7 @@ class Rank:
     def _forward(self, flat: Tensor, cache: KVCache, tokens: int, sequences: int, pages: int, rows: int, long: int, drawn: int) -> None:
         shapes = [(tokens,)] * 3 + [(sequences, pages), (sequences + 1,), (sequences,), (rows,)] + [(sequences,)] * long
         pieces = flat.split([prod(shape) for shape in shapes])
-        names = [*FIELDS, *["long"] * long]
+        names = [*BATCH_FIELDS, *["long"] * long]
         tensors: dict[str, Any] = {name: piece.view(shape) for name, piece, shape in zip(names, pieces, shapes)}
         ids = None
         if drawn:  # rank 0's GPU has drawn some of the tokens
@@ -656,7 +663,7 @@ def read_part(
         check_parallel(config, {source.kind for source in sources.values()}, size)
         builder = ShardBuilder(config, store, sources, device=device, widen=widen, rank=rank, size=size)
         with Meter("load", total=config.num_layers + 2, unit="layers", sink=progress) as meter:
-            embedding, layers, head = builder.span(Span(device, 0, config.num_layers), meter)
+            embedding, layers, head = builder.span(LayerRange(device, 0, config.num_layers), meter)
         if device != "cpu":
             torch.cuda.empty_cache()
     assert embedding is not None
@@ -664,16 +671,16 @@ def read_part(
     return config, Network(embedding, tuple(layers), head), context
 
 
-def meet(
+def join_group(
     config: ModelConfig, rank: int, size: int, store: Store, device: str, wait: Callable[[list[str]], None] | None = None
-) -> Group | Peers:
+) -> RankGroup | Peers:
     """The exchanges of a rank, once all ranks have come as far as this. wait: for entries of the store, while the other ranks live.
 
     Raises:
         DeviceError: the GPUs cannot write to each other's memory.
     """
     if device == "cpu":
-        return Group(rank, size, store)
+        return RankGroup(rank, size, store)
 
     def swap(mine: bytes) -> list[bytes]:
         store.set(f"memory {rank}", mine.hex())
@@ -682,8 +689,10 @@ def meet(
             wait(names)
         return [bytes.fromhex(store.get(name).decode()) for name in names]
 
-    vocab = bounds(config.vocab_size, size, UNIT)
-    return Peers(rank, size, numbers=LARGEST * widest(config, size), vocab=vocab, device=torch.device(device), swap=swap)
+    vocab = slice_bounds(config.vocab_size, size, SLICE_UNIT)
+    return Peers(
+        rank, size, numbers=MAX_STEP_TOKENS * max_exchanged_numbers(config, size), vocab=vocab, device=torch.device(device), swap=swap
+    )
 
 
 def load_parallel(
@@ -709,7 +718,7 @@ def load_parallel(
     if here != "cpu" and size > MOST_RANKS:
         raise OptionError(f"load: parallel='tensor' over {size} devices; expected at most {MOST_RANKS}")
     _check_divides(directory, rope, size)
-    store = meeting_place()
+    store = make_store()
     threads = max(1, (os.cpu_count() or size) // size)
     processes: list[subprocess.Popen[bytes]] = []
     try:
@@ -732,20 +741,20 @@ def load_parallel(
                 )
             )
         config, network, longest = read_part(directory, 0, size, context=context, rope=rope, device=here, progress=progress)
-        wait = partial(_wait, store, processes)
+        wait = partial(_wait_for_ranks, store, processes)
         wait([f"loaded {rank}" for rank in range(1, size)])
-        group = meet(config, 0, size, store, here, wait)
+        group = join_group(config, 0, size, store, here, wait)
         return ParallelModel(config, network, group, processes, store, context=longest, device=here, deterministic=deterministic)
     except BaseException:
-        end(processes, wait_s=0)
+        end_processes(processes, wait_s=0)
         raise
 
 
-def meeting_place() -> TCPStore:
+def make_store() -> TCPStore:
     """The store by which ranks find each other, reached from this machine alone: torch's own socket listens on every network."""
-    listener = socket.create_server((HOST, 0))
+    listener = socket.create_server((RENDEZVOUS_HOST, 0))
     port, wait = listener.getsockname()[1], timedelta(seconds=START_S)
-    return TCPStore(HOST, port, is_master=True, wait_for_workers=False, timeout=wait, master_listen_fd=listener.detach())
+    return TCPStore(RENDEZVOUS_HOST, port, is_master=True, wait_for_workers=False, timeout=wait, master_listen_fd=listener.detach())
 
 
 def _check_divides(directory: str | os.PathLike[str], rope: RopeOverride, size: int) -> None:
@@ -754,18 +763,18 @@ def _check_divides(directory: str | os.PathLike[str], rope: RopeOverride, size: 
         check_parallel(config, {source.kind for source in find_sources(config, store).values()}, size)
 
 
-def _wait(store: Store, processes: Sequence[subprocess.Popen[bytes]], names: list[str]) -> None:
+def _wait_for_ranks(store: Store, processes: Sequence[subprocess.Popen[bytes]], names: list[str]) -> None:
     deadline = time.monotonic() + START_S
     while not store.check(names):
         for rank, process in enumerate(processes, 1):
             if (code := process.poll()) is not None:
-                raise GenerationError(f"tensor parallel: rank {rank} ended while it was loading: {reason(store, rank, code)}")
+                raise GenerationError(f"tensor parallel: rank {rank} ended while it was loading: {exit_reason(store, rank, code)}")
         if time.monotonic() > deadline:
             raise GenerationError(f"tensor parallel: the ranks did not load within {START_S:g} s")
         time.sleep(0.02)
 
 
-def reason(store: Store, rank: int, code: int) -> str:
+def exit_reason(store: Store, rank: int, code: int) -> str:
     """Why a rank has ended: what it said, or its exit code."""
     with suppress(RuntimeError):
         if store.check([f"failed {rank}"]):
@@ -773,7 +782,7 @@ def reason(store: Store, rank: int, code: int) -> str:
     return f"exit code {code}"
 
 
-def end(processes: Sequence[subprocess.Popen[bytes]], *, wait_s: float = END_S) -> None:
+def end_processes(processes: Sequence[subprocess.Popen[bytes]], *, wait_s: float = END_S) -> None:
     """Wait for processes, and kill those that have not ended by then."""
     deadline = time.monotonic() + wait_s
     for process in processes:

@@ -14,8 +14,8 @@ from exl2nb.core.errors import OptionError
 from exl2nb.core.options import several, shown
 from exl2nb.model.config import ModelConfig
 
-T = -1  # a dimension of tokens in `Point.shape`
-LOGITS = "logits"
+TOKEN_DIM = -1  # a dimension of tokens in `Point.shape`
+LOGITS_POINT = "logits"
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Point:
 
     def sized(self, tokens: int) -> tuple[int, ...]:
         """Its shape for so many tokens."""
-        return tuple(tokens if size == T else size for size in self.shape)
+        return tuple(tokens if size == TOKEN_DIM else size for size in self.shape)
 
 
 @dataclass(frozen=True)
@@ -49,31 +49,33 @@ class Hook:
 Edit = Tensor | float | Callable[[Tensor, Hook], "Tensor | None"]
 
 
-def points(config: ModelConfig) -> dict[str, Point]:
+def model_points(config: ModelConfig) -> dict[str, Point]:
     """Every point of a model, in running order."""
     H, Hq, Hkv, D = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
-    found = [Point("hook_embed", -1, (T, H))]
+    found = [Point("hook_embed", -1, (TOKEN_DIM, H))]
     for layer in range(config.num_layers):
         parts: dict[str, tuple[int, ...]] = {
-            "hook_resid_pre": (T, H), "ln1.hook_normalized": (T, H), "attn.hook_q": (T, Hq, D), "attn.hook_k": (T, Hkv, D),
-            "attn.hook_v": (T, Hkv, D), "attn.hook_rot_q": (T, Hq, D), "attn.hook_rot_k": (T, Hkv, D),
-            "attn.hook_attn_scores": (Hq, T, T), "attn.hook_pattern": (Hq, T, T), "attn.hook_z": (T, Hq, D), "hook_attn_out": (T, H),
+            "hook_resid_pre": (TOKEN_DIM, H), "ln1.hook_normalized": (TOKEN_DIM, H), "attn.hook_q": (TOKEN_DIM, Hq, D),
+            "attn.hook_k": (TOKEN_DIM, Hkv, D),
+            "attn.hook_v": (TOKEN_DIM, Hkv, D), "attn.hook_rot_q": (TOKEN_DIM, Hq, D), "attn.hook_rot_k": (TOKEN_DIM, Hkv, D),
+            "attn.hook_attn_scores": (Hq, TOKEN_DIM, TOKEN_DIM), "attn.hook_pattern": (Hq, TOKEN_DIM, TOKEN_DIM),
+            "attn.hook_z": (TOKEN_DIM, Hq, D), "hook_attn_out": (TOKEN_DIM, H),
         }  # fmt: skip
         if not config.parallel:
-            parts |= {"hook_resid_mid": (T, H), "ln2.hook_normalized": (T, H)}
+            parts |= {"hook_resid_mid": (TOKEN_DIM, H), "ln2.hook_normalized": (TOKEN_DIM, H)}
         moe = config.experts(layer)
         if moe is None:
-            inner = (T, config.intermediate_size)
+            inner = (TOKEN_DIM, config.intermediate_size)
             parts |= {"mlp.hook_pre": inner, **({"mlp.hook_pre_linear": inner} if config.gated else {}), "mlp.hook_post": inner}
         else:
-            parts |= {"mlp.hook_expert_weights": (T, moe.top_k), "mlp.hook_expert_indices": (T, moe.top_k)}
-        parts |= {"hook_mlp_out": (T, H), "hook_resid_post": (T, H)}
+            parts |= {"mlp.hook_expert_weights": (TOKEN_DIM, moe.top_k), "mlp.hook_expert_indices": (TOKEN_DIM, moe.top_k)}
+        parts |= {"hook_mlp_out": (TOKEN_DIM, H), "hook_resid_post": (TOKEN_DIM, H)}
         found += [Point(f"blocks.{layer}.{part}", layer, shape, part.endswith("indices")) for part, shape in parts.items()]
-    found += [Point("ln_final.hook_normalized", -1, (T, H)), Point(LOGITS, -1, (T, config.vocab_size))]
+    found += [Point("ln_final.hook_normalized", -1, (TOKEN_DIM, H)), Point(LOGITS_POINT, -1, (TOKEN_DIM, config.vocab_size))]
     return {point.name: point for point in found}
 
 
-def matching(known: Mapping[str, Point], patterns: str | Iterable[str], *, where: str) -> list[Point]:
+def match_points(known: Mapping[str, Point], patterns: str | Iterable[str], *, where: str) -> list[Point]:
     """The points that names or patterns such as "blocks.*.hook_resid_post" mean, in running order.
 
     Raises:
@@ -86,7 +88,7 @@ def matching(known: Mapping[str, Point], patterns: str | Iterable[str], *, where
             parts = ", ".join(point.part for point in known.values() if point.layer == 0)
             raise OptionError(
                 f"{where}: no point {shown(pattern)}; known: hook_embed, blocks.N. with one of {parts}; ln_final.hook_normalized, "
-                f"{LOGITS}; and patterns such as blocks.*.hook_resid_post"
+                f"{LOGITS_POINT}; and patterns such as blocks.*.hook_resid_post"
             )
         wanted.update(found)
     return [point for name, point in known.items() if name in wanted]
@@ -102,10 +104,10 @@ class Edits:
     def __init__(self, known: Mapping[str, Point], patch: Mapping[str, Edit], tokens: int, *, where: str = "patch") -> None:
         self._edits: dict[str, list[Edit]] = {}
         for pattern, edit in patch.items():
-            for point in matching(known, pattern, where=where):
-                if point.name == LOGITS:
+            for point in match_points(known, pattern, where=where):
+                if point.name == LOGITS_POINT:
                     raise OptionError(f"{where}: the logits are the result; edit ln_final.hook_normalized, or the tensor that comes back")
-                self._edits.setdefault(point.name, []).append(_checked(point, edit, tokens, where))
+                self._edits.setdefault(point.name, []).append(_check_edit(point, edit, tokens, where))
 
     def __contains__(self, name: str) -> bool:
         return name in self._edits
@@ -117,11 +119,11 @@ class Edits:
     def apply(self, point: Point, value: Tensor, start: int) -> Tensor:
         """The value of a point after its edits, a new tensor; `start`: position of its first token."""
         for edit in self._edits[point.name]:
-            value = _applied(point, edit, value, start)
+            value = _apply_edit(point, edit, value, start)
         return value
 
 
-def _checked(point: Point, edit: object, tokens: int, where: str) -> Edit:
+def _check_edit(point: Point, edit: object, tokens: int, where: str) -> Edit:
     if isinstance(edit, (int, float)) and not isinstance(edit, bool):
         return float(edit)
     if isinstance(edit, Tensor):
@@ -141,15 +143,15 @@ def _checked(point: Point, edit: object, tokens: int, where: str) -> Edit:
     raise OptionError(f"{where}: {point.name} is given {shown(edit)}; expected a number, a tensor, or a function of (value, hook)")
 
 
-def _applied(point: Point, edit: Edit, value: Tensor, start: int) -> Tensor:
+def _apply_edit(point: Point, edit: Edit, value: Tensor, start: int) -> Tensor:
     if isinstance(edit, float):
         return torch.full_like(value, edit)
     if isinstance(edit, Tensor):
         piece = edit
         for axis, size in enumerate(point.shape):
             at = axis - len(point.shape) + edit.dim()
-            if size == T and at >= 0 and edit.shape[at] > 1:
-                keys = len(point.shape) == 3 and axis == 2 and point.shape[1] == T  # of attention: from the first token on
+            if size == TOKEN_DIM and at >= 0 and edit.shape[at] > 1:
+                keys = len(point.shape) == 3 and axis == 2 and point.shape[1] == TOKEN_DIM  # of attention: from the first token on
                 piece = piece.narrow(at, 0 if keys else start, value.shape[axis])
         return piece.to(value.device, value.dtype).expand_as(value).clone()
     given = value.clone()

@@ -22,12 +22,12 @@ def main() -> None:
     import torch
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-    from exl2nb.model.parallel import COMMAND, HOST, START_S, Rank, RankModel, meet, read_part
+    from exl2nb.model.parallel import COMMAND_HEADER, RENDEZVOUS_HOST, START_S, Rank, RankModel, join_group, read_part
     from exl2nb.model.rope import RopeOverride
 
     commands: SimpleQueue[tuple[tuple[int, ...], bytes]] = SimpleQueue()
-    threading.Thread(target=_receive, args=(commands, COMMAND), daemon=True).start()
-    store = TCPStore(HOST, task["port"], is_master=False, timeout=timedelta(seconds=START_S))
+    threading.Thread(target=_receive_commands, args=(commands, COMMAND_HEADER), daemon=True).start()
+    store = TCPStore(RENDEZVOUS_HOST, task["port"], is_master=False, timeout=timedelta(seconds=START_S))
     rank, size, device, code = task["rank"], task["size"], task["device"], 0
     try:
         if device != "cpu":
@@ -35,7 +35,7 @@ def main() -> None:
         rope = RopeOverride(**task["rope"])
         config, network, context = read_part(task["directory"], rank, size, context=task["context"], rope=rope, device=device)
         store.set(f"loaded {rank}", "1")
-        group = meet(config, rank, size, store, device)
+        group = join_group(config, rank, size, store, device)
         model = RankModel(config, network, group, context=context, device=device, deterministic=task["deterministic"])
         with torch.inference_mode():
             Rank(model, commands.get).serve()
@@ -46,7 +46,7 @@ def main() -> None:
     os._exit(code)  # noqa: TID251 - without waiting for threads of torch
 
 
-def _receive(commands: SimpleQueue[tuple[tuple[int, ...], bytes]], header: Struct) -> None:
+def _receive_commands(commands: SimpleQueue[tuple[tuple[int, ...], bytes]], header: Struct) -> None:
     """Read commands, also while a step runs: the end of what started this process ends it in the middle of an exchange."""
     with open(0, "rb", closefd=False) as file:
         while len(head := file.read(header.size)) == header.size:

@@ -48,8 +48,8 @@ class Past(Protocol):
         ...
 
 
-QUERIES = 256  # that attend at once, to the keys up to the last of them
-ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
+QUERIES_PER_BLOCK = 256  # that attend at once, to the keys up to the last of them
+ACTIVATION_FUNCTIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
 
 
 def embed(config: ModelConfig, weights: Weights, ids: Tensor, positions: Tensor | None = None) -> Tensor:
@@ -112,9 +112,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int = 0, so
     if groups > 1:
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     if not (softcap or 0 < window < q.shape[2]):
-        if q.is_cuda or q.shape[2] <= QUERIES:
+        if q.is_cuda or q.shape[2] <= QUERIES_PER_BLOCK:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
-        return torch.cat([_attend_up_to(q, k, v, first, scale) for first in range(0, q.shape[2], QUERIES)], dim=2)
+        return torch.cat([_attend_up_to(q, k, v, first, scale) for first in range(0, q.shape[2], QUERIES_PER_BLOCK)], dim=2)
     position = torch.arange(q.shape[2], device=q.device)
     distance = position[:, None] - position
     seen = (distance >= 0) & (distance < (window or q.shape[2]))
@@ -126,7 +126,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int = 0, so
 
 def _attend_up_to(q: Tensor, k: Tensor, v: Tensor, first: int, scale: float) -> Tensor:
     """Causal attention of a block of queries over the keys up to its last one: on the CPU, is_causal alone also computes masked scores."""
-    last = min(first + QUERIES, q.shape[2])
+    last = min(first + QUERIES_PER_BLOCK, q.shape[2])
     seen = torch.ones(last - first, last, dtype=torch.bool).tril(first)
     return F.scaled_dot_product_attention(q[:, :, first:last], k[:, :, :last], v[:, :, :last], attn_mask=seen, scale=scale)
 
@@ -220,7 +220,7 @@ def steps(
     if config.experts(layer) is not None:
         return x + added((yield from _routed_steps(config, layer, weights, h, capture)), "mlp_post_norm")
     yield h
-    activation = ACTIVATIONS[config.activation]
+    activation = ACTIVATION_FUNCTIONS[config.activation]
     inner = activation(apply("gate", h)) * apply("up", h) if config.gated else activation(apply("up", h))
     del h
     if residual is not None:
@@ -285,7 +285,7 @@ def expert_steps(
     """One expert on tokens x `(n, H)` -> `(n, H)`, in steps; its roles are "gate", "up" and "down" between `before` and `after`."""
     gate, up, down = (linears[before + role + after] for role in ("gate", "up", "down"))
     yield x
-    inner = ACTIVATIONS[config.activation](_linear(gate, weights, x, capture, rows)) * _linear(up, weights, x, capture, rows)
+    inner = ACTIVATION_FUNCTIONS[config.activation](_linear(gate, weights, x, capture, rows)) * _linear(up, weights, x, capture, rows)
     yield inner
     return _linear(down, weights, inner, capture, rows)
 
@@ -347,8 +347,8 @@ class DenseAttention:
         config, groups, window = self._config, q.shape[1] // k.shape[1], self._config.windows[layer]
         cap, found = config.attention_softcap, []
         q = (q * config.attention_scale).unflatten(1, (k.shape[1], groups))
-        for first in range(0, self.context, QUERIES):
-            last = min(first + QUERIES, self.context)
+        for first in range(0, self.context, QUERIES_PER_BLOCK):
+            last = min(first + QUERIES_PER_BLOCK, self.context)
             begin = max(0, first - window + 1) if window > 0 else 0
             keys, values = k[:, :, begin:last], v[:, :, begin:last]
             scores = q[:, :, :, first:last].flatten(2, 3) @ keys.transpose(2, 3)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from exl2nb.core.errors import ConfigError, OptionError
 from exl2nb.core.options import Registry, check_range, shown
-from exl2nb.model.fields import REQUIRED, Fields
+from exl2nb.model.config_fields import REQUIRED_FIELD, Fields
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -95,7 +95,7 @@ class RopeConfig:
         }
         if scaled:
             nullable = kind == "yarn" and "factor" in own.raw  # an explicit null means the ratio of the two contexts
-            factor = own.number("factor", low=1.0, high=1e6, default=None if nullable else REQUIRED)
+            factor = own.number("factor", low=1.0, high=1e6, default=None if nullable else REQUIRED_FIELD)
             values["factor"] = factor if factor is not None else max_positions / values["original_positions"]
         if kind == "llama3":
             values["low_freq_factor"] = own.number("low_freq_factor", low=1e-3, high=1e6)
@@ -146,22 +146,22 @@ def _read_yarn(own: Fields) -> dict[str, object]:
     }
 
 
-def _inverse(theta: float, dim: int) -> Tensor:
+def _inverse_frequencies(theta: float, dim: int) -> Tensor:
     return 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
 
 
 @ROPE_TYPES.register("default")
-def _default(rope: RopeConfig, context: int) -> Frequencies:
-    return _inverse(rope.theta, rope.rotary_dim), 1.0
+def _default_frequencies(rope: RopeConfig, context: int) -> Frequencies:
+    return _inverse_frequencies(rope.theta, rope.rotary_dim), 1.0
 
 
 @ROPE_TYPES.register("linear")
-def _linear(rope: RopeConfig, context: int) -> Frequencies:
-    return _inverse(rope.theta, rope.rotary_dim) / rope.factor, 1.0
+def _linear_frequencies(rope: RopeConfig, context: int) -> Frequencies:
+    return _inverse_frequencies(rope.theta, rope.rotary_dim) / rope.factor, 1.0
 
 
 @ROPE_TYPES.register("dynamic")
-def _dynamic(rope: RopeConfig, context: int) -> Frequencies:
+def _dynamic_frequencies(rope: RopeConfig, context: int) -> Frequencies:
     """NTK: the base grows with the context beyond max_positions.
 
     Transformers recomputes it whenever a longer sequence arrives, so keys already cached carry an older base. Here the base is fixed for
@@ -169,13 +169,13 @@ def _dynamic(rope: RopeConfig, context: int) -> Frequencies:
     """
     dim, positions = rope.rotary_dim, max(context, rope.max_positions)
     stretch = rope.factor * positions / rope.max_positions - (rope.factor - 1)
-    return _inverse(rope.theta * stretch ** (dim / (dim - 2)), dim), 1.0
+    return _inverse_frequencies(rope.theta * stretch ** (dim / (dim - 2)), dim), 1.0
 
 
 @ROPE_TYPES.register("llama3")
-def _llama3(rope: RopeConfig, context: int) -> Frequencies:
+def _llama3_frequencies(rope: RopeConfig, context: int) -> Frequencies:
     """Short wavelengths stay, long ones are stretched by `factor`, those between are interpolated."""
-    inverse = _inverse(rope.theta, rope.rotary_dim)
+    inverse = _inverse_frequencies(rope.theta, rope.rotary_dim)
     original, low, high = rope.original_positions, rope.low_freq_factor, rope.high_freq_factor
     wavelength = 2 * math.pi / inverse
     smooth = (original / wavelength - low) / (high - low)
@@ -186,7 +186,7 @@ def _llama3(rope: RopeConfig, context: int) -> Frequencies:
 
 
 @ROPE_TYPES.register("yarn")
-def _yarn(rope: RopeConfig, context: int) -> Frequencies:
+def _yarn_frequencies(rope: RopeConfig, context: int) -> Frequencies:
     """Peng et al., 2023: interpolate slow frequencies, keep fast ones, ramp between; cos and sin grow by the attention factor."""
     dim, theta = rope.rotary_dim, rope.theta
 
@@ -216,7 +216,7 @@ def _yarn_attention_factor(rope: RopeConfig) -> float:
 
 
 @ROPE_TYPES.register("longrope")
-def _longrope(rope: RopeConfig, context: int) -> Frequencies:
+def _longrope_frequencies(rope: RopeConfig, context: int) -> Frequencies:
     """Ding et al., 2024: one factor per frequency, from the long list beyond the original context.
 
     Which list it is depends on how long the sequence is, so a model has the tables of both (see `rope_switch`).
@@ -228,7 +228,7 @@ def _longrope(rope: RopeConfig, context: int) -> Frequencies:
     return inverse, rope.attention_factor if rope.attention_factor is not None else grown
 
 
-def frequencies(rope: RopeConfig, *, context: int | None = None) -> Frequencies:
+def rope_frequencies(rope: RopeConfig, *, context: int | None = None) -> Frequencies:
     """Inverse frequencies f32 `(rotary_dim/2,)` and the factor on cos and sin.
 
     Args:
@@ -271,7 +271,7 @@ def rope_tables(config: ModelConfig, max_pos: int, *, context: int | None = None
         return torch.empty(max_pos, 0), torch.empty(max_pos, 0)
     rope = config.local_rope if kind == "local" else config.rope
     assert rope is not None, kind
-    inverse, factor = frequencies(rope, context=context)
+    inverse, factor = rope_frequencies(rope, context=context)
     angles = torch.arange(max_pos, dtype=torch.float32)[:, None] * inverse
     return angles.cos() * factor, angles.sin() * factor
 

@@ -11,15 +11,14 @@ from torch import Tensor
 from exl2nb.core.errors import FormatError
 from exl2nb.io.hf_config import foreign_format, refuse
 from exl2nb.model.config import ModelConfig
-from exl2nb.model.layout import Linear, accepted, head_linear, layer_linears, modules, vectors
+from exl2nb.model.layout import Linear, accepted_shapes, head_linear, layer_linears, role_groups, vector_shapes
 from exl2nb.model.store import ModelStore, Store
-from exl2nb.quant.base import check_dense
-from exl2nb.quant.exl2 import SUFFIXES, Exl2Tensors, check_headers
-from exl2nb.quant.gptq import SUFFIXES as GPTQ_SUFFIXES
-from exl2nb.quant.gptq import GptqSpec, GptqTensors, header_problems
+from exl2nb.quant.exl2 import EXL2_SUFFIXES, Exl2Tensors, check_headers
+from exl2nb.quant.gptq_format import GPTQ_SUFFIXES, GptqSpec, GptqTensors, header_problems
+from exl2nb.quant.weight_source import check_dense
 
 
-def spec_of(config: ModelConfig) -> GptqSpec:
+def gptq_spec_of(config: ModelConfig) -> GptqSpec:
     """The checkpoint's settings; where it has none, those of the oldest files."""
     return config.gptq or GptqSpec()
 
@@ -32,9 +31,9 @@ def read_gptq(config: ModelConfig, store: Store, linear: Linear) -> GptqTensors:
     """
     whole = store.fused_gptq(linear.key) if isinstance(store, ModelStore) else None
     if whole is None:
-        return GptqTensors.read(store, linear.key, spec_of(config), in_features=linear.in_features, out_features=linear.out_features)
+        return GptqTensors.read(store, linear.key, gptq_spec_of(config), in_features=linear.in_features, out_features=linear.out_features)
     sizes = {"in_features": linear.in_features, "out_features": whole.out_features}
-    return GptqTensors.read(whole.store, whole.prefix, spec_of(config), **sizes, columns=whole.columns)
+    return GptqTensors.read(whole.store, whole.prefix, gptq_spec_of(config), **sizes, columns=whole.columns)
 
 
 def gptq_problems(config: ModelConfig, store: Store, linear: Linear) -> list[str]:
@@ -44,17 +43,23 @@ def gptq_problems(config: ModelConfig, store: Store, linear: Linear) -> list[str
     if absent := [f"{prefix}.{suffix}" for suffix in GPTQ_SUFFIXES if f"{prefix}.{suffix}" not in home]:
         return [f"tensor {name!r}: found none, expected it beside qweight" for name in absent]
     infos = {suffix: home.info(f"{prefix}.{suffix}") for suffix in (*GPTQ_SUFFIXES, "g_idx") if f"{prefix}.{suffix}" in home}
-    return header_problems(infos, prefix, spec_of(config), in_features=linear.in_features, out_features=outputs)
+    return header_problems(infos, prefix, gptq_spec_of(config), in_features=linear.in_features, out_features=outputs)
 
 
-SHOWN = 5  # names listed in a message
-LISTED = 40  # problems listed in a message
-PARTS = {"exl2": (*SUFFIXES, "q_perm"), "gptq": (*GPTQ_SUFFIXES, "g_idx"), "dense": ("weight",)}  # kind: ends of its tensors' names
+MAX_SHOWN_NAMES = 5  # names listed in a message
+MAX_LISTED_PROBLEMS = 40  # problems listed in a message
+TENSOR_SUFFIXES = {
+    "exl2": (*EXL2_SUFFIXES, "q_perm"),
+    "gptq": (*GPTQ_SUFFIXES, "g_idx"),
+    "dense": ("weight",),
+}  # kind: ends of its tensors' names
 
 
 @dataclass(frozen=True)
 class Source:
-    """One linear and where its matrix comes from: `prefix` of its tensors (the embedding's for a tied head), `kind` a key of PARTS."""
+    """One linear and where its matrix comes from: `prefix` of its tensors (the embedding's for a tied head), `kind` a key of
+    TENSOR_SUFFIXES.
+    """
 
     linear: Linear
     prefix: str
@@ -94,14 +99,14 @@ class _Problems:
         if len(self.missing) == 1:
             found.insert(0, str(self.missing[0]))
         elif self.missing:
-            names = _some([error.tensor for error in self.missing], LISTED)
+            names = _join_some([error.tensor for error in self.missing], MAX_LISTED_PROBLEMS)
             files = f"{len(self.store.files)} files"
             found.insert(
                 0,
                 f"{self.store.directory}: found none of {len(self.missing)} tensors in {files}, expected them for "
                 f"{self.config.architecture}: {names}",
             )
-        raise FormatError(found[0] if len(found) == 1 else f"{len(found)} problems: {_some(found, LISTED, '; ')}")
+        raise FormatError(found[0] if len(found) == 1 else f"{len(found)} problems: {_join_some(found, MAX_LISTED_PROBLEMS, '; ')}")
 
 
 def find_sources(config: ModelConfig, store: Store) -> dict[str, Source]:
@@ -126,15 +131,15 @@ def find_sources(config: ModelConfig, store: Store) -> dict[str, Source]:
         for role, linear in linears.items():
             with problems.collecting():
                 found[role] = _layer_source(config, store, linear)
-        for roles in modules(linears):
+        for roles in role_groups(linears):
             with problems.collecting():
                 _check_granularity(store, [found[role] for role in roles if role in found])
         sources |= {source.linear.key: source for source in found.values()}
     with problems.collecting():
         sources[config.names.head] = _head_source(config, store)
-    for name, shape in vectors(config).items():
+    for name, shape in vector_shapes(config).items():
         with problems.collecting():
-            _check_float(store, name, *accepted(config, shape))
+            _check_float(store, name, *accepted_shapes(config, shape))
     if problems.missing:
         _check_foreign(store)
     with problems.collecting():
@@ -146,9 +151,9 @@ def find_sources(config: ModelConfig, store: Store) -> dict[str, Source]:
 
 
 def _layer_source(config: ModelConfig, store: Store, linear: Linear) -> Source:
-    kind = _kind(store, linear.key)
+    kind = _source_kind(store, linear.key)
     if kind is None:
-        raise missing(store, f"{linear.key}.weight", f"it or {linear.key}.q_weight")
+        raise missing_tensor(store, f"{linear.key}.weight", f"it or {linear.key}.q_weight")
     _check_linear(config, store, linear, linear.key, kind)
     if linear.bias:
         _check_float(store, f"{linear.key}.bias", (linear.out_features,))
@@ -157,18 +162,18 @@ def _layer_source(config: ModelConfig, store: Store, linear: Linear) -> Source:
 
 def _head_source(config: ModelConfig, store: Store) -> Source:
     linear, embed = head_linear(config), config.names.embed
-    kind = _kind(store, linear.key)
+    kind = _source_kind(store, linear.key)
     if kind is not None:
         _check_linear(config, store, linear, linear.key, kind)
         if kind == "gptq" and config.files.unit_head:
-            raise wrong(store, f"{linear.key}.qweight", "a GPTQ head", "a plain one: this architecture normalises its rows")
+            raise wrong_tensor(store, f"{linear.key}.qweight", "a GPTQ head", "a plain one: this architecture normalises its rows")
         return Source(linear, linear.key, kind)
     if not config.tie_word_embeddings:
-        raise missing(store, f"{linear.key}.weight", f"it or {linear.key}.q_weight, since tie_word_embeddings is false")
+        raise missing_tensor(store, f"{linear.key}.weight", f"it or {linear.key}.q_weight, since tie_word_embeddings is false")
     return Source(linear, embed, "dense")
 
 
-def _kind(store: Store, prefix: str) -> str | None:
+def _source_kind(store: Store, prefix: str) -> str | None:
     ends = {"exl2": "q_weight", "gptq": "qweight", "dense": "weight"}
     return next((kind for kind, end in ends.items() if f"{prefix}.{end}" in store), None)
 
@@ -181,20 +186,20 @@ def _check_linear(config: ModelConfig, store: Store, linear: Linear, prefix: str
         if found := gptq_problems(config, store, linear):
             raise FormatError(f"{store.info(f'{prefix}.qweight').path}: {'; '.join(found)}")
         return
-    for part in SUFFIXES:
+    for part in EXL2_SUFFIXES:
         if f"{prefix}.{part}" not in store:
-            raise missing(store, f"{prefix}.{part}", f"all of {', '.join(SUFFIXES)} beside each other")
-    infos = {part: store.info(f"{prefix}.{part}") for part in SUFFIXES}
+            raise missing_tensor(store, f"{prefix}.{part}", f"all of {', '.join(EXL2_SUFFIXES)} beside each other")
+    infos = {part: store.info(f"{prefix}.{part}") for part in EXL2_SUFFIXES}
     file = infos["q_weight"].path
     check_headers(infos, prefix, file=file, in_features=linear.in_features, out_features=linear.out_features)
     # only the head may be padded: attention and MLP use the plain widths
     if linear.role != "head" and linear.out_features % 32:
-        raise wrong(store, f"{prefix}.q_weight", f"a layer of {linear.out_features} outputs", "a multiple of 32")
+        raise wrong_tensor(store, f"{prefix}.q_weight", f"a layer of {linear.out_features} outputs", "a multiple of 32")
 
 
 def _check_float(store: Store, name: str, shape: tuple[int, ...], *others: tuple[int, ...]) -> None:
     if name not in store:
-        raise missing(store, name, "it for this architecture")
+        raise missing_tensor(store, name, "it for this architecture")
     info = store.info(name)
     check_dense(info, name, info.shape if info.shape in others else shape, file=info.path)
 
@@ -203,7 +208,7 @@ def _check_granularity(store: Store, sources: list[Source]) -> None:
     if {source.kind for source in sources} == {"exl2", "dense"}:
         plain = next(source for source in sources if source.kind == "dense")
         names = ", ".join(source.linear.key.rsplit(".", 1)[-1] for source in sources)
-        raise wrong(store, f"{plain.prefix}.weight", "a dense matrix among quantised ones", f"all of {names} quantised or none")
+        raise wrong_tensor(store, f"{plain.prefix}.weight", "a dense matrix among quantised ones", f"all of {names} quantised or none")
 
 
 def _check_method(config: ModelConfig, store: Store, sources: Iterable[Source]) -> None:
@@ -236,9 +241,9 @@ def _unused_bias(store: Store, source: Source) -> bool:
 
 
 def _check_extra(config: ModelConfig, store: Store, sources: Iterable[Source]) -> None:
-    allowed = set(vectors(config))
+    allowed = set(vector_shapes(config))
     for source in sources:
-        allowed |= {f"{source.prefix}.{part}" for part in PARTS[source.kind]}
+        allowed |= {f"{source.prefix}.{part}" for part in TENSOR_SUFFIXES[source.kind]}
         if source.linear.bias or _unused_bias(store, source):
             allowed.add(f"{source.linear.key}.bias")
     # buffers that old checkpoints saved; RoPE comes from the config
@@ -247,27 +252,27 @@ def _check_extra(config: ModelConfig, store: Store, sources: Iterable[Source]) -
         _check_foreign(store)
         raise FormatError(
             f"{store.info(extra[0]).path}: found {len(extra)} tensors that {config.architecture} with this config.json lacks: "
-            f"{_some(extra, SHOWN)}; "
+            f"{_join_some(extra, MAX_SHOWN_NAMES)}; "
             "expected none: does config.json belong to these weights?"
         )
 
 
-def _some(items: list[str], limit: int, separator: str = ", ") -> str:
+def _join_some(items: list[str], limit: int, separator: str = ", ") -> str:
     """The first of them, and how many more there are."""
     return separator.join(items[:limit]) + (f" and {len(items) - limit} more" if len(items) > limit else "")
 
 
-def missing(store: Store, name: str, expected: str) -> FormatError:
+def missing_tensor(store: Store, name: str, expected: str) -> FormatError:
     """The error for a tensor that no file has."""
     return _Missing(f"{store.directory}: tensor {name!r}: found none of that name in {len(store.files)} files, expected {expected}", name)
 
 
-def wrong(store: Store, name: str, found: str, expected: str) -> FormatError:
+def wrong_tensor(store: Store, name: str, found: str, expected: str) -> FormatError:
     """The error for a tensor that does not fit."""
     return FormatError(f"{store.info(name).path}: tensor {name!r}: found {found}, expected {expected}")
 
 
-class DenseWeights(Mapping[str, Tensor]):
+class ReconstructedWeights(Mapping[str, Tensor]):
     """Full tensor name -> tensor in the nn.Linear layout, in its stored dtype; EXL2 matrices are reconstructed to f16, padding
     dropped, GPTQ ones to f32.
 
@@ -287,7 +292,7 @@ class DenseWeights(Mapping[str, Tensor]):
         names = set(store.names())
         for source in find_sources(config, store).values():
             if source.kind != "dense":
-                names -= {f"{source.prefix}.{part}" for part in PARTS[source.kind]}
+                names -= {f"{source.prefix}.{part}" for part in TENSOR_SUFFIXES[source.kind]}
                 self._quantised[f"{source.prefix}.weight"] = source
         self._names = sorted(names | set(self._quantised))
 

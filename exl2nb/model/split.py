@@ -26,13 +26,13 @@ from exl2nb.cache.pool import CachePart, KVCache
 from exl2nb.cache.spec import PAGE_SIZE
 from exl2nb.core import env
 from exl2nb.core.log import logger
-from exl2nb.model.batch import TENSORS, Batch
+from exl2nb.model.batch import Batch, batch_tensors
 from exl2nb.model.config import ModelConfig
-from exl2nb.model.gpu import GpuForward, formats_of
-from exl2nb.model.layers import Embedding, RoutedMLP, tensors_of
-from exl2nb.model.model import DecodeInputs, Model, Network, Span, forward_gpu_observed
+from exl2nb.model.gpu_forward import GpuForward, cache_formats
+from exl2nb.model.layers import Embedding, RoutedMLP, field_tensors
+from exl2nb.model.model import DecodeInputs, LayerRange, Model, Network, forward_gpu_observed
 from exl2nb.model.runner import GPU_CHUNKS, HOST_CHUNKS
-from exl2nb.model.streaming import ExpertStream, LayerStream, Streaming, experts_fit, prompts_of, select
+from exl2nb.model.streaming import ExpertStream, LayerStream, Streaming, fits_experts, prompts_of, split_prompts
 from exl2nb.ops import gpu_prefill
 from exl2nb.ops.cuda_sample import ROW_BYTES, pack_cuts, sample_rows
 from exl2nb.ops.gpu import LoraBuffers, capturing, launch_lock
@@ -41,16 +41,16 @@ from exl2nb.ops.kernel_code import KernelId
 from exl2nb.ops.placement import Placement
 
 STREAM_ROWS = {"cpu": 64, "cuda": 2560}  # of a part's table at first: on a GPU a chunk of a prompt and the requests that decode beside it
-MOST = 64  # sequences of a captured step
-_NOTHING = torch.empty(0)  # in front of the first part
+MAX_CAPTURED_SEQUENCES = 64  # sequences of a captured step
+_EMPTY_STREAM = torch.empty(0)  # in front of the first part
 
 Observe = Callable[[str, Tensor], None]
 
 
-class Piece(NamedTuple):
+class ModelPiece(NamedTuple):
     """What a part runs: layers [first, last) of a span, the last without its experts where `cut`; without layers the head alone."""
 
-    span: Span
+    span: LayerRange
     first: int
     last: int
     cut: bool = False
@@ -77,14 +77,14 @@ class Borders(NamedTuple):
 
 
 @dataclass
-class Part:
+class PieceProgram:
     """A piece as a program. stream: f32 `(rows, H)`, what it reads in place of embeddings; None in the first part. gpu: runs it there.
 
     experts: of the last layer, to be run behind the program on the CPU, or None. captured: steps as graphs, which know the addresses of the
     pools of one cache; captured_pool: the first of these.
     """
 
-    piece: Piece
+    piece: ModelPiece
     program: ops.Program
     stream: Tensor | None
     gpu: GpuForward | None
@@ -93,7 +93,7 @@ class Part:
     captured_pool: weakref.ref[Tensor] | None = None
 
     @property
-    def span(self) -> Span:
+    def span(self) -> LayerRange:
         """Where it is, and whose pools it reads."""
         return self.piece.span
 
@@ -126,7 +126,7 @@ class SplitModel(Model):
         self,
         config: ModelConfig,
         network: Network,
-        spans: Sequence[Span],
+        spans: Sequence[LayerRange],
         *,
         context: int,
         deterministic: bool = False,
@@ -137,20 +137,22 @@ class SplitModel(Model):
         self.streaming = streaming
         self.spans, self.experts_apart = tuple(spans), experts
         self.pieces = (
-            [piece for span in spans for piece in self._cut(span)] if experts else [Piece(span, span.first, span.last) for span in spans]
+            [piece for span in spans for piece in self._cut(span)]
+            if experts
+            else [ModelPiece(span, span.first, span.last) for span in spans]
         )
-        self.hosts, self.expert_streams = ({}, {}) if streaming is None else _streams_of(self.pieces, network, streaming)
-        self.streamed: dict[Piece, tuple[LayerStream, int]] = {}
+        self.hosts, self.expert_streams = ({}, {}) if streaming is None else _stream_copies(self.pieces, network, streaming)
+        self.streamed: dict[ModelPiece, tuple[LayerStream, int]] = {}
         for host in self.hosts.values():
             pieces = self.pieces[host.first : host.last]
             self.streamed |= {piece: (host.stream, piece.first - pieces[0].first) for piece in pieces if piece.span.lent}
-        self.parts: list[Part] = []
+        self.parts: list[PieceProgram] = []
         self.stream_tables: dict[str, Tensor] = {}  # one for all parts of a device: they run one after the other
         self._shown: tuple[Batch, list[Batch]] | None = None  # the last batch, and what each part sees of it
         self.graphed = env.get("EXL2NB_CUDA_GRAPHS", "1") == "1"
         on_host = experts or any(span.device == "cpu" for span in self.spans)
         # where all layers are on GPUs, captured steps run through all of them and the last one draws
-        draw_device = "cpu" if on_host else numbered(self.spans[-1].device)
+        draw_device = "cpu" if on_host else numbered_device(self.spans[-1].device)
         prompt_device = draw_device
         if streaming is not None and (self.hosts or self.expert_streams):
             prompt_device = streaming.device  # a GPU computes the prompts of layers on the CPU
@@ -166,15 +168,15 @@ class SplitModel(Model):
             missing_why=f"the model is split ({self.where})",
         )
 
-    def _cut(self, span: Span) -> Iterator[Piece]:
+    def _cut(self, span: LayerRange) -> Iterator[ModelPiece]:
         """The pieces of a span whose experts are elsewhere."""
         first = span.first
         for layer in range(span.first, span.last):
             if self.config.experts(layer) is not None:
-                yield Piece(span, first, layer + 1, cut=True)
+                yield ModelPiece(span, first, layer + 1, cut=True)
                 first = layer + 1
         if first < span.last or span.last == self.config.num_layers:
-            yield Piece(span, first, span.last)
+            yield ModelPiece(span, first, span.last)
 
     @property
     def outputs(self) -> int:
@@ -188,7 +190,7 @@ class SplitModel(Model):
         found: list[KernelId] = []
         for part in self.parts:
             assert part.gpu is not None
-            with torch.cuda.device(numbered(part.span.device)):
+            with torch.cuda.device(numbered_device(part.span.device)):
                 found += part.gpu.kernels(cache.part(part.span.first, part.span.last))
         return found
 
@@ -200,7 +202,7 @@ class SplitModel(Model):
         logits, drawn = self._in_turn(batch, cache, draw=None if top else (settings, columns))
         if drawn is not None:
             return drawn, logits
-        logits = _fetched(logits)
+        logits = _fetch_rows(logits)
         return ops.draw_rows(logits, settings, None, min(top, logits.shape[1]), columns), logits
 
     def forward(self, batch: Batch, cache: KVCache, *, ids: Tensor | None = None, fetch: bool = True) -> Tensor:
@@ -208,8 +210,8 @@ class SplitModel(Model):
         logits = self._in_turn(batch, cache, ids=ids)[0]
         if not fetch:
             return logits
-        logits = _fetched(logits)
-        return logits.clone() if len(logits) <= MOST else logits  # a captured step overwrites those of the last one
+        logits = _fetch_rows(logits)
+        return logits.clone() if len(logits) <= MAX_CAPTURED_SEQUENCES else logits  # a captured step overwrites those of the last one
 
     def forward_by_ops(self, batch: Batch, cache: KVCache, observe: Observe | None = None) -> Tensor:
         """As `Model.forward_by_ops`, with the batch on the host; observe sees tensors of every device."""
@@ -224,12 +226,12 @@ class SplitModel(Model):
             assert network.head is not None
             return self.capped(network.head(x))
         with ops.on_device(last.span.device):
-            return self.capped(gpu_prefill.unembed(last.program, x)).cpu()
+            return self.capped(gpu_prefill.unembed_rows(last.program, x)).cpu()
 
     @property
     def where(self) -> str:
         """The spans in words."""
-        runs: list[list[Span]] = []
+        runs: list[list[LayerRange]] = []
         for span in self.spans:
             if runs and (span.lent or runs[-1][-1].lent):  # of the same layers of the host
                 runs[-1].append(span)
@@ -260,7 +262,7 @@ class SplitModel(Model):
         cache: KVCache,
         *,
         ids: Tensor | None = None,
-        by_ops: Callable[[Part, Batch, CachePart], Tensor] | None = None,
+        by_ops: Callable[[PieceProgram, Batch, CachePart], Tensor] | None = None,
         draw: tuple[Tensor, int | None] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """What the last part returns for a batch on the host, and what it draws by `draw`, if it can.
@@ -278,7 +280,7 @@ class SplitModel(Model):
             tokens = 0 if by_ops or len(batch.input_ids) == len(batch.context_lens) else prompts_of(batch)[1]  # none where all decode
             prompts = {first: host for first, host in self.hosts.items() if tokens >= host.stream.rows}
             cuts = sorted({0, len(self.parts), *prompts, *(host.last for host in prompts.values())})
-            x, drawn = _NOTHING, None
+            x, drawn = _EMPTY_STREAM, None
             for first, last in pairwise(cuts):
                 if first in prompts:
                     x = self._prompts(prompts[first], x, batch, cache)
@@ -295,12 +297,12 @@ class SplitModel(Model):
         cache: KVCache,
         *,
         ids: Tensor | None = None,
-        by_ops: Callable[[Part, Batch, CachePart], Tensor] | None = None,
+        by_ops: Callable[[PieceProgram, Batch, CachePart], Tensor] | None = None,
         draw: tuple[Tensor, int | None] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Parts [first, last), the stream x in front of them; what they return and draw."""
         tokens = len(batch.input_ids)
-        parts = [self._with_room(index, tokens) for index in range(first, last)]
+        parts = [self._with_stream_rows(index, tokens) for index in range(first, last)]
         pools = [cache.part(part.span.first, part.span.last) for part in parts]
         shown = self._views(batch)[first:last]
         captured = [None if by_ops else self._sent(*each) for each in zip(parts, shown, pools)]
@@ -323,7 +325,7 @@ class SplitModel(Model):
                 continue
             if first + index:
                 assert part.stream is not None
-                _hand_over(x, part.stream[:tokens])
+                _copy_rows(x, part.stream[:tokens])
             with self._present(part.piece):
                 if by_ops is not None:
                     x = by_ops(part, mine, pools[index])
@@ -336,20 +338,20 @@ class SplitModel(Model):
         rows, _ = prompts_of(batch)
         out = torch.empty(len(batch.input_ids), self.config.hidden_size, device=host.stream.device)
         pools = cache.part(self.pieces[host.first].span.first, self.pieces[host.last - 1].span.last)
-        for prompts, some, places in sorted(select(batch, rows), key=lambda one: one[0]):
-            before = x[places.to(x.device)] if host.first else _NOTHING
+        for prompts, some, places in sorted(split_prompts(batch, rows), key=lambda one: one[0]):
+            before = x[places.to(x.device)] if host.first else _EMPTY_STREAM
             if not prompts:
                 found, _ = self._walk(host.first, host.last, before, some, cache)
             else:
                 if not host.first:
                     before = self._open().embedding(some.input_ids, some.positions)
-                programs = [self._with_room(index, 1).program for index in range(host.first, host.last)]
+                programs = [self._with_stream_rows(index, 1).program for index in range(host.first, host.last)]
                 found = host.stream.run(programs, before, some, pools)
             out[places.to(out.device)] = found.to(out.device)
         return out
 
     @contextmanager
-    def _present(self, piece: Piece) -> Iterator[None]:
+    def _present(self, piece: ModelPiece) -> Iterator[None]:
         """The weights of a piece are where its program reads them."""
         if piece not in self.streamed:
             yield
@@ -383,7 +385,7 @@ class SplitModel(Model):
             )
         return self._shown[1]
 
-    def _sent(self, part: Part, batch: Batch, pools: CachePart) -> Captured | None:
+    def _sent(self, part: PieceProgram, batch: Batch, pools: CachePart) -> Captured | None:
         """The graph for a part of a step on a GPU, its inputs written, which takes less time than behind a part on the CPU.
 
         None: without. Where all parts are on GPUs the executor has the graph of the whole step.
@@ -396,17 +398,17 @@ class SplitModel(Model):
                 captured.send(batch)
             return captured
 
-    def _run(self, part: Part, batch: Batch, pools: CachePart, ids: Tensor | None) -> Tensor:
+    def _run(self, part: PieceProgram, batch: Batch, pools: CachePart, ids: Tensor | None) -> Tensor:
         if part.gpu is None:
-            return self._with_experts(part, part.program.run(*TENSORS(batch), pools.k, pools.v), batch)
+            return self._with_experts(part, part.program.run(*batch_tensors(batch), pools.k, pools.v), batch)
         with ops.on_device(part.span.device):
             return self._with_experts(part, part.gpu.run(batch, pools, ids=ids), batch)
 
-    def _with_experts(self, part: Part, x: Tensor, batch: Batch) -> Tensor:
+    def _with_experts(self, part: PieceProgram, x: Tensor, batch: Batch) -> Tensor:
         """The stream behind the part's experts; those of long prompts go through the device of the part."""
         stream = None if part.experts is None else self.expert_streams.get(part.span.device)
         if stream is None or prompts_of(batch)[1] < stream.rows:
-            return _then_experts(part, x)
+            return _run_experts(part, x)
         return stream.run(part.piece.last - 1, part.program, x)
 
     def make_decode_launcher(
@@ -422,7 +424,7 @@ class SplitModel(Model):
         x = logits
         for index, part in enumerate(self.parts):
             assert part.gpu is not None
-            place = torch.device(numbered(part.span.device))
+            place = torch.device(numbered_device(part.span.device))
             if place != home and place not in streams:
                 streams[place] = torch.cuda.Stream(place)
             last = part is self.parts[-1]
@@ -450,17 +452,17 @@ class SplitModel(Model):
             yield
             return
         home = torch.cuda.current_stream(torch.device(self.capabilities.draw_device))
-        others = [torch.cuda.current_stream(torch.device(place)) for place in {numbered(span.device) for span in self.spans}]
+        others = [torch.cuda.current_stream(torch.device(place)) for place in {numbered_device(span.device) for span in self.spans}]
         for stream in others:
             stream.wait_stream(home)
         yield
         for stream in others:
             home.wait_stream(stream)
 
-    def captured_step(self, part: Part, batch: Batch, pools: CachePart) -> Captured | None:
+    def captured_step(self, part: PieceProgram, batch: Batch, pools: CachePart) -> Captured | None:
         """The graph for a step of one token a sequence; None: launch its kernels one by one."""
         count, width = len(batch.input_ids), batch.block_table.shape[1]
-        decoding = count == len(batch.context_lens) == len(batch.logit_rows) and count <= MOST
+        decoding = count == len(batch.context_lens) == len(batch.logit_rows) and count <= MAX_CAPTURED_SEQUENCES
         if not decoding or not self.graphed:
             return None
         key = 1 << (count - 1).bit_length() if count <= 8 else -(-count // 8) * 8, 1 << (width - 1).bit_length()
@@ -468,10 +470,10 @@ class SplitModel(Model):
             part.captured, part.captured_pool = {}, weakref.ref(pools.k[0])
         if key not in part.captured:
             with self._present(part.piece):  # kernels run once before they are captured
-                part.captured[key] = capture(part, pools, *key, self._borders(part))
+                part.captured[key] = capture_piece(part, pools, *key, self._borders(part))
         return part.captured[key]
 
-    def _borders(self, part: Part) -> Borders:
+    def _borders(self, part: PieceProgram) -> Borders:
         """Of a part on a GPU."""
         index = self.pieces.index(part.piece)
         before, after = self.parts[max(index - 1, 0)], self.parts[index + 1 : index + 2]
@@ -480,21 +482,21 @@ class SplitModel(Model):
             return Borders(from_host, True, self.capped)
         return Borders(from_host, part.experts is not None or after[0].gpu is None)
 
-    def _run_by_ops(self, part: Part, batch: Batch, pools: CachePart, observe: Observe | None) -> Tensor:
+    def _run_by_ops(self, part: PieceProgram, batch: Batch, pools: CachePart, observe: Observe | None) -> Tensor:
         device, named = part.span.device, None if observe is None else _Shifted(observe, part.piece.first)
         if part.gpu is not None:
             with ops.on_device(device):
                 moved = {f.name: value.to(device) for f in fields(batch) if (value := getattr(batch, f.name)) is not None}
-                return _then_experts(part, forward_gpu_observed(part.program, Batch(**moved), pools, named), observe)
-        backend = CpuBackend(Inputs(*TENSORS(batch)), pools.k, pools.v, blocks=batch.blocks())
-        return _then_experts(part, interpret(part.program.steps, backend, at=observing(named)), observe)
+                return _run_experts(part, forward_gpu_observed(part.program, Batch(**moved), pools, named), observe)
+        backend = CpuBackend(Inputs(*batch_tensors(batch)), pools.k, pools.v, blocks=batch.blocks())
+        return _run_experts(part, interpret(part.program.steps, backend, at=observing(named)), observe)
 
     def _record(self, network: Network) -> None:
         """Record the parts anew, those on GPUs only once: their tables cover the whole context."""
         known = {part.piece: part for part in self.parts if part.gpu is not None}
         self.parts = [known.get(piece) or self._part(network, piece, 0) for piece in self.pieces]
 
-    def _with_room(self, index: int, tokens: int) -> Part:
+    def _with_stream_rows(self, index: int, tokens: int) -> PieceProgram:
         """A part whose table holds so many rows of the stream."""
         part = self.parts[index]
         if part.stream is not None and tokens > len(part.stream):
@@ -508,7 +510,7 @@ class SplitModel(Model):
                 self.stream_tables[device] = torch.zeros(rows, self.config.hidden_size, device=device)
         return self.stream_tables[device]
 
-    def _part(self, network: Network, piece: Piece, rows: int) -> Part:
+    def _part(self, network: Network, piece: ModelPiece, rows: int) -> PieceProgram:
         device, first, last, cut = piece.span.device, piece.first, piece.last, piece.cut
         kind = device.partition(":")[0]
         program, stream, ropes = ops.Program(device), None, self._ropes
@@ -537,10 +539,12 @@ class SplitModel(Model):
         else:
             program.add(ops.ResidualOutOp())
         gpu = None if kind == "cpu" else GpuForward(program, torch.device(device), deterministic=self.deterministic)
-        return Part(piece, program, stream, gpu, experts)
+        return PieceProgram(piece, program, stream, gpu, experts)
 
 
-def _streams_of(pieces: Sequence[Piece], network: Network, streaming: Streaming) -> tuple[dict[int, HostLayers], dict[str, ExpertStream]]:
+def _stream_copies(
+    pieces: Sequence[ModelPiece], network: Network, streaming: Streaming
+) -> tuple[dict[int, HostLayers], dict[str, ExpertStream]]:
     """Of the pieces on the host without head, by the first of each run, and of the experts apart from layers on each device, where they are
     not too large.
     """
@@ -563,58 +567,58 @@ def _streams_of(pieces: Sequence[Piece], network: Network, streaming: Streaming)
     experts = {
         device: ExpertStream(mlps, streaming._replace(device=device))
         for device, mlps in apart.items()
-        if experts_fit(max(sum(tensor.nbytes for tensor in tensors_of(mlp)) for mlp in mlps.values()))
+        if fits_experts(max(sum(tensor.nbytes for tensor in field_tensors(mlp)) for mlp in mlps.values()))
     }
     return hosts, experts
 
 
-def _fetched(x: Tensor) -> Tensor:
+def _fetch_rows(x: Tensor) -> Tensor:
     """Rows on the host; a few through locked memory, which a GPU writes to by itself."""
     if x.device.type == "cpu":
         return x
-    if x.device.type != "cuda" or len(x) > MOST:
+    if x.device.type != "cuda" or len(x) > MAX_CAPTURED_SEQUENCES:
         return x.to("cpu")
     held = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
     torch.cuda.current_stream(x.device).synchronize()
     return held
 
 
-def _hand_over(x: Tensor, to: Tensor) -> None:
+def _copy_rows(x: Tensor, to: Tensor) -> None:
     """Copy the rows of one part to the next; to a GPU in the order of its stream, so that the host goes on meanwhile."""
     if to.device.type == "cpu":
-        to.copy_(_fetched(x))
-    elif x.device.type == "cpu" and len(x) <= MOST:
+        to.copy_(_fetch_rows(x))
+    elif x.device.type == "cpu" and len(x) <= MAX_CAPTURED_SEQUENCES:
         to.copy_(x.pin_memory(), non_blocking=True)
     else:
         to.copy_(x)
 
 
-def _then_experts(part: Part, x: Tensor, observe: Observe | None = None) -> Tensor:
+def _run_experts(part: PieceProgram, x: Tensor, observe: Observe | None = None) -> Tensor:
     """The stream behind the part's experts, where it has any: then on the CPU."""
     if part.experts is None:
         return x
-    x = _fetched(x)
+    x = _fetch_rows(x)
     part.experts(x)
     if observe is not None:
         observe(f"layers.{part.piece.last - 1}.output", x)
     return x
 
 
-def numbered(device: str) -> str:
+def numbered_device(device: str) -> str:
     """A GPU's name with its number."""
     return f"cuda:{torch.cuda.current_device()}" if device == "cuda" else device
 
 
-def _part_step(part: Part, pools: CachePart, inputs: DecodeInputs, before: Tensor | None, x: Tensor) -> Callable[[], None]:
+def _part_step(part: PieceProgram, pools: CachePart, inputs: DecodeInputs, before: Tensor | None, x: Tensor) -> Callable[[], None]:
     """A part of a captured step. before: what the part in front of it leaves, `(rows, H)`. x: `(rows, outputs)`, what this one leaves."""
-    gpu, place, rows = part.gpu, torch.device(numbered(part.span.device)), len(inputs.ids)
+    gpu, place, rows = part.gpu, torch.device(numbered_device(part.span.device)), len(inputs.ids)
     assert gpu is not None
     assert inputs.bounds is None, "sequences of one token each"
     there = inputs.ids, inputs.positions, inputs.lens, inputs.table
     away = [torch.empty_like(tensor, device=place) for tensor in there] if inputs.ids.device != place else None
     here = inputs if away is None else DecodeInputs(*away)
     ids, bounds = (torch.arange(count, dtype=torch.int32, device=place) for count in (rows, rows + 1))
-    kernels, formats, heads = gpu.step_kernels(rows), formats_of(pools), (pools.spec.num_kv_heads, pools.spec.head_dim)
+    kernels, formats, heads = gpu.step_kernels(rows), cache_formats(pools), (pools.spec.num_kv_heads, pools.spec.head_dim)
 
     def step() -> None:
         with torch.cuda.device(place):
@@ -656,7 +660,7 @@ class Captured:
         draws: whether `draw` can be called: it is the last part.
     """
 
-    def __init__(self, part: Part, pools: CachePart, rows: int, width: int, borders: Borders) -> None:
+    def __init__(self, part: PieceProgram, pools: CachePart, rows: int, width: int, borders: Borders) -> None:
         assert part.gpu is not None
         self._device = device = torch.device(part.span.device)
         with torch.inference_mode(False):  # written in steps of requests and of callers alike
@@ -679,7 +683,7 @@ class Captured:
             if self._rows is not None and self._stream is not None:
                 self._stream.copy_(self._rows, non_blocking=True)
             kernels.run(
-                ids, positions, table.view(rows, width), bounds, lens, None, pools.k, pools.v, formats_of(pools), heads, self._out
+                ids, positions, table.view(rows, width), bounds, lens, None, pools.k, pools.v, cache_formats(pools), heads, self._out
             )  # fmt: skip
             if capped is not None:
                 sample_rows(capped(self._out), params, None, None, None, None, None, None, None, 1, True, None, self._drawn)
@@ -753,7 +757,7 @@ class Captured:
         return stream
 
 
-def capture(part: Part, pools: CachePart, rows: int, width: int, borders: Borders) -> Captured | None:
+def capture_piece(part: PieceProgram, pools: CachePart, rows: int, width: int, borders: Borders) -> Captured | None:
     """The graph of a part's step, or None where it cannot be captured; says why in the log."""
     before = torch.cuda.current_stream(torch.device(part.span.device))
     try:

@@ -16,10 +16,10 @@ from exl2nb.io.safetensors import TensorInfo
 from exl2nb.io.shards import TensorStore
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.layout import Linear, layer_linears
-from exl2nb.quant.gptq import SUFFIXES
+from exl2nb.quant.gptq_format import GPTQ_SUFFIXES
 
 Slice = Callable[[Tensor], Tensor]
-GPTQ_SUFFIXES = (*SUFFIXES, "g_idx")
+GPTQ_TENSOR_SUFFIXES = (*GPTQ_SUFFIXES, "g_idx")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,22 +56,22 @@ class ModelStore:
         self._parts: dict[str, _Part] = {}
         self._untouched: dict[str, str] = {}
         self._fused_gptq: dict[str, tuple[str, list[Linear]]] = {}
-        fused, stacked = fused_linears(config), _stacked(config)
+        fused, stacked = fused_linears(config), _stacked_tensors(config)
         for source in store.names():
             name = source
             for old, new in config.files.renames:
                 name = name.replace(old, new)
-            if _matches(name, config.files.passed):
+            if _matches_any(name, config.files.passed):
                 self._untouched[name] = source
                 continue
-            if _matches(name, config.files.ignored):
+            if _matches_any(name, config.files.ignored):
                 continue
             stem, _, suffix = name.rpartition(".")
             if name in stacked:
                 self._add_stacked(source, *stacked[name])
             elif stem in fused and suffix in ("weight", "bias"):
                 self._add_fused(source, suffix, fused[stem])
-            elif stem in fused and suffix in GPTQ_SUFFIXES:
+            elif stem in fused and suffix in GPTQ_TENSOR_SUFFIXES:
                 for linear in fused[stem]:
                     self._add(f"{linear.key}.{suffix}", _Part(source))
                     self._fused_gptq[linear.key] = (source.rpartition(".")[0], fused[stem])
@@ -197,7 +197,7 @@ class ModelStore:
 Store = TensorStore | ModelStore
 
 
-def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+def _matches_any(name: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
@@ -225,7 +225,7 @@ def fused_linears(config: ModelConfig) -> dict[str, list[Linear]]:
     return found
 
 
-def _stacked(config: ModelConfig) -> dict[str, tuple[list[Linear], bool]]:
+def _stacked_tensors(config: ModelConfig) -> dict[str, tuple[list[Linear], bool]]:
     """Full name of each tensor that holds one role of all experts -> what it holds, and whether the blocks are transposed."""
     found = {}
     for layer in range(config.num_layers if config.files.stacked else 0):

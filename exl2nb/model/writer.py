@@ -16,7 +16,7 @@ from exl2nb.core.errors import ConversionError, FormatError
 from exl2nb.io.atomic import sibling, sync_directory, sync_file, write_errors
 from exl2nb.io.safetensors import Writer, stream
 from exl2nb.io.shards import TensorStore
-from exl2nb.quant.exl2 import SUFFIXES, check_headers, parse_groups
+from exl2nb.quant.exl2 import EXL2_SUFFIXES, check_headers, parse_groups
 
 SHARD_BYTES = 8 << 30
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")  # other weights, and the index of the source's shards
@@ -112,7 +112,7 @@ def _check(directory: Path) -> None:
             if not name.endswith(".q_weight"):
                 continue
             prefix = name.removesuffix(".q_weight")
-            infos = {suffix: store.info(f"{prefix}.{suffix}") for suffix in SUFFIXES}
+            infos = {suffix: store.info(f"{prefix}.{suffix}") for suffix in EXL2_SUFFIXES}
             if f"{prefix}.bias" in store:
                 infos["bias"] = store.info(f"{prefix}.bias")
             check_headers(infos, prefix, file=infos["q_weight"].path)

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-LIBRARY = torch.library.Library("exl2nb", "DEF")
-REFERENCES: dict[str, Callable[..., Any]] = {}
+TORCH_LIBRARY = torch.library.Library("exl2nb", "DEF")
+REFERENCE_OPS: dict[str, Callable[..., Any]] = {}
 """op name -> its torch implementation, reachable also where a compiled kernel answers the op."""
-KERNELS: dict[str, Callable[..., Any]] = {}
+OP_KERNELS: dict[str, Callable[..., Any]] = {}
 """op name -> the op, which the compiled kernels answer where they are loaded."""
 
 
-def define(schema: str, *, fake: Callable[..., Any], reference: Callable[..., Any]) -> Any:
+def define_op(schema: str, *, fake: Callable[..., Any], reference: Callable[..., Any]) -> Any:
     """Define op `exl2nb::<name>`.
 
     Args:
@@ -26,15 +26,15 @@ def define(schema: str, *, fake: Callable[..., Any], reference: Callable[..., An
         The callable op overload; it takes positional arguments exactly as the schema orders them.
     """
     name = schema.split("(", 1)[0]
-    LIBRARY.define(schema)
-    LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"exl2nb::{name}", fake, lib=LIBRARY)
-    REFERENCES[name] = reference
-    KERNELS[name] = getattr(torch.ops.exl2nb, name).default
-    return KERNELS[name]
+    TORCH_LIBRARY.define(schema)
+    TORCH_LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"exl2nb::{name}", fake, lib=TORCH_LIBRARY)
+    REFERENCE_OPS[name] = reference
+    OP_KERNELS[name] = getattr(torch.ops.exl2nb, name).default
+    return OP_KERNELS[name]
 
 
-def check(condition: bool, op: str, what: str, got: object, expected: str) -> None:
+def check_argument(condition: bool, op: str, what: str, got: object, expected: str) -> None:
     """Raise ValueError `op: what is got; expected ...` unless `condition`. For the references; the kernels check the same in C++."""
     if not condition:
         raise ValueError(f"{op}: {what} is {got}; expected {expected}")
@@ -45,7 +45,7 @@ def dynamic_size() -> Any:
     return torch.library.get_ctx().new_dynamic_size()
 
 
-isa = define("isa(Tensor like) -> int", fake=lambda like: 0, reference=lambda like: -1)
+isa = define_op("isa(Tensor like) -> int", fake=lambda like: 0, reference=lambda like: -1)
 """Instruction set of the kernels that answer for tensors like `like`: 0 base, 1 AVX2, 2 AVX-512; -1 the torch reference."""
-program_schema = define("program_schema(Tensor like) -> Tensor", fake=lambda like: like, reference=lambda like: like)
+program_schema = define_op("program_schema(Tensor like) -> Tensor", fake=lambda like: like, reference=lambda like: like)
 """The compiled library's `ops.records.SCHEMA` as text in uint8; the reference has none."""

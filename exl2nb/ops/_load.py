@@ -14,8 +14,8 @@ from pathlib import Path
 
 from exl2nb.core import env
 
-OLDEST = (7, 5)  # compute capability that the kernels need: T4
-MISSING = "libexl2nb_cuda.so is missing"
+MIN_COMPUTE_CAPABILITY = (7, 5)  # compute capability that the kernels need: T4
+MISSING_LIBRARY = "libexl2nb_cuda.so is missing"
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Obstacle:
         return f"{self.found}: {self.todo}"
 
 
-def hardware(devices: Path = Path("/sys/bus/pci/devices")) -> bool:
+def has_nvidia_gpu(devices: Path = Path("/sys/bus/pci/devices")) -> bool:
     """Whether an NVIDIA GPU is plugged in, with a driver or without."""
     if Path("/dev/nvidia0").exists() or (Path("/dev/dxg").exists() and shutil.which("nvidia-smi")):
         return True
@@ -41,7 +41,7 @@ def hardware(devices: Path = Path("/sys/bus/pci/devices")) -> bool:
         return False
 
 
-def driver() -> tuple[int, int] | None:
+def driver_cuda_version() -> tuple[int, int] | None:
     """CUDA version that the NVIDIA driver supports; (0, 0) where it does not answer, None without one."""
     try:
         library = ctypes.CDLL(ctypes.util.find_library("cuda") or "libcuda.so.1")
@@ -53,7 +53,7 @@ def driver() -> tuple[int, int] | None:
     return version.value // 1000, version.value % 1000 // 10
 
 
-def obstacle(library: Path | None, *, loaded: bool) -> Obstacle | None:
+def cuda_obstacle(library: Path | None, *, loaded: bool) -> Obstacle | None:
     """Why the CUDA engine cannot be used here; None where it can.
 
     Args:
@@ -61,21 +61,21 @@ def obstacle(library: Path | None, *, loaded: bool) -> Obstacle | None:
             CUDA context where there is none.
     """
     if loaded:
-        return _code()
-    here, gpu = driver(), hardware()
+        return _kernel_code_obstacle()
+    here, gpu = driver_cuda_version(), has_nvidia_gpu()
     gpu = gpu or here is not None
     if library is None:
-        return Obstacle(MISSING, "install exl2nb again, or run `make build`", gpu)
-    return _torch(here) or Obstacle("torch sees no GPU", _hidden() if gpu else "this machine has no NVIDIA GPU", gpu)
+        return Obstacle(MISSING_LIBRARY, "install exl2nb again, or run `make build`", gpu)
+    return _torch_obstacle(here) or Obstacle("torch sees no GPU", _visible_devices_hint() if gpu else "this machine has no NVIDIA GPU", gpu)
 
 
-def _torch(here: tuple[int, int] | None) -> Obstacle | None:
+def _torch_obstacle(here: tuple[int, int] | None) -> Obstacle | None:
     """What driver and torch say about one another."""
     import torch
 
     wanted = torch.version.cuda
     if here is None:
-        gpu = hardware()
+        gpu = has_nvidia_gpu()
         return Obstacle("no NVIDIA driver was found", "install NVIDIA's driver" if gpu else "this machine has no NVIDIA GPU", gpu)
     if wanted is None:
         return Obstacle(f"torch {torch.__version__} is a build without CUDA", "install a torch with CUDA: pip install -U torch")
@@ -91,24 +91,27 @@ def _torch(here: tuple[int, int] | None) -> Obstacle | None:
     return None
 
 
-def _hidden() -> str:
+def _visible_devices_hint() -> str:
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     return "see what `nvidia-smi` says" if shown is None else f"CUDA_VISIBLE_DEVICES is {shown!r}: unset it, or name a GPU that is there"
 
 
-def _code() -> Obstacle | None:
+def _kernel_code_obstacle() -> Obstacle | None:
     """Whether kernels can be compiled for the GPU, or are in the cache."""
     import torch
 
     if not torch.cuda.is_available():
-        return Obstacle("torch sees no GPU", f"{_hidden()}; the library was loaded because of EXL2NB_FORCE_CUDA_LIB", hardware())
+        return Obstacle(
+            "torch sees no GPU", f"{_visible_devices_hint()}; the library was loaded because of EXL2NB_FORCE_CUDA_LIB", has_nvidia_gpu()
+        )
     from exl2nb.ops import gpu
 
     major, minor = torch.cuda.get_device_capability()
     name = f"{torch.cuda.get_device_name()} (compute capability {major}.{minor})"
-    if (major, minor) < OLDEST:
+    if (major, minor) < MIN_COMPUTE_CAPABILITY:
         return Obstacle(
-            f"the GPU is too old: {name}", f"the CUDA engine needs {OLDEST[0]}.{OLDEST[1]} or newer; the CPU engine runs everywhere"
+            f"the GPU is too old: {name}",
+            f"the CUDA engine needs {MIN_COMPUTE_CAPABILITY[0]}.{MIN_COMPUTE_CAPABILITY[1]} or newer; the CPU engine runs everywhere",
         )
     problem = gpu.device_error()
     if not problem:
@@ -137,7 +140,7 @@ class Libraries:
         """The same in parts; None where the CUDA engine can be used. Makes a CUDA context where there is a GPU."""
         if "cpu" not in self.loaded:
             return Obstacle("the compiled library is not in use", self.note, gpu=False)
-        return obstacle(self.cuda, loaded="cuda" in self.loaded)
+        return cuda_obstacle(self.cuda, loaded="cuda" in self.loaded)
 
     def best_device(self) -> str:
         """The device: "cuda" where it can be used, else "cpu"; one warning where there is a GPU all the same, saying why."""
@@ -151,7 +154,7 @@ class Libraries:
         return "cpu"
 
 
-def find(name: str) -> Path | None:
+def find_library(name: str) -> Path | None:
     """Path of a compiled library, None where it was not built."""
     import exl2nb  # editable installs split the package: sources in one folder of __path__, the library in another
 
@@ -174,7 +177,7 @@ def warn_once(text: str) -> None:
 
 
 @cache
-def load() -> Libraries:
+def load_libraries() -> Libraries:
     """Load `libexl2nb_cpu.so`, and `libexl2nb_cuda.so` where torch can use a GPU; idempotent.
 
     Without the CPU library the torch reference ops answer: slow, and right.
@@ -187,7 +190,7 @@ def load() -> Libraries:
     from exl2nb.ops import kernel_code
     from exl2nb.ops.records import check_schema
 
-    cpu, cuda = find("libexl2nb_cpu.so"), find("libexl2nb_cuda.so")
+    cpu, cuda = find_library("libexl2nb_cpu.so"), find_library("libexl2nb_cuda.so")
     if env.get("EXL2NB_ENGINE", "compiled") == "reference":
         return Libraries(cpu, cuda, (), "reference", "EXL2NB_ENGINE=reference")
     if cpu is None:
@@ -199,7 +202,7 @@ def load() -> Libraries:
     loaded, note = ["cpu"], ""
     if cuda is not None and (torch.cuda.is_available() or env.get("EXL2NB_FORCE_CUDA_LIB", "0") == "1"):
         torch.ops.load_library(cuda)
-        kernel_code.connect(cuda)
+        kernel_code.connect_library(cuda)
         loaded.append("cuda")
     elif cuda is not None:
         note = "torch sees no GPU"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from exl2nb.ops import kv_codes, reference
-from exl2nb.ops._library import define
+from exl2nb.ops._library import define_op
 
 Outputs = tuple[Tensor, Tensor]
 
@@ -48,7 +48,7 @@ class _Heads:
         return q.contiguous(), k.contiguous(), v.contiguous()
 
 
-def _step(
+def _attend_step(
     qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, k_pool: Tensor, v_pool: Tensor, block_table: Tensor,
     cu_seqlens: Tensor, context_lens: Tensor, workspace: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, inverse: list[Tensor],
     num_heads: int, num_kv_heads: int, head_dim: int, eps: float, layer_norm: bool, interleaved: bool, clip: float, scale: float,
@@ -59,10 +59,10 @@ def _step(
     slots = torch.cat([block_table[i, p // 256].long() * 256 + p % 256 for i, p in enumerate(places)])
     heads = _Heads(num_heads, num_kv_heads, head_dim, q_norm, k_norm, eps, layer_norm, interleaved, clip)
     q, k, v = heads.split(qkv, cos, sin, torch.cat(places) if positions is None else positions)
-    kv_codes.write(k_pool, slots, k)
-    kv_codes.write(v_pool, slots, v)
+    kv_codes.write_slots(k_pool, slots, k)
+    kv_codes.write_slots(v_pool, slots, v)
     every = torch.arange(k_pool.shape[0])
-    keys, values = (kv_codes.read(pool, every, head_dim) for pool in (k_pool, v_pool))
+    keys, values = (kv_codes.read_pages(pool, every, head_dim) for pool in (k_pool, v_pool))
     out = reference.paged_attention(q, keys, values, block_table, cu_seqlens, context_lens, scale, window, softcap)
     x = torch.zeros(len(inverse), len(out), -(-out.shape[1] // 32) * 32, dtype=torch.float16)
     for copy, order in zip(x, inverse):
@@ -70,20 +70,20 @@ def _step(
     return out, x
 
 
-def _step_fake(qkv: Tensor, *rest: object) -> Outputs:
+def _attend_step_fake(qkv: Tensor, *rest: object) -> Outputs:
     inverse, heads, _, D = rest[11:15]
     K = heads * D  # type: ignore[operator]
     x = qkv.new_empty(len(inverse), qkv.shape[0], (K + 31) // 32 * 32, dtype=torch.float16)  # type: ignore[arg-type]
     return qkv.new_empty(qkv.shape[0], K), x
 
 
-attention_step = define(
+attention_step = define_op(
     "attention_step(Tensor(d!) qkv, Tensor cos, Tensor sin, Tensor? positions, Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor block_table, "
     "Tensor cu_seqlens, Tensor context_lens, Tensor(c!) workspace, Tensor? q_norm, Tensor? k_norm, Tensor[] inverse, int num_heads, "
     "int num_kv_heads, int head_dim, float eps, bool layer_norm, bool interleaved, float clip, float scale, int window, float softcap, "
     "bool pdl, bool large_chunks=False) -> (Tensor, Tensor)",
-    fake=_step_fake,
-    reference=_step,
+    fake=_attend_step_fake,
+    reference=_attend_step,
 )
 """One layer's attention of a decode step, from q, k, v before rotation: `csrc/cuda/attention/attention.h`, attention_decode_launch.
 
@@ -92,7 +92,7 @@ qkv f32 `(T, (Hq + 2 Hkv) * D)`, at most 8 tokens per sequence; workspace uint8 
 rows of unused sequences hold anything. large_chunks: the launch is shared out by the number of sequences, and bits depend on that.
 """
 
-attention_workspace = define(
+attention_workspace = define_op(
     "attention_workspace(Tensor like, int tokens, int num_heads, int num_kv_heads, int head_dim) -> int",
     fake=lambda like, *_: 0,
     reference=lambda like, *_: 0,
@@ -100,97 +100,97 @@ attention_workspace = define(
 """Bytes that attention_step needs for steps of up to `tokens` tokens on the device of `like`."""
 
 
-def _append(
+def _append_rows(
     qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, slots: Tensor, k_pool: Tensor, v_pool: Tensor, q_norm: Tensor | None,
     k_norm: Tensor | None, num_heads: int, num_kv_heads: int, head_dim: int, eps: float, layer_norm: bool, interleaved: bool, clip: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     heads = _Heads(num_heads, num_kv_heads, head_dim, q_norm, k_norm, eps, layer_norm, interleaved, clip)
     q, k, v = heads.split(qkv, cos, sin, positions)
     kept = slots >= 0
-    kv_codes.write(k_pool, slots[kept], k[kept])
-    kv_codes.write(v_pool, slots[kept], v[kept])
+    kv_codes.write_slots(k_pool, slots[kept], k[kept])
+    kv_codes.write_slots(v_pool, slots[kept], v[kept])
     return q.half(), k.half(), v.half()
 
 
-rope_append = define(
+rope_append = define_op(
     "rope_append(Tensor(d!) qkv, Tensor cos, Tensor sin, Tensor positions, Tensor slots, Tensor(a!) k_pool, Tensor(b!) v_pool, "
     "Tensor? q_norm, Tensor? k_norm, int num_heads, int num_kv_heads, int head_dim, float eps, bool layer_norm, bool interleaved, "
     "float clip) -> (Tensor, Tensor, Tensor)",
     fake=lambda qkv, *a: tuple(qkv.new_empty(qkv.shape[0], n, a[10], dtype=torch.float16) for n in (a[8], a[9], a[9])),
-    reference=_append,
+    reference=_append_rows,
 )
 """Prefill: q, k, v of any number of tokens, rotated, f16 `(T, heads, D)` each; K and V also to `slots` (negative: not) of the cache."""
 
 
-def _gather(k_pool: Tensor, v_pool: Tensor, pages: Tensor, length: int, head_dim: int) -> Outputs:
-    k, v = (kv_codes.read(p, pages, head_dim).transpose(1, 2).flatten(0, 1)[:length].half().contiguous() for p in (k_pool, v_pool))
+def _gather_pages(k_pool: Tensor, v_pool: Tensor, pages: Tensor, length: int, head_dim: int) -> Outputs:
+    k, v = (kv_codes.read_pages(p, pages, head_dim).transpose(1, 2).flatten(0, 1)[:length].half().contiguous() for p in (k_pool, v_pool))
     return k, v
 
 
-gather_cache = define(
+gather_cache = define_op(
     "gather_cache(Tensor k_pool, Tensor v_pool, Tensor pages, int length, int head_dim) -> (Tensor, Tensor)",
     fake=lambda k, v, pages, n, D: tuple(k.new_empty(n, k.shape[1], D, dtype=torch.float16) for _ in range(2)),
-    reference=_gather,
+    reference=_gather_pages,
 )
 """The first `length` tokens of a sequence whose pages are `pages` int32 `(n,)`: K and V, f16 `(length, Hkv, D)`, for dense attention."""
 
 
-HALF = 65504.0  # the largest fp16
+F16_MAX = 65504.0  # the largest fp16
 
 
-norm_rows = define(
+norm_rows = define_op(
     "norm_rows(Tensor x, Tensor? weight, Tensor? bias, float eps, bool layer_norm) -> Tensor",
     fake=lambda x, *_: x.half(),
-    reference=lambda x, weight, bias, eps, layer_norm: reference.norm(x, weight, eps, bias, layer_norm).clamp(-HALF, HALF).half(),
+    reference=lambda x, weight, bias, eps, layer_norm: reference.norm(x, weight, eps, bias, layer_norm).clamp(-F16_MAX, F16_MAX).half(),
 )
 """The norm before a product: f32 `(T, H)` -> f16, cut to finite numbers; without a weight only that."""
 
 
-def _gate(y: Tensor, activation: int, gated: bool) -> Tensor:
-    kind, wide = reference.ACTIVATIONS[activation], y.float()
+def _gate_activation(y: Tensor, activation: int, gated: bool) -> Tensor:
+    kind, wide = reference.ACTIVATION_NAMES[activation], y.float()
     if not gated:
-        return reference.activate(wide, kind).clamp(-HALF, HALF).half()
+        return reference.activate(wide, kind).clamp(-F16_MAX, F16_MAX).half()
     gate, up = wide.chunk(2, 1)
-    return (reference.activate(gate, kind) * up).clamp(-HALF, HALF).half()
+    return (reference.activate(gate, kind) * up).clamp(-F16_MAX, F16_MAX).half()
 
 
-gate_rows = define(
+gate_rows = define_op(
     "gate_rows(Tensor y, int activation, bool gated) -> Tensor",
     fake=lambda y, _, gated: y.new_empty(y.shape[0], y.shape[1] // (2 if gated else 1)),
-    reference=_gate,
+    reference=_gate_activation,
 )
 """y f16 `(T, 2I)` -> act(first half) * second half, f16 `(T, I)`; not gated: act(y). activation: index in reference.ACTIVATIONS."""
 
 
-def _rotate(
+def _rotate_rows(
     qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, slots: Tensor, k_pool: Tensor, v_pool: Tensor, num_heads: int,
     num_kv_heads: int, head_dim: int,
 ) -> None:  # fmt: skip
     turning, at = num_heads + num_kv_heads, positions.long()
     y = qkv.view(len(qkv), -1, head_dim)
-    y[:, :turning] = reference.rope(y[:, :turning].float(), cos[at], sin[at], False).clamp(-HALF, HALF).half()
+    y[:, :turning] = reference.rope(y[:, :turning].float(), cos[at], sin[at], False).clamp(-F16_MAX, F16_MAX).half()
     kept = slots >= 0
-    kv_codes.write(k_pool, slots[kept], y[kept, num_heads:turning].float())
-    kv_codes.write(v_pool, slots[kept], y[kept, turning:].float())
+    kv_codes.write_slots(k_pool, slots[kept], y[kept, num_heads:turning].float())
+    kv_codes.write_slots(v_pool, slots[kept], y[kept, turning:].float())
 
 
-rotate_rows = define(
+rotate_rows = define_op(
     "rotate_rows(Tensor(a!) qkv, Tensor cos, Tensor sin, Tensor positions, Tensor slots, Tensor(b!) k_pool, Tensor(c!) v_pool, "
     "int num_heads, int num_kv_heads, int head_dim) -> ()",
     fake=lambda *_: None,
-    reference=_rotate,
+    reference=_rotate_rows,
 )
 """qkv f16 `(T, (Hq + 2 Hkv) * D)`: q and k rotated in place, all D dims; k, v to `slots` of f16 pools (negative: none)."""
 
 
-def _merge(parts: list[Tensor], lse: list[Tensor]) -> Tensor:
+def _merge_parts(parts: list[Tensor], lse: list[Tensor]) -> Tensor:
     weights = torch.stack(lse).softmax(0).transpose(1, 2)[..., None]
     return (weights * torch.stack(parts)).sum(0).half()
 
 
-merge_parts = define(
+merge_parts = define_op(
     "merge_parts(Tensor[] parts, Tensor[] lse) -> Tensor",
     fake=lambda parts, _: torch.empty_like(parts[0]),
-    reference=_merge,
+    reference=_merge_parts,
 )
 """Attention over all keys from that over up to 16 runs of them: f16 `(T, Hq, D)` each, lse f32 `(Hq, T)`, the logarithm of a run's sum."""

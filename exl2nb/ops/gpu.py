@@ -14,10 +14,10 @@ from torch import Tensor
 
 from exl2nb.core import env
 from exl2nb.ops import kernel_code
-from exl2nb.ops._library import LIBRARY
+from exl2nb.ops._library import TORCH_LIBRARY
 
 if TYPE_CHECKING:
-    from exl2nb.ops.lora import LoraTable
+    from exl2nb.ops.lora_table import LoraTable
     from exl2nb.ops.peers import Peers
 
 for _schema in (
@@ -34,7 +34,7 @@ for _schema in (
     "gpu_exchange(Tensor peers, Tensor x, int[] widths, bool sum, Tensor(a!) out) -> ()",
     "gpu_lora_sums(Tensor program, int width) -> int",
 ):
-    LIBRARY.define(_schema)
+    TORCH_LIBRARY.define(_schema)
 
 _ops: Any = torch.ops.exl2nb
 
@@ -169,7 +169,7 @@ def launch_lock(device: torch.device) -> LaunchLock:
 def device_error() -> str:
     """Why kernels cannot run on the current GPU; empty where they can. Compiles the smallest one where it is in no cache."""
     torch.empty(0, device="cuda")  # makes its context current
-    return kernel_code.problem()
+    return kernel_code.kernel_problem()
 
 
 def blob_head(blob: Tensor) -> Tensor:
@@ -187,7 +187,7 @@ def unpack_into(head: Tensor, out: Tensor) -> None:
     _ops.gpu_unpack_into(head, out)
 
 
-def linear(head: Tensor, x: Tensor, bias: Tensor | None, *, stream_k: bool = False) -> Tensor:
+def linear_from_head(head: Tensor, x: Tensor, bias: Tensor | None, *, stream_k: bool = False) -> Tensor:
     """`ops.linear` for the blob of `head` (from `blob_head`), without waiting for the GPU. stream_k: more than eight rows go through the
     stream-K GEMM, which decodes every weight once for 64 of them.
     """
@@ -203,19 +203,19 @@ def expert_table(heads: Sequence[Tensor], parts: int) -> Tensor:
     return _ops.gpu_expert_table(list(heads), parts)
 
 
-def shape_of(head: Tensor) -> tuple[int, int]:
+def head_shape(head: Tensor) -> tuple[int, int]:
     """`(K, N)` from what `blob_head` returned."""
     K, N = head[20:28].view(torch.int32).tolist()
     return K, N
 
 
-def columns_of(head: Tensor) -> list[tuple[int, int]]:
+def head_columns(head: Tensor) -> list[tuple[int, int]]:
     """First column and columns of each part, from what `blob_head` returned (GpuPart in csrc/format/gpu_blob.h)."""
     count = int(head[28:32].view(torch.int32))
     return [(first, columns) for columns, _, first in head[72 : 72 + 128 * count].view(torch.int32).view(count, 32)[:, :3].tolist()]
 
 
-def stored_rows(head: Tensor, blob: Tensor) -> Tensor:
+def stored_row_features(head: Tensor, blob: Tensor) -> Tensor:
     """int64, the feature of each stored row of a blob in its first permutation, K for padding; head: from `blob_head`."""
     stored, at = int(head[44:48].view(torch.int32)), int(head[48:56].view(torch.int64))
     return blob[at : at + 4 * stored].view(torch.int32).long() if at else torch.arange(stored, device=blob.device)

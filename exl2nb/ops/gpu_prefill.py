@@ -18,14 +18,14 @@ from exl2nb.ops import gpu, reference
 from exl2nb.ops.cuda_attention import gate_rows, gather_cache, norm_rows, rope_append, rotate_rows
 from exl2nb.ops.interpreter import At, Backend, Block, Inputs, interpret
 from exl2nb.ops.layer_ops import paged_attention
-from exl2nb.ops.prefill_attention import attend, attend_whole, can_attend
+from exl2nb.ops.prefill_attention import attend_prefix, attend_whole, can_attend
 from exl2nb.ops.program import Program
 from exl2nb.ops.records import AttentionOp, EmbedOp, GateUpOp, HeadOp, NormedOp, Op, QkvOp, ResidualOp, RoutedOp
 
 if TYPE_CHECKING:
-    from exl2nb.ops.lora import Adapter, LoraChange
+    from exl2nb.ops.lora_table import Adapter, LoraChange
 
-FEW = 64  # rows that go through the kernels of decode steps rather than through an unpacked matrix
+MAX_STEP_KERNEL_ROWS = 64  # rows that go through the kernels of decode steps rather than through an unpacked matrix
 ROWS_OF_KERNELS = (16, 32, 64)  # each may be computed by another kernel, of which there is one per doubling
 
 
@@ -77,7 +77,7 @@ def prefill(
     return interpret(program.steps, GpuBackend(program, inputs, sequences, k_pools, v_pools, lora, blocks), at=at)
 
 
-def unembed(program: Program, x: Tensor) -> Tensor:
+def unembed_rows(program: Program, x: Tensor) -> Tensor:
     """The program's head on rows f32 `(R, H)` of the residual stream: logits f32 `(R, V)`."""
     inputs = Inputs.nothing(x.device, logit_rows=torch.arange(len(x), dtype=torch.int32, device=x.device))
     return interpret(program.steps[-1:], GpuBackend(program, inputs, Sequences([], []), [], []), x)
@@ -161,7 +161,7 @@ class GpuBackend(Backend):
                 keys, values = k[first:last], v[first:last]
             else:  # what is stored, so that a prompt in pieces sees what a prompt at once would
                 keys, values = gather_cache(k_pool, v_pool, i.block_table[row], length, head_dim)
-            parts.append(attend(q[first:last], keys, values, scale=op.scale, window=window, softcap=softcap))
+            parts.append(attend_prefix(q[first:last], keys, values, scale=op.scale, window=window, softcap=softcap))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def add(self, x: Tensor, y: Tensor, op: ResidualOp) -> Tensor:
@@ -171,7 +171,7 @@ class GpuBackend(Backend):
         if peers := None if whole else self.program.peers:
             z = peers.add(self._adapted(y, op.blob, op.bias))
             return x.add_(z if op.norm is None else F.rms_norm(z, (z.shape[1],), op.norm, op.eps), alpha=op.scale)
-        if len(y) > FEW and op.norm is None and not self._changes():  # added up in the product
+        if len(y) > MAX_STEP_KERNEL_ROWS and op.norm is None and not self._changes():  # added up in the product
             torch.addmm(x, y, self.weight(op.blob, y.device), out_dtype=torch.float32, alpha=op.scale, out=x)
             return x if op.bias is None else x.add_(op.bias, alpha=op.scale)
         z = self._adapted(y, op.blob, op.bias)
@@ -185,7 +185,7 @@ class GpuBackend(Backend):
     def gate_up(self, x: Tensor, op: GateUpOp) -> Tensor:
         """As `Backend.gate_up`."""
         y = self._adapted(self._normed(x, op), op.blob, op.bias, half=True)
-        return gate_rows(y, reference.ACTIVATIONS.index(op.activation), op.gated)
+        return gate_rows(y, reference.ACTIVATION_NAMES.index(op.activation), op.gated)
 
     def routed(self, x: Tensor, op: RoutedOp) -> Tensor:
         """As `Backend.routed`: expert by expert, for the rows that chose it; the host waits for the choice."""
@@ -204,7 +204,7 @@ class GpuBackend(Backend):
         return x.add_(out if op.post_norm is None else F.rms_norm(out, (out.shape[1],), op.post_norm, op.post_eps), alpha=op.scale)
 
     def _gated(self, h: Tensor, blob: Tensor, activation: str) -> Tensor:
-        return gate_rows(self.product(h, blob, None, half=True), reference.ACTIVATIONS.index(activation), True)
+        return gate_rows(self.product(h, blob, None, half=True), reference.ACTIVATION_NAMES.index(activation), True)
 
     def head(self, x: Tensor, op: HeadOp) -> Tensor:
         """As `Backend.head`."""
@@ -261,8 +261,8 @@ class GpuBackend(Backend):
 
     def product(self, x: Tensor, blob: Tensor, bias: Tensor | None, *, half: bool = False) -> Tensor:
         """X f16 `(M, K)` times a matrix, plus a bias: f32 `(M, N)`, or f16 with `half`."""
-        if len(x) <= FEW:
-            y = gpu.linear(self.program.heads[blob.data_ptr()], x.float(), bias, stream_k=True)
+        if len(x) <= MAX_STEP_KERNEL_ROWS:
+            y = gpu.linear_from_head(self.program.heads[blob.data_ptr()], x.float(), bias, stream_k=True)
             return y.half() if half else y
         weight = self.weight(blob, x.device)
         y = torch.mm(x, weight) if half else torch.mm(x, weight, out_dtype=torch.float32)
@@ -271,7 +271,7 @@ class GpuBackend(Backend):
     def weight(self, blob: Tensor, device: torch.device) -> Tensor:
         """A matrix f16 `(K, N)`, overwritten by the next one."""
         head = self.program.heads[blob.data_ptr()]
-        weight = self.room(*gpu.shape_of(head), device)
+        weight = self.room(*gpu.head_shape(head), device)
         gpu.unpack_into(head, weight)
         return weight
 

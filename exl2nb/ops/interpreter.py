@@ -1,7 +1,7 @@
 """The walk over a program's ops in Python, and the backend that computes them by the CPU's single ops.
 
 `interpret` says what each op reads and leaves. How an op is computed is said by a `Backend`: here the compiled ops of the CPU and their
-torch references, `gpu_prefill` and `host_prefill` for prompts on a GPU, `model.trace` for activations that are seen and edited.
+torch references, `gpu_prefill` and `host_prefill` for prompts on a GPU, `model.traced_forward` for activations that are seen and edited.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from exl2nb.core.errors import DeviceError
-from exl2nb.ops._library import KERNELS
+from exl2nb.ops._library import OP_KERNELS
 from exl2nb.ops.prefill_attention import attend_whole
 from exl2nb.ops.records import AttentionOp, EmbedOp, GateUpOp, HeadOp, Op, QkvOp, ResidualOp, ResidualOutOp, RoutedOp
 
@@ -151,9 +151,9 @@ class CpuBackend(Backend):
 
     Args:
         inputs: of the step. k_pools, v_pools: of every layer.
-        kernels: functions by name of an op: the compiled ops, or `REFERENCES`.
+        kernels: functions by name of an op: the compiled ops, or `REFERENCE_OPS`.
         blocks: runs of tokens that see each other whole.
-        lora: words of an `ops.lora.LoraTable`. adapters: int32 `(T,)`, its row for each token, -1 for none. Each matrix then has the
+        lora: words of an `ops.lora_table.LoraTable`. adapters: int32 `(T,)`, its row for each token, -1 for none. Each matrix then has the
             adapter merged into it, in fp32, for the moment that it is used.
     """
 
@@ -163,7 +163,7 @@ class CpuBackend(Backend):
         k_pools: Sequence[Tensor],
         v_pools: Sequence[Tensor],
         *,
-        kernels: Mapping[str, Callable[..., Any]] = KERNELS,
+        kernels: Mapping[str, Callable[..., Any]] = OP_KERNELS,
         blocks: Sequence[Block] = (),
         lora: Tensor | None = None,
         adapters: Tensor | None = None,
@@ -237,12 +237,12 @@ class CpuBackend(Backend):
         """An op on all rows at once, or on the rows of each adapter. run: of an op and the rows that it takes."""
         if self._lora is None or adapters is None or not len(adapters):
             return run(op, slice(None))
-        from exl2nb.ops.lora import merged
+        from exl2nb.ops.lora_table import merge_into_op
 
         whole: Tensor | None = None
         for adapter in sorted(set(adapters.tolist())):
             rows = (adapters == adapter).nonzero()[:, 0]
-            piece = run(merged(self._lora, adapter, self._number), rows)
+            piece = run(merge_into_op(self._lora, adapter, self._number), rows)
             whole = piece.new_empty(len(adapters), *piece.shape[1:]) if whole is None else whole
             whole[rows] = piece
         assert whole is not None, "there are tokens"

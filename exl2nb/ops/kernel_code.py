@@ -26,7 +26,7 @@ from exl2nb.core.errors import DeviceError
 
 logger = logging.getLogger(__name__)
 
-OPTIONS = ("-std=c++17", "-default-device", "-DNDEBUG")
+NVRTC_OPTIONS = ("-std=c++17", "-default-device", "-DNDEBUG")
 """For every kernel. -default-device: functions without an execution space, such as constexpr helpers, are the device's."""
 
 
@@ -35,7 +35,7 @@ def more_options() -> list[str]:
     return env.get("EXL2NB_KERNEL_OPTIONS", "").split()
 
 
-_ELF = b"\x7fELF"
+_ELF_MAGIC = b"\x7fELF"
 
 
 class NoCompiler(DeviceError):
@@ -134,7 +134,7 @@ class Nvrtc:
         self._check(self._library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)), "nvrtcVersion")
         self.version = (major.value, minor.value)
         headers = [folder for folder in nvidia_folders("include") if (folder / "cuda_fp16.h").exists()]
-        here = [folder for folder in headers if _near(folder, self.path)]
+        here = [folder for folder in headers if _is_same_cuda(folder, self.path)]
         if not headers:
             raise NoCompiler("cuda_fp16.h was not found; it comes with torch's CUDA build, or: pip install nvidia-cuda-runtime")
         self.include = (here or headers)[0]
@@ -171,7 +171,7 @@ class Nvrtc:
             if "<" in kernel.name:
                 self._check(self._library.nvrtcAddNameExpression(program, f"exl2nb::{kernel.name}".encode()), "nvrtcAddNameExpression")
             folders = (source_root(), source_root() / "cuda" / "nvrtc", self.include)
-            options = [f"--gpu-architecture={target}", *OPTIONS, *more_options(), *(f"-I{folder}" for folder in folders)]
+            options = [f"--gpu-architecture={target}", *NVRTC_OPTIONS, *more_options(), *(f"-I{folder}" for folder in folders)]
             array = (ctypes.c_char_p * len(options))(*map(str.encode, options))
             if self._library.nvrtcCompileProgram(program, len(options), array):
                 said = self._read(program, "ProgramLog").decode(errors="replace").rstrip("\0")
@@ -188,7 +188,7 @@ class Nvrtc:
         return data.raw
 
 
-def _near(folder: Path, library: str) -> bool:
+def _is_same_cuda(folder: Path, library: str) -> bool:
     """Whether headers and library are of one CUDA: of one wheel folder (nvidia/cu13), or both of the wheels for CUDA 12."""
     one, other = folder.parent, Path(library).parent.parent
     return one == other or (one.parent == other.parent and not {one.name, other.name} & {"cu13", "cu14"})
@@ -203,7 +203,7 @@ def nvrtc() -> Nvrtc:
 # ---- Symbols
 
 
-def symbol(code: bytes, name: str) -> str:
+def kernel_symbol(code: bytes, name: str) -> str:
     """Symbol of kernel `name` in machine code or PTX: of a template the only kernel there, else the one whose mangled name is `name`'s.
 
     Raises:
@@ -211,13 +211,13 @@ def symbol(code: bytes, name: str) -> str:
     """
     plain = name.split("<", 1)[0]
     mangled = f"6exl2nb{len(plain)}{plain}"
-    found = [entry for entry in (_entries(code) if code.startswith(_ELF) else _ptx_entries(code)) if mangled in entry]
+    found = [entry for entry in (_cubin_kernels(code) if code.startswith(_ELF_MAGIC) else _ptx_entries(code)) if mangled in entry]
     if len(found) != 1:
         raise NoCompiler(f"the machine code holds {len(found)} kernels {name}; expected 1")
     return found[0]
 
 
-def _entries(elf: bytes) -> list[str]:
+def _cubin_kernels(elf: bytes) -> list[str]:
     """Kernels of a cubin: the names of its sections `.text.<symbol>`."""
     sections, size, count, names = struct.unpack_from("<Q10xHHH", elf, 40)
     headers = [struct.unpack_from("<IIQQQQ", elf, sections + index * size) for index in range(count)]
@@ -243,8 +243,8 @@ def cache_folder() -> Path | None:
     return Path(chosen) if chosen else Path(home or Path.home() / ".cache") / "exl2nb" / "kernels"
 
 
-def _key(kernel: KernelId, arch: str, version: tuple[int, int]) -> str:
-    parts = (source_digest(), *dataclasses.astuple(kernel), arch, repr(version), repr((*OPTIONS, *more_options())))
+def _cache_key(kernel: KernelId, arch: str, version: tuple[int, int]) -> str:
+    parts = (source_digest(), *dataclasses.astuple(kernel), arch, repr(version), repr((*NVRTC_OPTIONS, *more_options())))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
@@ -257,7 +257,7 @@ def read_cached(path: Path) -> bytes | None:
     return data[32:] if hashlib.sha256(data[32:]).digest() == data[:32] else None
 
 
-def _save(path: Path, code: bytes) -> None:
+def _save_code(path: Path, code: bytes) -> None:
     """Write aside, then rename: another process sees the whole file or none. A cache that cannot be written costs time, not the model."""
     aside = ""
     try:
@@ -279,7 +279,7 @@ _locks: dict[tuple[KernelId, str], threading.Lock] = {}
 _guard = threading.Lock()
 
 
-def code_of(kernel: KernelId, major: int, minor: int) -> bytes:
+def kernel_code_of(kernel: KernelId, major: int, minor: int) -> bytes:
     """Machine code of a kernel for a GPU: from this process, the cache on disk, or the compiler.
 
     Raises:
@@ -291,7 +291,7 @@ def code_of(kernel: KernelId, major: int, minor: int) -> bytes:
         lock = _locks.setdefault(key, threading.Lock())
     with lock:
         if key not in compiled_codes:
-            compiled_codes[key] = _cached(*key)
+            compiled_codes[key] = _cached_code(*key)
         return compiled_codes[key]
 
 
@@ -344,16 +344,16 @@ def ready_architectures() -> list[str]:
     return sorted({f"{major}.{minor}" for _, major, minor in ready_made()})
 
 
-def _ready_for(unit: KernelId, arch: str) -> _Ready | None:
+def _packaged_arch_for(unit: KernelId, arch: str) -> _Ready | None:
     """Machine code runs on its own architecture and on those of the same major number after it; sm_90a only on itself."""
     major, minor = int(arch.rstrip("a")[:-1]), int(arch.rstrip("a")[-1])
     found = (ready_made().get((unit, major, m)) for m in range(minor, -1, -1))
     return next((ready for ready in found if ready and ready.path.exists()), None)
 
 
-def _ready_code(unit: KernelId, arch: str) -> bytes | None:
+def _packaged_code_for(unit: KernelId, arch: str) -> bytes | None:
     """None where the package has none, or it is damaged: the driver would crash on it or run something else."""
-    if (ready := _ready_for(unit, arch)) is None:
+    if (ready := _packaged_arch_for(unit, arch)) is None:
         return None
     try:
         code = ready.read()
@@ -366,29 +366,29 @@ def _ready_code(unit: KernelId, arch: str) -> bytes | None:
     return None
 
 
-def _cached(kernel: KernelId, arch: str) -> bytes:
-    if ready := _ready_code(kernel, arch):
+def _cached_code(kernel: KernelId, arch: str) -> bytes:
+    if ready := _packaged_code_for(kernel, arch):
         return ready
     folder, compiler = cache_folder(), nvrtc()
-    path = folder / f"{_key(kernel, arch, compiler.version)}.cubin" if folder else None
+    path = folder / f"{_cache_key(kernel, arch, compiler.version)}.cubin" if folder else None
     code = read_cached(path) if path else None
     if code is None:
         code = compiler.compile(kernel, arch)
         if path:
-            _save(path, code)
+            _save_code(path, code)
     return code
 
 
-def missing(kernels: Iterable[KernelId], major: int, minor: int) -> list[KernelId]:
+def missing_kernels(kernels: Iterable[KernelId], major: int, minor: int) -> list[KernelId]:
     """What must be compiled for these kernels: in no memory and in no cache on disk."""
     units, folder = dict.fromkeys(kernel.unit for kernel in kernels), cache_folder()
-    units = [unit for unit in units if not _ready_for(unit, unit.arch(major, minor))]
+    units = [unit for unit in units if not _packaged_arch_for(unit, unit.arch(major, minor))]
     version = nvrtc().version if units else (0, 0)
-    paths = {unit: folder and folder / f"{_key(unit, unit.arch(major, minor), version)}.cubin" for unit in units}
+    paths = {unit: folder and folder / f"{_cache_key(unit, unit.arch(major, minor), version)}.cubin" for unit in units}
     return [unit for unit, path in paths.items() if (unit, unit.arch(major, minor)) not in compiled_codes and not (path and path.exists())]
 
 
-def prepare(units: Sequence[KernelId], major: int, minor: int, *, progress: Callable[[], None] = lambda: None) -> None:
+def compile_kernels(units: Sequence[KernelId], major: int, minor: int, *, progress: Callable[[], None] = lambda: None) -> None:
     """Compile beforehand, as many at a time as this process has cores. progress: called after each.
 
     Raises:
@@ -396,7 +396,7 @@ def prepare(units: Sequence[KernelId], major: int, minor: int, *, progress: Call
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with ThreadPoolExecutor(max_workers=min(cores, len(units)), thread_name_prefix="exl2nb-nvrtc") as pool:
-        for _ in pool.map(lambda unit: code_of(unit, major, minor), units):
+        for _ in pool.map(lambda unit: kernel_code_of(unit, major, minor), units):
             progress()
 
 
@@ -405,7 +405,7 @@ def prepare(units: Sequence[KernelId], major: int, minor: int, *, progress: Call
 _texts: dict[str, ctypes.Array[ctypes.c_char]] = {}  # symbols and messages that C++ holds pointers to
 
 
-def _kept(text: str) -> int:
+def _c_string_address(text: str) -> int:
     kept = _texts.setdefault(text, ctypes.create_string_buffer(text.encode()))
     return ctypes.addressof(kept)
 
@@ -418,19 +418,19 @@ def compiler_answer(source: bytes, name: bytes, major: int, minor: int, code: ct
     """KernelCode of csrc/cuda/runtime/kernel.h."""
     try:
         kernel = KernelId(source.decode(), name.decode())
-        found = code_of(kernel, major, minor)
-        text[0] = _kept(symbol(found, kernel.name))
+        found = kernel_code_of(kernel, major, minor)
+        text[0] = _c_string_address(kernel_symbol(found, kernel.name))
         code[0] = ctypes.cast(ctypes.c_char_p(found), ctypes.c_void_p).value
         return 0
     except BaseException as reason:  # an exception must not pass through C++
-        text[0] = _kept(f"{type(reason).__name__}: {reason}")
+        text[0] = _c_string_address(f"{type(reason).__name__}: {reason}")
         return 1
 
 
 _library: ctypes.CDLL | None = None
 
 
-def connect(path: Path) -> None:
+def connect_library(path: Path) -> None:
     """Register this module as the source of kernel code for the compiled library at `path`."""
     global _library
     _library = ctypes.CDLL(str(path))
@@ -440,7 +440,7 @@ def connect(path: Path) -> None:
     ready_made.cache_clear()  # the driver's version is known now
 
 
-def _ids(lines: bytes) -> list[KernelId]:
+def _kernel_ids(lines: bytes) -> list[KernelId]:
     return [KernelId(*line.split("\t")) for line in lines.decode().splitlines()]
 
 
@@ -450,7 +450,7 @@ def driver_version() -> tuple[int, int]:
     return number // 1000, number % 1000 // 10
 
 
-def problem() -> str:
+def kernel_problem() -> str:
     """Why kernels cannot run on the current GPU; empty where they can."""
     assert _library is not None
     return (_library.exl2nb_kernel_problem() or b"").decode()
@@ -459,10 +459,10 @@ def problem() -> str:
 def every_kernel() -> list[KernelId]:
     """All kernels that the library may launch."""
     assert _library is not None
-    return _ids(_library.exl2nb_all_kernels())
+    return _kernel_ids(_library.exl2nb_all_kernels())
 
 
-def noted(run: Callable[[], object]) -> list[KernelId]:
+def kernels_of_run(run: Callable[[], object]) -> list[KernelId]:
     """The kernels that `run` would launch in this thread; nothing is launched."""
     assert _library is not None
     _library.exl2nb_note_launches()
@@ -470,4 +470,4 @@ def noted(run: Callable[[], object]) -> list[KernelId]:
         run()
     finally:
         lines = _library.exl2nb_noted_launches()
-    return _ids(lines)
+    return _kernel_ids(lines)

@@ -16,7 +16,9 @@ from torch import Tensor
 from exl2nb.core.errors import DeviceError
 
 MOST_RANKS = 8  # kMaxRanks of peers.cuh
-HEADER_BYTES, SLOTS, NUMBER_BYTES = 256, 2, 8
+HEADER_BYTES = 256
+EXCHANGE_SLOTS = 2
+NUMBER_BYTES = 8
 _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
 _ops: Any = torch.ops.exl2nb
@@ -26,9 +28,9 @@ class _Handle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_char * 64),)  # CUipcMemHandle
 
 
-def nbytes(size: int, numbers: int) -> int:
+def peer_buffer_bytes(size: int, numbers: int) -> int:
     """Bytes of a rank's buffer for so many ranks that send so many numbers each."""
-    return HEADER_BYTES + SLOTS * size * numbers * NUMBER_BYTES
+    return HEADER_BYTES + EXCHANGE_SLOTS * size * numbers * NUMBER_BYTES
 
 
 class Peers:
@@ -56,9 +58,9 @@ class Peers:
         with torch.cuda.device(device):
             torch.zeros(1, device=device)  # makes the context current
             own, handle = ctypes.c_uint64(), _Handle()
-            self._ask("cuMemAlloc_v2", ctypes.byref(own), ctypes.c_size_t(nbytes(size, numbers)))
+            self._ask("cuMemAlloc_v2", ctypes.byref(own), ctypes.c_size_t(peer_buffer_bytes(size, numbers)))
             self._own = own.value
-            self._ask("cuMemsetD8_v2", own, ctypes.c_ubyte(0), ctypes.c_size_t(nbytes(size, numbers)))
+            self._ask("cuMemsetD8_v2", own, ctypes.c_ubyte(0), ctypes.c_size_t(peer_buffer_bytes(size, numbers)))
             torch.cuda.synchronize(device)
             self._ask("cuIpcGetMemHandle", ctypes.byref(handle), own)
             addresses = []

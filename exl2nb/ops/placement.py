@@ -10,7 +10,7 @@ import torch
 from exl2nb.core import env
 from exl2nb.core.errors import DeviceError, OptionError
 from exl2nb.core.options import shown
-from exl2nb.ops._load import load
+from exl2nb.ops._load import load_libraries
 
 _DEVICE_NAME = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?")
 
@@ -65,7 +65,7 @@ def pick_device(device: str | torch.device | None, *, where: str = "load", needs
         raise OptionError(f"{where}: device is {shown(wanted)}; expected one of auto, cpu, cuda, cuda:<number>")
     if wanted == "cpu":
         return wanted
-    libraries = load()
+    libraries = load_libraries()
     if wanted == "auto":
         return libraries.best_device()
     advice = "`exl2nb doctor` says more"

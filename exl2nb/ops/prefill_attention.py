@@ -27,13 +27,13 @@ from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_fla
 from exl2nb.ops import kv_codes
 from exl2nb.ops.cuda_attention import merge_parts
 
-WIDEST = 256  # head_dim
-HOPPER_FROM = (
+MAX_HEAD_DIM = 256  # head_dim
+HOPPER_MIN_TOKENS = (
     2048  # tokens of a usual prompt from which on torch's kernel is known to be quicker on Hopper than flash-attn's with grouped heads
 )
-USUAL = 512  # prompts of a multiple of this many tokens have lengths that recur
-PIECE = 1024  # so do pieces of long prompts
-BLOCK = 2048  # keys before a piece, a power of two; as few as can take longer to compile for (60 ms a length) than they save
+USUAL_PROMPT_MULTIPLE = 512  # prompts of a multiple of this many tokens have lengths that recur
+PROMPT_CHUNK_TOKENS = 1024  # so do pieces of long prompts
+KEY_BLOCK_TOKENS = 2048  # keys before a piece, a power of two; as few as can take longer to compile for (60 ms a length) than they save
 
 
 class FlashAttention(NamedTuple):
@@ -66,8 +66,8 @@ def flash_attention() -> FlashAttention:
 
 
 def can_attend(head_dim: int, *, window: int = 0, softcap: float = 0.0) -> bool:
-    """Whether `attend` takes such heads. window: keys that a token sees, itself included; 0 = all."""
-    if head_dim % 8 or head_dim > WIDEST:
+    """Whether `attend_prefix` takes such heads. window: keys that a token sees, itself included; 0 = all."""
+    if head_dim % 8 or head_dim > MAX_HEAD_DIM:
         return False
     if not window and not softcap:
         return True
@@ -75,7 +75,7 @@ def can_attend(head_dim: int, *, window: int = 0, softcap: float = 0.0) -> bool:
     return flash.call is not None and (flash.caps or not softcap)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int = 0, softcap: float = 0.0) -> Tensor:
+def attend_prefix(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int = 0, softcap: float = 0.0) -> Tensor:
     """Attention of the last n of `length` tokens.
 
     Args:
@@ -88,10 +88,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int = 0, so
     flash, (n, length) = flash_attention(), (q.shape[0], k.shape[0])
     share = q.shape[1] // k.shape[1]
     if not window and not softcap and (blocks := blocks_before(n, length)) and _can_use_cudnn(q, k, v):
-        return _in_blocks(q, k, v, scale, blocks)
+        return _attend_in_blocks(q, k, v, scale, blocks)
     # torch's quickest kernel is compiled for every new length, which takes longer than all of a short prompt
-    usual = n == length and n % USUAL == 0
-    torchs = flash.hopper and usual and not window and not softcap and (share == 1 or n >= HOPPER_FROM)
+    usual = n == length and n % USUAL_PROMPT_MULTIPLE == 0
+    torchs = flash.hopper and usual and not window and not softcap and (share == 1 or n >= HOPPER_MIN_TOKENS)
     if flash.call is not None and not torchs:
         options = {"softcap": softcap} if softcap else {}
         sides = (window - 1, 0) if window else (-1, -1)
@@ -100,12 +100,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int = 0, so
         k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
     q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
-    y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped) if usual else _behind(q, k, v, scale)
+    y = (
+        F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+        if usual
+        else _attend_behind(q, k, v, scale)
+    )
     return y[0].transpose(0, 1).reshape(n, -1)
 
 
 def blocks_before(n: int, length: int) -> list[int]:
-    """Runs of keys before the last n tokens to be attended to apart: each `BLOCK` times a power of two, the longest first.
+    """Runs of keys before the last n tokens to be attended to apart: each `KEY_BLOCK_TOKENS` times a power of two, the longest first.
 
     Empty where the keys are too few for that to be quicker, or n is no usual number. Keys that are left over go with the n.
 
@@ -113,30 +117,30 @@ def blocks_before(n: int, length: int) -> list[int]:
         >>> blocks_before(2048, 30000)
         [16384, 8192, 2048]
     """
-    left, blocks = (length - n) // BLOCK * BLOCK, []
-    while n % PIECE == 0 and left:
+    left, blocks = (length - n) // KEY_BLOCK_TOKENS * KEY_BLOCK_TOKENS, []
+    while n % PROMPT_CHUNK_TOKENS == 0 and left:
         blocks.append(1 << (left.bit_length() - 1))
         left -= blocks[-1]
     return blocks
 
 
-def _params(q: Tensor, k: Tensor, v: Tensor) -> SDPAParams:
+def _sdpa_params(q: Tensor, k: Tensor, v: Tensor) -> SDPAParams:
     one, keys, values = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
     return SDPAParams(one, keys, values, None, 0.0, False, q.shape[1] != k.shape[1])
 
 
 def _reads_groups(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether torch has a kernel here that reads grouped heads as they are."""
-    return q.shape[-1] % 8 == 0 and can_use_flash_attention(_params(q, k, v))
+    return q.shape[-1] % 8 == 0 and can_use_flash_attention(_sdpa_params(q, k, v))
 
 
 def _can_use_cudnn(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether cuDNN's attention, which is quick on Hopper, can be used here, and FlashAttention beside it."""
     hopper = q.is_cuda and torch.cuda.get_device_capability(q.device)[0] == 9
-    return hopper and _reads_groups(q, k, v) and can_use_cudnn_attention(_params(q, k, v))
+    return hopper and _reads_groups(q, k, v) and can_use_cudnn_attention(_sdpa_params(q, k, v))
 
 
-def _in_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float, blocks: list[int]) -> Tensor:
+def _attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float, blocks: list[int]) -> Tensor:
     """Attention to runs of keys, each read whole by cuDNN's kernel, and to the rest up to a token itself, put together."""
     n, begin, done = len(q), 0, []
     qs, ks, vs = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
@@ -166,7 +170,7 @@ def attend_whole(
     n, share = q.shape[0], q.shape[1] // k_pool.shape[1]
     used = pages[: -(-end // kv_codes.page_size(k_pool))]
     keys, values = (
-        kv_codes.read(pool, used, q.shape[2]).transpose(0, 1).flatten(1, 2)[:, :end].repeat_interleave(share, 0)[None]
+        kv_codes.read_pages(pool, used, q.shape[2]).transpose(0, 1).flatten(1, 2)[:, :end].repeat_interleave(share, 0)[None]
         for pool in (k_pool, v_pool)
     )
     place = torch.arange(end, device=q.device)
@@ -180,7 +184,7 @@ def attend_whole(
     return y[0].transpose(0, 1).reshape(n, -1)
 
 
-def _behind(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+def _attend_behind(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """Causal attention where the queries `(1, Hq, n, D)` are at the end of the keys `(1, Hkv, length, D)`.
 
     Hkv may be less than Hq where `_reads_groups`. As torch.nn.attention.bias.causal_lower_right has it, whose import takes seconds: it

@@ -19,17 +19,19 @@ from torch import Tensor
 
 from exl2nb.ops import blob as layout
 from exl2nb.ops import gpu
-from exl2nb.ops._library import REFERENCES, check, define, dynamic_size
+from exl2nb.ops._library import REFERENCE_OPS, check_argument, define_op, dynamic_size
+from exl2nb.ops.blob_weights import pack_concat
 from exl2nb.ops.interpreter import CpuBackend, Inputs, interpret
 from exl2nb.ops.kv_codes import page_size
-from exl2nb.ops.records import ADDRESS, REAL, SCHEMA, EmbedOp, HeadOp, Op, QkvOp, ResidualOutOp, RoutedOp, words_of
-from exl2nb.ops.reference import ACTIVATIONS
-from exl2nb.ops.weights import pack_concat
+from exl2nb.ops.records import ADDRESS_KIND, OP_SCHEMA, REAL_KIND, EmbedOp, HeadOp, Op, QkvOp, ResidualOutOp, RoutedOp, words_of
+from exl2nb.ops.reference import ACTIVATION_NAMES
 
 if TYPE_CHECKING:
     from exl2nb.ops.peers import Peers
 
-MAGIC, VERSION, HEADER_WORDS = 0x3147525032584558, 4, 5
+PROGRAM_MAGIC = 0x3147525032584558
+PROGRAM_VERSION = 4
+HEADER_WORDS = 5
 
 _programs: weakref.WeakValueDictionary[int, Program] = weakref.WeakValueDictionary()
 _ids = itertools.count(1)
@@ -37,8 +39,8 @@ _ids = itertools.count(1)
 
 def _text(kind: str, word: int, tensors: Mapping[int, Tensor]) -> str:
     """A word that is not 0, as `Program.dump` writes it."""
-    if kind != ADDRESS:
-        return f"{struct.unpack('<d', struct.pack('<q', word))[0]:.9g}" if kind == REAL else str(word)
+    if kind != ADDRESS_KIND:
+        return f"{struct.unpack('<d', struct.pack('<q', word))[0]:.9g}" if kind == REAL_KIND else str(word)
     tensor = tensors[word]
     if tensor.dtype == torch.uint8:
         return f"blob{list(layout.shape(tensor))}".replace(" ", "")
@@ -91,7 +93,7 @@ class Program:
         """On the GPU: numbers in the largest matrix before the head."""
         head = self._head
         others = (known for address, known in self.heads.items() if head is None or address != head.data_ptr())
-        return max((math.prod(gpu.shape_of(known)) for known in others), default=0)
+        return max((math.prod(gpu.head_shape(known)) for known in others), default=0)
 
     @property
     def outputs(self) -> int:
@@ -120,7 +122,7 @@ class Program:
         """int64 1-D: header (magic, version, length, id, hidden size), then the ops."""
         if self._code is None:
             length = HEADER_WORDS + len(self._words)
-            self._code = torch.tensor([MAGIC, VERSION, length, self.id, self._hidden, *self._words], dtype=torch.int64)
+            self._code = torch.tensor([PROGRAM_MAGIC, PROGRAM_VERSION, length, self.id, self._hidden, *self._words], dtype=torch.int64)
         return self._code
 
     def dump(self) -> str:
@@ -128,7 +130,7 @@ class Program:
 
         A tensor is its dtype and shape, a matrix "blob" and its shape. Fields that are 0 are left out.
         """
-        names = {code: (name, kinds) for name, (code, kinds) in SCHEMA.items()}
+        names = {code: (name, kinds) for name, (code, kinds) in OP_SCHEMA.items()}
         tensors = {tensor.data_ptr(): tensor for tensor in self._tensors}
         lines, at = [], 0
         while at < len(self._words):
@@ -155,7 +157,7 @@ class Program:
         """One step: logits f32 `(R, V)` of the rows `logit_rows`, or the residual stream f32 `(T, H)` of a program that ends with
         residual_out; K and V of all layers are written to their slots.
 
-        lora: words of an `ops.lora.LoraTable` of this program. adapters: int32 `(T,)`, its row for each token, -1 for none.
+        lora: words of an `ops.lora_table.LoraTable` of this program. adapters: int32 `(T,)`, its row for each token, -1 for none.
 
         Raises:
             RuntimeError, ValueError: an id, position, slot, page or row is out of range, or a pool does not fit; nothing is written then.
@@ -187,10 +189,10 @@ class Program:
             return self._address(value)
         if kind == "float":
             return struct.unpack("<q", struct.pack("<d", value))[0]
-        return ACTIVATIONS.index(value) if kind == "Activation" else int(value)
+        return ACTIVATION_NAMES.index(value) if kind == "Activation" else int(value)
 
     def _address(self, tensor: Tensor) -> int:
-        check(
+        check_argument(
             tensor.is_contiguous() and tensor.device.type == self.device.type,
             "Program",
             "a tensor",
@@ -201,7 +203,7 @@ class Program:
         return tensor.data_ptr()
 
     def _f32(self, tensor: Tensor) -> int:
-        check(tensor.dtype == torch.float32, "Program", "dtype of a norm, bias, cos or sin", tensor.dtype, "torch.float32")
+        check_argument(tensor.dtype == torch.float32, "Program", "dtype of a norm, bias, cos or sin", tensor.dtype, "torch.float32")
         if self.device.type != "cpu" and tensor.data_ptr() % 16:  # its kernels read four numbers at once
             tensor = tensor.clone()
         return self._address(tensor)
@@ -214,16 +216,20 @@ class Program:
             return {"table": self._address(torch.tensor(addresses, dtype=torch.int64))}
         words = []
         for parts, blobs in ((2, up), (1, down)):
-            table = gpu.expert_table([self.heads[blob.data_ptr()] for blob in blobs], parts)
-            copy = table.to(self.device)
-            self._tensors += [table, copy]
-            words += [table.data_ptr(), copy.data_ptr()]
+            words += self._expert_table([self.heads[blob.data_ptr()] for blob in blobs], parts)
         self._tensors.append(torch.tensor(words, dtype=torch.int64))
         known = {"table": self._tensors[-1].data_ptr()}
         if op.shared_gate is not None:  # one product for both
             self._blob(op.blob)
             known["blob"] = self._blob(pack_concat([op.blob, op.shared_gate]))
         return known
+
+    def _expert_table(self, heads: list[Tensor], parts: int) -> tuple[int, int]:
+        """On the GPU: the addresses of a table of experts on the host and on the device."""
+        table = gpu.expert_table(heads, parts)
+        copy = table.to(self.device)
+        self._tensors += [table, copy]
+        return table.data_ptr(), copy.data_ptr()
 
     def _blob(self, blob: Tensor) -> int:
         layout.shape(blob)
@@ -249,20 +255,20 @@ def _decode_step(
     lora: Tensor | None = None,
     adapters: Tensor | None = None,
 ) -> Tensor:
-    key = int(program[3]) if program.dtype == torch.int64 and len(program) > HEADER_WORDS and int(program[0]) == MAGIC else 0
-    check(key in _programs, "decode_step", "program", tuple(program.shape), "the code of a Program that is alive")
+    key = int(program[3]) if program.dtype == torch.int64 and len(program) > HEADER_WORDS and int(program[0]) == PROGRAM_MAGIC else 0
+    check_argument(key in _programs, "decode_step", "program", tuple(program.shape), "the code of a Program that is alive")
     pages = k_pools[0].shape[0] if k_pools else 0
     inside = len(slots) == 0 or (int(slots.min()) >= 0 and int(slots.max()) < pages * page_size(k_pools[0]))
-    check(inside, "decode_step", "a slot", slots.tolist()[:8], f"below {pages} pages")
-    check((lora is None) == (adapters is None), "decode_step", "lora and adapters", "one of them", "both or none")
+    check_argument(inside, "decode_step", "a slot", slots.tolist()[:8], f"below {pages} pages")
+    check_argument((lora is None) == (adapters is None), "decode_step", "lora and adapters", "one of them", "both or none")
     fits = adapters is None or tuple(adapters.shape) == (len(ids),)
-    check(fits, "decode_step", "adapters", adapters is not None and tuple(adapters.shape), f"({len(ids)},)")
+    check_argument(fits, "decode_step", "adapters", adapters is not None and tuple(adapters.shape), f"({len(ids)},)")
     inputs = Inputs(ids, positions, slots, block_table, cu_seqlens, context_lens, logit_rows)
-    backend = CpuBackend(inputs, k_pools, v_pools, kernels=REFERENCES, lora=lora, adapters=adapters)
+    backend = CpuBackend(inputs, k_pools, v_pools, kernels=REFERENCE_OPS, lora=lora, adapters=adapters)
     return interpret(_programs[key].steps, backend)
 
 
-_decode_step_op = define(
+_decode_step_op = define_op(
     "decode_step(Tensor program, Tensor ids, Tensor positions, Tensor slots, Tensor block_table, Tensor cu_seqlens, Tensor context_lens, "
     "Tensor logit_rows, Tensor(a!)[] k_pools, Tensor(b!)[] v_pools, Tensor? lora=None, Tensor? adapters=None) -> Tensor",
     fake=lambda program, ids, positions, slots, block_table, cu_seqlens, context_lens, logit_rows, *_, **__: torch.empty(

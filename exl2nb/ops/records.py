@@ -1,8 +1,8 @@
 """The operations of a program as records, one frozen dataclass each.
 
 A record's fields are the words of the op in a program, in their order; `csrc/format/program.h` has a struct of the same name. The type of a
-field gives the kind of its word, see `KINDS`; a field of another type is no word. `SCHEMA` and the words derive from the records, and
-loading the compiled library compares its structs with `SCHEMA`.
+field gives the kind of its word, see `KIND_OF_TYPE`; a field of another type is no word. `OP_SCHEMA` and the words derive from the records,
+and loading the compiled library compares its structs with `OP_SCHEMA`.
 """
 
 from __future__ import annotations
@@ -17,21 +17,24 @@ from torch import Tensor
 
 from exl2nb.core.errors import FormatError
 from exl2nb.ops import blob as layout
-from exl2nb.ops._library import KERNELS, check
-from exl2nb.ops.kv_codes import FORMATS
-from exl2nb.ops.reference import ACTIVATIONS
+from exl2nb.ops._library import OP_KERNELS, check_argument
+from exl2nb.ops.kv_codes import STORAGE_NUMBERS
+from exl2nb.ops.reference import ACTIVATION_NAMES
 
 Blob = Tensor  # uint8 1-D: a packed matrix
 Vector = Tensor  # f32: a norm, a bias, cos or sin
 Table = Tensor  # f32, f16 or bf16 `(rows, H)`
 Address = int  # known to the program alone; 0 in the record
-Activation = str  # one of ACTIVATIONS; the word is its index
-ADDRESS, INTEGER, REAL = "address", "integer", "real"
-KINDS = {
-    "Blob": ADDRESS, "Vector": ADDRESS, "Table": ADDRESS, "Address": ADDRESS, "int": INTEGER, "bool": INTEGER, "Activation": INTEGER,
-    "float": REAL,
+Activation = str  # one of ACTIVATION_NAMES; the word is its index
+ADDRESS_KIND = "address"
+INTEGER_KIND = "integer"
+REAL_KIND = "real"
+KIND_OF_TYPE = {
+    "Blob": ADDRESS_KIND, "Vector": ADDRESS_KIND, "Table": ADDRESS_KIND, "Address": ADDRESS_KIND,
+    "int": INTEGER_KIND, "bool": INTEGER_KIND, "Activation": INTEGER_KIND,
+    "float": REAL_KIND,
 }  # fmt: skip
-OPS: dict[str, type[Op]] = {}
+OP_RECORDS: dict[str, type[Op]] = {}
 """Name of an op -> its record, in the order of their codes."""
 
 
@@ -45,7 +48,7 @@ class Op:
     def __init_subclass__(cls, *, name: str = "", code: int = 0) -> None:
         if name:
             cls.name, cls.code = name, code
-            OPS[name] = cls
+            OP_RECORDS[name] = cls
 
     def arguments(self, *inputs: Any) -> tuple[Any, ...]:
         """The arguments of the single op, in its order. inputs: the tensors of a step that it takes, in that order too."""
@@ -53,7 +56,7 @@ class Op:
 
     def __call__(self, *inputs: Any) -> Any:
         """Compute the op by itself. inputs: as `arguments` takes them."""
-        return KERNELS[self.name](*self.arguments(*inputs))
+        return OP_KERNELS[self.name](*self.arguments(*inputs))
 
     def check(self, hidden: int) -> None:
         """Raise ValueError where a matrix does not fit the residual stream of `hidden` numbers, or a vector does not fit its matrix."""
@@ -97,13 +100,16 @@ class EmbedOp(Op, name="embed", code=1):
 
     def __post_init__(self) -> None:
         table, places = self.table, self.position_table
-        check(table.dtype in layout.DENSE, f"Program.{self.name}", "table dtype", table.dtype, "float32, float16 or bfloat16")
-        fits = places is None or (places.dtype in layout.DENSE and places.shape[1:] == table.shape[1:])
+        check_argument(
+            table.dtype in layout.DENSE_DTYPES, f"Program.{self.name}", "table dtype", table.dtype, "float32, float16 or bfloat16"
+        )
+        fits = places is None or (places.dtype in layout.DENSE_DTYPES and places.shape[1:] == table.shape[1:])
         found = places is not None and (places.dtype, places.shape)
-        check(fits, f"Program.{self.name}", "position_table", found, f"float (*, {table.shape[1]})")
-        self._derive(dtype=layout.DENSE.index(table.dtype), vocab=table.shape[0], width=table.shape[1])
+        check_argument(fits, f"Program.{self.name}", "position_table", found, f"float (*, {table.shape[1]})")
+        self._derive(dtype=layout.DENSE_DTYPES.index(table.dtype), vocab=table.shape[0], width=table.shape[1])
         self._derive(
-            position_dtype=0 if places is None else layout.DENSE.index(places.dtype), max_positions=0 if places is None else places.shape[0]
+            position_dtype=0 if places is None else layout.DENSE_DTYPES.index(places.dtype),
+            max_positions=0 if places is None else places.shape[0],
         )
 
     def arguments(self, *inputs: Any) -> tuple[Any, ...]:
@@ -147,7 +153,9 @@ class QkvOp(NormedOp, name="norm_qkv_rope", code=2):
 
     def __post_init__(self) -> None:
         shapes = self.cos.shape, self.sin.shape
-        check(shapes[0] == shapes[1] and len(shapes[0]) == 2, f"Program.{self.name}", "cos, sin", shapes, "(max_pos, rotary_dim / 2)")
+        check_argument(
+            shapes[0] == shapes[1] and len(shapes[0]) == 2, f"Program.{self.name}", "cos, sin", shapes, "(max_pos, rotary_dim / 2)"
+        )
         self._derive(max_positions=self.cos.shape[0], rope_half=self.cos.shape[1])
         D = self.head_dim
         for side, norm in (("q", self.q_norm), ("k", self.k_norm)):
@@ -160,7 +168,7 @@ class QkvOp(NormedOp, name="norm_qkv_rope", code=2):
         _check_shapes(op, self.blob, self.norm, self.norm_bias, self.bias, (self.num_heads + 2 * self.num_kv_heads) * D)
         for norm, heads in ((self.q_norm, self.num_heads), (self.k_norm, self.num_kv_heads)):
             fits = norm is None or tuple(norm.shape) in ((D,), (heads, D), (heads * D,))
-            check(fits, op, "head norm", norm is not None and norm.shape, f"({D},), ({heads}, {D}) or ({heads * D},)")
+            check_argument(fits, op, "head norm", norm is not None and norm.shape, f"({D},), ({heads}, {D}) or ({heads * D},)")
 
     def arguments(self, *inputs: Any) -> tuple[Any, ...]:
         """As `Op.arguments`."""
@@ -204,7 +212,7 @@ class ResidualOp(Op, name="linear_residual", code=4):
         op = f"Program.{self.name}"
         _check_shapes(op, self.blob, None, None, self.bias, hidden)
         fits = self.norm is None or tuple(self.norm.shape) == (hidden,)
-        check(fits, op, "norm", self.norm is not None and tuple(self.norm.shape), f"({hidden},)")
+        check_argument(fits, op, "norm", self.norm is not None and tuple(self.norm.shape), f"({hidden},)")
 
     def arguments(self, *inputs: Any) -> tuple[Any, ...]:
         """As `Op.arguments`."""
@@ -225,8 +233,8 @@ class GateUpOp(NormedOp, name="norm_gate_up", code=5):
     side: bool = False
 
     def __post_init__(self) -> None:
-        names = ", ".join(ACTIVATIONS)
-        check(self.activation in ACTIVATIONS, f"Program.{self.name}", "activation", repr(self.activation), f"one of {names}")
+        names = ", ".join(ACTIVATION_NAMES)
+        check_argument(self.activation in ACTIVATION_NAMES, f"Program.{self.name}", "activation", repr(self.activation), f"one of {names}")
 
     def check(self, hidden: int) -> None:
         """As `Op.check`."""
@@ -234,7 +242,7 @@ class GateUpOp(NormedOp, name="norm_gate_up", code=5):
 
     def arguments(self, *inputs: Any) -> tuple[Any, ...]:
         """As `Op.arguments`."""
-        index = ACTIVATIONS.index(self.activation)
+        index = ACTIVATION_NAMES.index(self.activation)
         return *inputs, self.norm, self.eps, self.blob, self.bias, index, self.norm_bias, self.layer_norm, self.gated
 
 
@@ -286,12 +294,14 @@ class RoutedOp(NormedOp, name="routed_mlp", code=7):
 
     def __post_init__(self) -> None:
         op, count = self.name, len(self.up)
-        check(self.activation in ACTIVATIONS, op, "activation", repr(self.activation), f"one of {', '.join(ACTIVATIONS)}")
-        check(count == len(self.down) > 0, op, "number of up and down matrices", (count, len(self.down)), "one of each per expert")
-        check(0 < self.top_k <= count, op, "top_k", self.top_k, f"1 to {count} (the experts)")
-        check(self.renormalize >= 0, op, "renormalize", self.renormalize, "0 or more")
+        check_argument(
+            self.activation in ACTIVATION_NAMES, op, "activation", repr(self.activation), f"one of {', '.join(ACTIVATION_NAMES)}"
+        )
+        check_argument(count == len(self.down) > 0, op, "number of up and down matrices", (count, len(self.down)), "one of each per expert")
+        check_argument(0 < self.top_k <= count, op, "top_k", self.top_k, f"1 to {count} (the experts)")
+        check_argument(self.renormalize >= 0, op, "renormalize", self.renormalize, "0 or more")
         half = (self.shared_up is None) != (self.shared_down is None)
-        check(not half, op, "shared expert", "half there", "shared_up and shared_down")
+        check_argument(not half, op, "shared expert", "half there", "shared_up and shared_down")
         self._derive(experts=count)
 
     def check(self, hidden: int) -> None:
@@ -300,15 +310,15 @@ class RoutedOp(NormedOp, name="routed_mlp", code=7):
         inner, shared = (0 if blob is None else layout.shape(blob)[0] for blob in (self.down[0], self.shared_down))
         _check_shapes(op, self.blob, self.norm, self.norm_bias, None, self.experts)
         for blob, K, N in self._shapes(hidden, inner, shared):
-            check(layout.shape(blob) == (K, N), op, "shape of a matrix", layout.shape(blob), str((K, N)))
+            check_argument(layout.shape(blob) == (K, N), op, "shape of a matrix", layout.shape(blob), str((K, N)))
         fits = self.post_norm is None or tuple(self.post_norm.shape) == (hidden,)
-        check(fits, op, "post_norm", self.post_norm is not None and self.post_norm.shape, f"({hidden},)")
+        check_argument(fits, op, "post_norm", self.post_norm is not None and self.post_norm.shape, f"({hidden},)")
 
     def arguments(self, *inputs: Any) -> tuple[Any, ...]:
         """As `Op.arguments`."""
         return (
             *inputs, self.norm, self.eps, self.blob, list(self.up), list(self.down), self.top_k, self.renormalize,
-            ACTIVATIONS.index(self.activation), self.norm_bias, self.layer_norm, self.shared_up, self.shared_down, self.shared_gate,
+            ACTIVATION_NAMES.index(self.activation), self.norm_bias, self.layer_norm, self.shared_up, self.shared_down, self.shared_gate,
             self.post_norm, self.post_eps, self.scale,
         )  # fmt: skip
 
@@ -338,10 +348,10 @@ MatrixOp = QkvOp | ResidualOp | GateUpOp | HeadOp
 def words_of(op: type[Op]) -> list[tuple[str, str]]:
     """The name and the type of every field of an op that is a word, without "| None"."""
     found = ((one.name, str(one.type).removesuffix(" | None")) for one in fields(op))
-    return [(name, kind) for name, kind in found if kind in KINDS]
+    return [(name, kind) for name, kind in found if kind in KIND_OF_TYPE]
 
 
-SCHEMA = {name: (op.code, {field: KINDS[kind] for field, kind in words_of(op)}) for name, op in OPS.items()}
+OP_SCHEMA = {name: (op.code, {field: KIND_OF_TYPE[kind] for field, kind in words_of(op)}) for name, op in OP_RECORDS.items()}
 """Name of an op -> its code, and the kinds of its words by field."""
 
 
@@ -355,8 +365,8 @@ def check_schema(text: str) -> None:
         FormatError: they differ; names the op, or cache_formats, and the first field.
     """
     theirs = {name: fields for name, *fields in (line.split() for line in text.splitlines())}
-    ours = {f"op {name}": [str(code), *(f"{field}:{kind}" for field, kind in kinds.items())] for name, (code, kinds) in SCHEMA.items()}
-    ours["cache_formats"] = [f"{name}:{number}" for name, number in FORMATS.items()]
+    ours = {f"op {name}": [str(code), *(f"{field}:{kind}" for field, kind in kinds.items())] for name, (code, kinds) in OP_SCHEMA.items()}
+    ours["cache_formats"] = [f"{name}:{number}" for name, number in STORAGE_NUMBERS.items()]
     for name, expected in ours.items():
         found = theirs.get(name.removeprefix("op "), [])
         if found != expected:
@@ -369,7 +379,7 @@ def check_schema(text: str) -> None:
 
 def _check_shapes(op: str, blob: Blob, norm: Vector | None, norm_bias: Vector | None, bias: Vector | None, outputs: int) -> None:
     K, N = layout.shape(blob)
-    check(outputs == N, op, "outputs of the blob", N, str(outputs))
+    check_argument(outputs == N, op, "outputs of the blob", N, str(outputs))
     for name, vector in (("norm", norm), ("norm_bias", norm_bias)):
-        check(vector is None or tuple(vector.shape) == (K,), op, name, vector is not None and tuple(vector.shape), f"({K},)")
-    check(bias is None or tuple(bias.shape) == (N,), op, "bias", bias is not None and tuple(bias.shape), f"({N},)")
+        check_argument(vector is None or tuple(vector.shape) == (K,), op, name, vector is not None and tuple(vector.shape), f"({K},)")
+    check_argument(bias is None or tuple(bias.shape) == (N,), op, "bias", bias is not None and tuple(bias.shape), f"({N},)")

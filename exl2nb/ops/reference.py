@@ -14,7 +14,7 @@ from exl2nb.ops import kv_codes
 if TYPE_CHECKING:
     from exl2nb.ops.records import QkvOp, RoutedOp
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+ACTIVATION_NAMES = ("silu", "gelu", "gelu_tanh")
 
 
 def embed(table: Tensor, ids: Tensor, scale: float = 1.0, position_table: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
@@ -121,8 +121,8 @@ def norm_qkv_rope(x: Tensor, layer: QkvOp, positions: Tensor, slots: Tensor, k_p
     q, k, v = y.split([a.num_heads, a.num_kv_heads, a.num_kv_heads], 1)
     cos, sin = a.cos[positions.long()], a.sin[positions.long()]
     q, k = (rope(head_norm(z, weight, a.eps, a.layer_norm), cos, sin, a.interleaved) for z, weight in ((q, a.q_norm), (k, a.k_norm)))
-    kv_codes.write(k_pool, slots, k)
-    kv_codes.write(v_pool, slots, v)
+    kv_codes.write_slots(k_pool, slots, k)
+    kv_codes.write_slots(v_pool, slots, v)
     return q.contiguous()
 
 
@@ -149,7 +149,7 @@ def paged_attention(
             continue
         pages = block_table[b, : (length + P - 1) // P].long()
         keys, values = (
-            kv_codes.read(pool, pages, D).transpose(0, 1).reshape(Hkv, -1, D)[:, :length].repeat_interleave(Hq // Hkv, 0)
+            kv_codes.read_pages(pool, pages, D).transpose(0, 1).reshape(Hkv, -1, D)[:, :length].repeat_interleave(Hq // Hkv, 0)
             for pool in (k_pool, v_pool)
         )
         scores = torch.einsum("qhd,hkd->hqk", queries, keys) * scale
@@ -163,7 +163,7 @@ def paged_attention(
 
 
 def activate(x: Tensor, activation: str) -> Tensor:
-    """One of ACTIVATIONS, elementwise."""
+    """One of ACTIVATION_NAMES, elementwise."""
     if activation == "silu":
         return F.silu(x)
     return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")

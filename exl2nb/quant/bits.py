@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from exl2nb.core.errors import OptionError
 
-WIDTHS = (2, 3, 4, 5, 6, 8)
+CODE_WIDTHS = (2, 3, 4, 5, 6, 8)
 Groups = list[tuple[int, int]]  # (bits, rows) from top to bottom
 
 
@@ -56,7 +56,7 @@ def group_layout(
 
     Args:
         in_features: K, a multiple of 32.
-        bits: widths, strictly falling, each one of WIDTHS.
+        bits: widths, strictly falling, each one of CODE_WIDTHS.
         bits_prop: share of rows per width, adding up to 1.
         group_size: rows per group, a multiple of 32: one number, one per width, or a mapping from width (also as a string) to rows.
 
@@ -74,9 +74,9 @@ def group_layout(
     sizes = _sizes(bits, group_size)
     if in_features <= 0 or in_features % 32:
         raise OptionError(f"in_features is {in_features}; expected a positive multiple of 32")
-    if not bits or len(bits_prop) != len(bits) or any(b not in WIDTHS for b in bits) or list(bits) != sorted(set(bits), reverse=True):
+    if not bits or len(bits_prop) != len(bits) or any(b not in CODE_WIDTHS for b in bits) or list(bits) != sorted(set(bits), reverse=True):
         raise OptionError(
-            f"bits is {list(bits)} with {len(bits_prop)} shares; expected strictly falling widths of {WIDTHS} and as many shares"
+            f"bits is {list(bits)} with {len(bits_prop)} shares; expected strictly falling widths of {CODE_WIDTHS} and as many shares"
         )
     if not math.isclose(sum(bits_prop), 1, abs_tol=1e-6) or min(bits_prop) < 0:
         raise OptionError(f"bits_prop is {list(bits_prop)}; expected shares that add up to 1")

@@ -10,20 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from exl2nb.quant.base import Header, Store, broken
-from exl2nb.quant.bits import WIDTHS, padded, stored_bits
+from exl2nb.quant.bits import CODE_WIDTHS, padded, stored_bits
 from exl2nb.quant.pack import pack_codes, pack_scales, unpack_codes, unpack_scales
+from exl2nb.quant.weight_source import Header, Store, broken
 
-SUFFIXES = ("q_weight", "q_scale", "q_scale_max", "q_groups", "q_invperm")
+EXL2_SUFFIXES = ("q_weight", "q_scale", "q_scale_max", "q_groups", "q_invperm")
 MAX_IN_FEATURES = 65536  # indices are 16 bits wide inside some readers
-_DTYPES = {
+_TENSOR_DTYPES = {
     "q_weight": torch.int32,
     "q_scale": torch.int32,
     "q_scale_max": torch.float16,
     "q_groups": torch.int16,
     "bias": torch.float16,
 }
-_DIMENSIONS = {"q_weight": 2, "q_scale": 2, "q_scale_max": 1, "q_groups": 1, "q_invperm": 1, "bias": 1}
+_TENSOR_DIMENSIONS = {"q_weight": 2, "q_scale": 2, "q_scale_max": 1, "q_groups": 1, "q_invperm": 1, "bias": 1}
 _INDEX_DTYPES = (torch.int32, torch.int16, torch.int64)
 
 
@@ -38,14 +38,14 @@ def check_headers(
     """Check dtypes and shapes, before any data is read.
 
     Args:
-        infos: suffix -> anything with dtype and shape, for the five SUFFIXES and perhaps "bias".
+        infos: suffix -> anything with dtype and shape, for the five EXL2_SUFFIXES and perhaps "bias".
         in_features: K that the architecture expects, or None.
         out_features: N that it expects, before padding, or None.
     """
     for suffix, info in infos.items():
-        dtypes = _INDEX_DTYPES if suffix == "q_invperm" else (_DTYPES[suffix],)
-        if info.dtype not in dtypes or len(info.shape) != _DIMENSIONS[suffix]:
-            wanted = f"{_short(dtypes[0])} with {_DIMENSIONS[suffix]} dimension(s)"
+        dtypes = _INDEX_DTYPES if suffix == "q_invperm" else (_TENSOR_DTYPES[suffix],)
+        if info.dtype not in dtypes or len(info.shape) != _TENSOR_DIMENSIONS[suffix]:
+            wanted = f"{_short(dtypes[0])} with {_TENSOR_DIMENSIONS[suffix]} dimension(s)"
             raise broken(file, f"{prefix}.{suffix}", f"{_short(info.dtype)} {tuple(info.shape)}", wanted)
     shape = {suffix: tuple(info.shape) for suffix, info in infos.items()}
     columns, groups, rows = shape["q_weight"][1], shape["q_scale"][0], shape["q_invperm"][0]
@@ -89,7 +89,7 @@ def parse_groups(table: Sequence[int], word_rows: int, prefix: str, *, file: obj
     rule(starts[0] == 0, f"group 0 starting at word row {starts[0]}", "0")
     groups = []
     for g, bits in enumerate(widths):
-        rule(bits in WIDTHS, f"group {g} of {bits} bits", f"one of {', '.join(map(str, WIDTHS))}")
+        rule(bits in CODE_WIDTHS, f"group {g} of {bits} bits", f"one of {', '.join(map(str, CODE_WIDTHS))}")
         rule(g == 0 or bits <= widths[g - 1], f"group {g} of {bits} bits after one of {widths[g - 1]}", "widths that never rise")
         words = starts[g + 1] - starts[g]
         rule(words > 0, f"group {g} from word row {starts[g]} to {starts[g + 1]} of {word_rows}", "at least one unit of 32 rows")
@@ -156,7 +156,7 @@ class Exl2Tensors:
             FormatError: a rule of FORMAT.md is broken. Names file, tensor, found and expected.
         """
         infos = {
-            suffix: store.info(f"{prefix}.{suffix}") for suffix in (*SUFFIXES, "bias") if suffix != "bias" or f"{prefix}.bias" in store
+            suffix: store.info(f"{prefix}.{suffix}") for suffix in (*EXL2_SUFFIXES, "bias") if suffix != "bias" or f"{prefix}.bias" in store
         }
         check_headers(infos, prefix, file=_file(infos), in_features=in_features, out_features=out_features)
         tensors = {suffix: store.read(f"{prefix}.{suffix}") for suffix in infos}
@@ -165,7 +165,7 @@ class Exl2Tensors:
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], prefix: str) -> Exl2Tensors:
         """The matrix under a module key, of what `tensors` has given; not validated. Raises KeyError where one is missing."""
-        found = {suffix: tensors[f"{prefix}.{suffix}"] for suffix in SUFFIXES}
+        found = {suffix: tensors[f"{prefix}.{suffix}"] for suffix in EXL2_SUFFIXES}
         return cls(**found, bias=tensors.get(f"{prefix}.bias"))
 
     def validate(
@@ -179,7 +179,7 @@ class Exl2Tensors:
         Raises:
             FormatError: names `file`, the tensor (`prefix` and suffix), found and expected.
         """
-        tensors = {suffix: getattr(self, suffix) for suffix in SUFFIXES} | ({} if self.bias is None else {"bias": self.bias})
+        tensors = {suffix: getattr(self, suffix) for suffix in EXL2_SUFFIXES} | ({} if self.bias is None else {"bias": self.bias})
         check_headers(tensors, prefix, file=file, in_features=in_features, out_features=out_features)
         groups = parse_groups(self.q_groups.tolist(), self.q_weight.shape[0], prefix, file=file)
         check_permutation(self.q_invperm, sum(rows for _, rows in groups), prefix, file=file)
@@ -219,7 +219,7 @@ class Exl2Tensors:
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:
         """Name -> tensor, as a file holds them; shapes as in the class."""
-        named = {f"{prefix}.{suffix}": getattr(self, suffix) for suffix in SUFFIXES}
+        named = {f"{prefix}.{suffix}": getattr(self, suffix) for suffix in EXL2_SUFFIXES}
         return named if self.bias is None else named | {f"{prefix}.bias": self.bias}
 
     def columns(self, index: Tensor) -> Exl2Tensors:
@@ -328,8 +328,8 @@ def encode(
         FormatError: a rule of the format is broken.
     """
     for g, (bits, _) in enumerate(groups):
-        if bits not in WIDTHS:
-            raise broken("", "encode.q_groups", f"group {g} of {bits} bits", f"one of {', '.join(map(str, WIDTHS))}")
+        if bits not in CODE_WIDTHS:
+            raise broken("", "encode.q_groups", f"group {g} of {bits} bits", f"one of {', '.join(map(str, CODE_WIDTHS))}")
     check_permutation(perm, sum(rows for _, rows in groups), "encode")
     columns = codes.shape[-1]
     extra = padded(columns) - columns

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from exl2nb.core.errors import OptionError
-from exl2nb.quant.base import Header
-from exl2nb.quant.exl2 import SUFFIXES, check_headers, check_permutation, check_scales, parse_groups
-from exl2nb.quant.pack import UNIT, unpack_codes, unpack_scales
+from exl2nb.quant.exl2 import EXL2_SUFFIXES, check_headers, check_permutation, check_scales, parse_groups
+from exl2nb.quant.pack import ROWS_PER_UNIT, unpack_codes, unpack_scales
+from exl2nb.quant.weight_source import Header
 
-__all__ = ["UNIT", "Exl2Group", "Exl2Slices", "Exl2Unit"]
+__all__ = ["ROWS_PER_UNIT", "Exl2Group", "Exl2Slices", "Exl2Unit"]
 
 
 class SliceStore(Protocol):
@@ -94,7 +94,7 @@ class Exl2Slices:
 
     def __init__(self, store: SliceStore, prefix: str) -> None:
         self._store, self.prefix = store, prefix
-        infos = {suffix: store.info(f"{prefix}.{suffix}") for suffix in SUFFIXES}
+        infos = {suffix: store.info(f"{prefix}.{suffix}") for suffix in EXL2_SUFFIXES}
         file = getattr(infos["q_weight"], "path", "")
         check_headers(infos, prefix, file=file)
         words, self.out_features = infos["q_weight"].shape
@@ -113,7 +113,7 @@ class Exl2Slices:
 
     def units(self, group: int) -> int:
         """Units of 32 rows in a group."""
-        return self.groups[group][1] // UNIT
+        return self.groups[group][1] // ROWS_PER_UNIT
 
     def locate(self, row: int) -> tuple[int, int, int]:
         """Group, unit in it and place in the unit (0..31) of an original row.
@@ -125,7 +125,7 @@ class Exl2Slices:
             raise OptionError(f"{self.prefix}: row is {row}; expected 0 to {self.in_features - 1}")
         stored = int(self._stored_row[row])
         group = next(g for g in range(len(self.groups)) if stored < self._first_row[g + 1])
-        unit, place = divmod(stored - self._first_row[group], UNIT)
+        unit, place = divmod(stored - self._first_row[group], ROWS_PER_UNIT)
         return group, unit, place
 
     def group(self, group: int) -> Exl2Group:
@@ -160,7 +160,7 @@ class Exl2Slices:
         if not 0 <= unit < self.units(group):
             raise OptionError(f"{self.prefix}: unit is {unit}; group {group} has units 0 to {self.units(group) - 1}")
         bits = self.groups[group][0]
-        first_word, first_row = self._first_word[group] + unit * bits, self._first_row[group] + unit * UNIT
+        first_word, first_row = self._first_word[group] + unit * bits, self._first_row[group] + unit * ROWS_PER_UNIT
         words = self._store.read(f"{self.prefix}.q_weight", rows=(first_word, first_word + bits))[:, column]
         codes = unpack_codes(words[:, None].contiguous(), bits)[:, 0]
         scale_word = int(self._store.read(f"{self.prefix}.q_scale", rows=(group, group + 1))[0, column // 8]) & 0xFFFFFFFF
@@ -183,6 +183,6 @@ class Exl2Slices:
             unit_step=float(unit_step),
             step=float(step),
             codes=tuple(codes.tolist()),
-            rows=tuple(self._perm[first_row : first_row + UNIT].tolist()),
+            rows=tuple(self._perm[first_row : first_row + ROWS_PER_UNIT].tolist()),
             weights=weights.numpy(),
         )

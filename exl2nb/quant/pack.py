@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from exl2nb.core.errors import FormatError
-from exl2nb.quant.bits import WIDTHS
+from exl2nb.quant.bits import CODE_WIDTHS
 
-UNIT = 32  # rows that fill whole words at every width: 32 codes of b bits are b words
+ROWS_PER_UNIT = 32  # rows that fill whole words at every width: 32 codes of b bits are b words
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
@@ -16,7 +16,7 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
 
     Args:
         codes: uint8 `(rows, N)`, each below `2**bits`; rows a multiple of 32.
-        bits: one of WIDTHS.
+        bits: one of CODE_WIDTHS.
 
     Returns:
         int32 `(rows * bits / 32, N)`, contiguous.
@@ -25,14 +25,14 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
         FormatError: another width or dtype, a row count that is not a multiple of 32, or a code that does not fit.
     """
     _check(bits, codes, torch.uint8)
-    if codes.shape[0] % UNIT:
-        raise FormatError(f"codes: found {codes.shape[0]} rows, expected a multiple of {UNIT}")
+    if codes.shape[0] % ROWS_PER_UNIT:
+        raise FormatError(f"codes: found {codes.shape[0]} rows, expected a multiple of {ROWS_PER_UNIT}")
     if codes.numel() and int(codes.max()) >> bits:
         raise FormatError(f"codes: found the code {int(codes.max())}, expected codes below {1 << bits} at {bits} bits")
-    units, columns = codes.shape[0] // UNIT, codes.shape[1]
-    source = codes.reshape(units, UNIT, columns)
+    units, columns = codes.shape[0] // ROWS_PER_UNIT, codes.shape[1]
+    source = codes.reshape(units, ROWS_PER_UNIT, columns)
     words = torch.zeros(units, bits, columns, dtype=torch.int32, device=codes.device)
-    for row in range(UNIT):
+    for row in range(ROWS_PER_UNIT):
         word, shift = divmod(row * bits, 32)
         code = source[:, row].to(torch.int32)
         words[:, word] |= code << shift
@@ -46,7 +46,7 @@ def unpack_codes(words: Tensor, bits: int) -> Tensor:
 
     Args:
         words: int32 `(rows * bits / 32, N)`.
-        bits: one of WIDTHS.
+        bits: one of CODE_WIDTHS.
 
     Returns:
         uint8 `(rows, N)`, contiguous.
@@ -59,16 +59,16 @@ def unpack_codes(words: Tensor, bits: int) -> Tensor:
         raise FormatError(f"words: found {words.shape[0]} rows of words, expected a multiple of {bits} at {bits} bits")
     units, columns = words.shape[0] // bits, words.shape[1]
     source = words.reshape(units, bits, columns)
-    codes = torch.empty(units, UNIT, columns, dtype=torch.uint8, device=words.device)
+    codes = torch.empty(units, ROWS_PER_UNIT, columns, dtype=torch.uint8, device=words.device)
     mask = (1 << bits) - 1
-    for row in range(UNIT):
+    for row in range(ROWS_PER_UNIT):
         word, shift = divmod(row * bits, 32)
         code = source[:, word] >> shift  # arithmetic: the sign bits it drags in are masked off
         if shift + bits > 32:
             low = 32 - shift
             code = (code & ((1 << low) - 1)) | (source[:, word + 1] << low)
         codes[:, row] = (code & mask).to(torch.uint8)
-    return codes.reshape(units * UNIT, columns)
+    return codes.reshape(units * ROWS_PER_UNIT, columns)
 
 
 def pack_scales(index: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ def unpack_scales(words: Tensor) -> Tensor:
 
 
 def _check(bits: int, tensor: Tensor, dtype: torch.dtype) -> None:
-    if bits not in WIDTHS:
-        raise FormatError(f"width: found {bits} bits, expected one of {', '.join(map(str, WIDTHS))}")
+    if bits not in CODE_WIDTHS:
+        raise FormatError(f"width: found {bits} bits, expected one of {', '.join(map(str, CODE_WIDTHS))}")
     if tensor.dtype != dtype or tensor.ndim != 2:
         raise FormatError(f"packing at {bits} bits: found {tensor.dtype} {tuple(tensor.shape)}, expected {dtype} with two dimensions")

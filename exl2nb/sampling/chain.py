@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from exl2nb.ops.draw import NO_DISTRIBUTION, draw_rows
+from exl2nb.ops.cpu_sample import NO_DISTRIBUTION, draw_rows
 from exl2nb.sampling.draw import Sampled, check_left, highest_logit, inverse_cdf, prob_of, report, uniform, weights_of
-from exl2nb.sampling.filters import ALL_TOKENS, PADDING, Candidates, filters_of, is_padded
+from exl2nb.sampling.filters import ALL_TOKENS, PADDING_FILTER, Candidates, filters_of, is_padded
 from exl2nb.sampling.params import SamplingParams
-from exl2nb.sampling.state import Bounds, SamplerState
+from exl2nb.sampling.sampler_state import Bounds, SamplerState
 
 _new = tuple.__new__  # half the time of `Sampled(...)`
 
@@ -141,7 +141,7 @@ def _draw(row: np.ndarray, state: SamplerState) -> int:
         return int(_draw_fused(row, state)[0])
     ids: np.ndarray | None = None
     if is_padded(state, len(row)):
-        row = PADDING.apply(row, state, ALL_TOKENS)
+        row = PADDING_FILTER.apply(row, state, ALL_TOKENS)
     if state.constraint is not None:  # adding -inf may as well come last: then a grammar that allows few tokens leaves the cuts a short row
         allowed = state.allowed()
         ids = allowed.few()
@@ -188,8 +188,8 @@ def _best(found: list[float], top: int) -> tuple[tuple[int, float], ...]:
     return tuple([(int(found[i]), found[i + 1]) for i in range(4, min(4 + 2 * top, len(found)), 2)])
 
 
-SLACK = 1e-4  # of a logit: larger than the rounding by which the cuts themselves may differ from the bounds below
-SMALL = 256  # candidates; preselection costs more than it saves below this
+ROUNDING_SLACK = 1e-4  # of a logit: larger than the rounding by which the cuts themselves may differ from the bounds below
+MIN_PRESELECT_CANDIDATES = 256  # candidates; preselection costs more than it saves below this
 
 
 def preselect(row: np.ndarray, bounds: Bounds | SamplingParams) -> tuple[np.ndarray | None, float]:
@@ -208,23 +208,25 @@ def preselect(row: np.ndarray, bounds: Bounds | SamplingParams) -> tuple[np.ndar
         before top_p and renormalises, so after top_k it is 0.
     """
     size = row.shape[0]
-    if size <= SMALL:
+    if size <= MIN_PRESELECT_CANDIDATES:
         return None, 0.0
     if bounds.top_k > 0:
         if bounds.top_k >= size:
             return None, 0.0
         floor = float(np.partition(row, size - bounds.top_k)[size - bounds.top_k])
-        return np.flatnonzero(row >= np.float32(floor - SLACK * max(1.0, abs(floor)))), 0.0
+        return np.flatnonzero(row >= np.float32(floor - ROUNDING_SLACK * max(1.0, abs(floor)))), 0.0
     if bounds.top_p >= 1.0 and bounds.min_p <= 0.0 and bounds.top_a <= 0.0:
         return None, 0.0
     highest, heat = float(row.max()), bounds.temperature
     weights = weights_of(row, highest, min(1.0 / heat, 1e30))
     total = float(weights.sum())
-    floor = max(bounds.min_p, bounds.top_a / total if total > 0 else 0.0) * (1.0 - SLACK)  # as a share of the highest weight, which is 1
+    floor = max(bounds.min_p, bounds.top_a / total if total > 0 else 0.0) * (
+        1.0 - ROUNDING_SLACK
+    )  # as a share of the highest weight, which is 1
     if bounds.top_p < 1.0:
         if bounds.top_a > 0.0:  # it counts what top_p leaves: tokens that top_p would have kept must not be missing
             floor = 0.0
-        floor = max(floor, (1.0 - bounds.top_p) / size * total * (1.0 - SLACK))
+        floor = max(floor, (1.0 - bounds.top_p) / size * total * (1.0 - ROUNDING_SLACK))
     ids = np.flatnonzero(weights >= np.float32(floor))
     if not len(ids) or not math.isfinite(total):
         return None, 0.0

@@ -7,10 +7,10 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from exl2nb.ops.draw import mask_logits
+from exl2nb.ops.cpu_sample import mask_logits
 
-FEW = 16  # where at most one token in 16 is allowed, filters work on their ids alone
-_COUNTS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(axis=1).astype(np.uint8)
+SPARSE_MASK_RATIO = 16  # where at most one token in 16 is allowed, filters work on their ids alone
+_BIT_COUNTS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(axis=1).astype(np.uint8)
 
 
 class Allowed(NamedTuple):
@@ -45,7 +45,7 @@ class Allowed(NamedTuple):
             ([40], None)
         """
         words = self.bits.view(np.uint32)
-        if _popcount(words) * FEW > 32 * len(words):
+        if _popcount(words) * SPARSE_MASK_RATIO > 32 * len(words):
             return None
         used = np.flatnonzero(words)
         at = np.flatnonzero(np.unpackbits(words[used].view(np.uint8), bitorder="little").view(bool))
@@ -61,7 +61,7 @@ def _popcount(words: np.ndarray) -> int:
     """How many bits are set in uint32 `(n,)`."""
     if hasattr(np, "bitwise_count"):  # NumPy 2
         return int(np.bitwise_count(words).sum(dtype=np.int64))
-    return int(_COUNTS.take(words.view(np.uint8)).sum(dtype=np.int64))
+    return int(_BIT_COUNTS.take(words.view(np.uint8)).sum(dtype=np.int64))
 
 
 class Constraint(Protocol):

@@ -8,13 +8,13 @@ from typing import Any
 
 from exl2nb.sampling.params import SamplingParams
 
-LIBRARY = "exl2nb"
+LIBRARY_SOURCE = "exl2nb"
 """Source of the library's own defaults."""
 NEEDS_DRAW = ("temperature", "top_p", "top_k", "min_p")
 """Options without effect on a greedy request."""
-NAMES = (*NEEDS_DRAW, "repetition_penalty")
+DEFAULT_NAMES = (*NEEDS_DRAW, "repetition_penalty")
 """Options that may have a default, in the order in which they are shown."""
-NEUTRAL: dict[str, float] = {name: getattr(SamplingParams, name) for name in NAMES}
+NEUTRAL_VALUES: dict[str, float] = {name: getattr(SamplingParams, name) for name in DEFAULT_NAMES}
 """Values with which a request samples from the model's own distribution."""
 
 
@@ -52,7 +52,7 @@ class SamplingDefaults:
     @property
     def values(self) -> dict[str, Any]:
         """The values by name of option; options without a default are missing."""
-        return {name: value for name in NAMES if (value := getattr(self, name)) is not None}
+        return {name: value for name in DEFAULT_NAMES if (value := getattr(self, name)) is not None}
 
     def __bool__(self) -> bool:
         return bool(self.values)
@@ -66,15 +66,15 @@ class SamplingDefaults:
         Args:
             options: options of the request. They may be invalid; the request itself is checked later.
         """
-        left_out = {name for name in NAMES if name in options}
+        left_out = {name for name in DEFAULT_NAMES if name in options}
         if options.get("beams", 1) != 1:
-            left_out.update(NAMES)
+            left_out.update(DEFAULT_NAMES)
         if options.get("mirostat") is True or _is_zero(options.get("temperature")):
             left_out.update(NEEDS_DRAW)
         if not _is_zero(options.get("max_temp", 0)):
             left_out.add("temperature")
         if isinstance(order := options.get("order"), (list, tuple)):
-            left_out.update(name for name in NAMES if name not in order)
+            left_out.update(name for name in DEFAULT_NAMES if name not in order)
         kept = {name: value for name, value in self.values.items() if name not in left_out}
         return SamplingDefaults(**kept, source=self.source) if kept else NO_DEFAULTS
 
@@ -82,7 +82,7 @@ class SamplingDefaults:
         values = ", ".join(f"{name} {value:g}" for name, value in self.values.items()) or "none"
         if not self or not self.source:
             return values
-        return f"{values} (library default)" if self.source == LIBRARY else f"{values} from {self.source}"
+        return f"{values} (library default)" if self.source == LIBRARY_SOURCE else f"{values} from {self.source}"
 
 
 def _is_zero(value: object) -> bool:
@@ -90,5 +90,5 @@ def _is_zero(value: object) -> bool:
 
 
 NO_DEFAULTS = SamplingDefaults()
-CHAT_DEFAULTS = SamplingDefaults(temperature=0.7, top_p=0.95, source=LIBRARY)
+CHAT_DEFAULTS = SamplingDefaults(temperature=0.7, top_p=0.95, source=LIBRARY_SOURCE)
 """Defaults of `llm.chat`, the server's chat routes and the Playground for a model that recommends no values."""

@@ -14,8 +14,8 @@ import numpy as np
 
 from exl2nb.core.errors import GenerationError
 
-BLOCK = 512  # tokens; one cumulative sum over the blocks and one inside the block that was hit
-_MASK = 2**64 - 1
+BLOCK_TOKENS = 512  # tokens; one cumulative sum over the blocks and one inside the block that was hit
+_U64_MASK = 2**64 - 1
 _local = threading.local()
 
 
@@ -28,12 +28,12 @@ def uniform(seed: int, index: int) -> float:
         >>> uniform(1, 0) == uniform(1, 0) != uniform(1, 1)
         True
     """
-    return (_mix((_mix(seed & _MASK) + (index + 1) * 0x9E3779B97F4A7C15) & _MASK) >> 11) * 2.0**-53
+    return (_mix((_mix(seed & _U64_MASK) + (index + 1) * 0x9E3779B97F4A7C15) & _U64_MASK) >> 11) * 2.0**-53
 
 
 def _mix(z: int) -> int:
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _U64_MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _U64_MASK
     return z ^ (z >> 31)
 
 
@@ -56,12 +56,12 @@ def inverse_cdf(logits: np.ndarray, uniform: float) -> int:
     check_left(highest)
     weights = weights_of(logits, highest)
     first, before = 0, 0.0
-    if len(weights) > BLOCK:
-        sums = np.add.reduceat(weights, np.arange(0, len(weights), BLOCK), dtype=np.float64).cumsum()
+    if len(weights) > BLOCK_TOKENS:
+        sums = np.add.reduceat(weights, np.arange(0, len(weights), BLOCK_TOKENS), dtype=np.float64).cumsum()
         target = uniform * float(sums[-1])
         block = min(int(sums.searchsorted(target, side="right")), len(sums) - 1)
-        first, before = block * BLOCK, float(sums[block - 1]) if block else 0.0
-        inner = weights[first : first + BLOCK].cumsum(dtype=np.float64)
+        first, before = block * BLOCK_TOKENS, float(sums[block - 1]) if block else 0.0
+        inner = weights[first : first + BLOCK_TOKENS].cumsum(dtype=np.float64)
     else:
         inner = weights.cumsum(dtype=np.float64)
         target = uniform * float(inner[-1])

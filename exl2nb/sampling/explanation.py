@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
     from exl2nb.sampling.params import SamplingParams
 
-TOKENS = 12  # best tokens of the first and the last step in the tables; the drawn one besides
-BAR = 20  # characters
-_HEAD = ("step", "settings", "left", "removed", "mass", "temp", "bits", "best", "drawn")
+SHOWN_TOKENS = 12  # best tokens of the first and the last step in the tables; the drawn one besides
+BAR_CHARACTERS = 20  # characters
+_TABLE_HEAD = ("step", "settings", "left", "removed", "mass", "temp", "bits", "best", "drawn")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Step:
+class FilterStep:
     """What one filter of the chain did.
 
     name: of the filter; the first step is "logits", the last of a greedy request "greedy". settings: by name.
@@ -78,7 +78,7 @@ class Explanation:
     The last line of a cell shows it; `print` shows the same as text; `.to_frame()` has one line per step, `.tokens_frame()` one per token.
     """
 
-    steps: tuple[Step, ...]
+    steps: tuple[FilterStep, ...]
     token: int
     uniform: float | None
     seed: int
@@ -174,12 +174,14 @@ def as_text(found: Explanation) -> str:
             f"{row['step']:{wide}} {row['survivors']:7d} {row['removed']:8d} {row['removed_mass']:7.2%} {row['temperature']:6.3g} "
             f"{row['entropy_bits']:6.2f} {row['best_prob']:6.1%} {row['token_prob']:7.2%}  {row['settings']}".rstrip()
         )
-    lines += ["", f"{'':{BAR}} {'first':>7} {'last':>7}  token"]
+    lines += ["", f"{'':{BAR_CHARACTERS}} {'first':>7} {'last':>7}  token"]
     first, last = found.steps[0], found.steps[-1]
-    for token in found.shown(TOKENS):
+    for token in found.shown(SHOWN_TOKENS):
         here = last.prob_of(token)
         mark = "  <- drawn" if token == found.token else ""
-        lines.append(f"{'#' * round(BAR * here):{BAR}} {first.prob_of(token):7.2%} {here:7.2%}  {found.name_of(token)}{mark}")
+        lines.append(
+            f"{'#' * round(BAR_CHARACTERS * here):{BAR_CHARACTERS}} {first.prob_of(token):7.2%} {here:7.2%}  {found.name_of(token)}{mark}"
+        )
     return "\n".join([*lines, "", _how(found)])
 
 
@@ -200,7 +202,7 @@ def _how(found: Explanation) -> str:
 
 
 def _steps_table(found: Explanation) -> str:
-    head = "".join(f'<th style="text-align:{"left" if n in ("step", "settings") else "right"}">{n}</th>' for n in _HEAD)
+    head = "".join(f'<th style="text-align:{"left" if n in ("step", "settings") else "right"}">{n}</th>' for n in _TABLE_HEAD)
     lines = []
     for row in found.rows():
         cells = (
@@ -221,14 +223,14 @@ def _steps_table(found: Explanation) -> str:
 def _tokens_table(found: Explanation) -> str:
     head = '<th style="text-align:left">token</th>' + "".join(f"<th>{html.escape(step.name)}</th>" for step in found.steps)
     lines = []
-    for token in found.shown(TOKENS):
+    for token in found.shown(SHOWN_TOKENS):
         weight = "font-weight:bold;outline:1px solid currentColor;" if token == found.token else ""
         cells = "".join(_cell(step, token) for step in found.steps)
         lines.append(f'<tr style="{weight}"><td style="text-align:left">{html.escape(found.name_of(token))}</td>{cells}</tr>')
     return f"<table><tr>{head}</tr>{''.join(lines)}</table>"
 
 
-def _cell(step: Step, token: int) -> str:
+def _cell(step: FilterStep, token: int) -> str:
     prob = step.prob_of(token)
     if prob == 0.0 and token not in step.ids:
         return '<td style="opacity:.3;text-align:right">&times;</td>'

@@ -16,9 +16,9 @@ from exl2nb.sampling.penalties import allow, ban, dry, logit_bias, mask_ends, re
 
 if TYPE_CHECKING:
     from exl2nb.sampling.params import SamplingParams
-    from exl2nb.sampling.state import SamplerState
+    from exl2nb.sampling.sampler_state import SamplerState
 
-COLD = 1e-30  # below this temperature quotients overflow f32
+COLD_TEMPERATURE = 1e-30  # below this temperature quotients overflow f32
 MIN_TEMPERATURE = 1e-3  # of dynamic temperature, which may not divide by 0
 
 
@@ -48,7 +48,7 @@ def temperature(logits: np.ndarray, value: float) -> np.ndarray:
     """Divide by the temperature `value`, more than 0: below 1 sharpens, above 1 flattens. Where f32 overflows, the largest becomes 0."""
     assert value > 0, value
     highest = logits.max().astype(np.float64)
-    if value >= COLD and abs(highest) / value <= np.finfo(np.float32).max:
+    if value >= COLD_TEMPERATURE and abs(highest) / value <= np.finfo(np.float32).max:
         return logits / np.float32(value)
     with np.errstate(over="ignore", invalid="ignore"):
         apart = np.where(logits == highest, 0.0, (logits - highest) / value)
@@ -346,13 +346,13 @@ def without_padding(logits: np.ndarray, columns: int) -> np.ndarray:
 
 
 # Before every chain of a model with more logits than its tokenizer has tokens. Ops that draw take `columns` instead.
-PADDING = Filter("padding", lambda x, s, _: without_padding(x, s.columns), ())
+PADDING_FILTER = Filter("padding", lambda x, s, _: without_padding(x, s.columns), ())
 
 # The grammar's mask, before every chain of a request that has a grammar.
-CONSTRAINT = Filter("constraint", lambda x, s, _: s.allowed().masked(x), (), "keeps the tokens that the grammar allows here")
+CONSTRAINT_FILTER = Filter("constraint", lambda x, s, _: s.allowed().masked(x), (), "keeps the tokens that the grammar allows here")
 
 # What cannot be chosen at all. Always first, and always in force.
-MASKS: tuple[Filter, ...] = (
+MASK_FILTERS: tuple[Filter, ...] = (
     Filter("allowed_tokens", lambda x, s, _: allow(x, s.ids_of("allowed_tokens")), ("allowed_tokens",), "keeps the tokens of a list"),
     Filter("banned_tokens", lambda x, s, _: ban(x, s.ids_of("banned_tokens")), ("banned_tokens",), "removes the tokens of a list"),
     Filter(
@@ -364,28 +364,28 @@ MASKS: tuple[Filter, ...] = (
 )
 
 # On raw logits; greedy takes the best token after them.
-_RANGE = ("penalty_range", "penalty_decay")
-_DRY = ("dry_multiplier", "dry_base", "dry_allowed_length", "dry_range", "dry_max_ngram")
-PENALTIES: tuple[Filter, ...] = (
+_RANGE_PARAMS = ("penalty_range", "penalty_decay")
+_DRY_PARAMS = ("dry_multiplier", "dry_base", "dry_allowed_length", "dry_range", "dry_max_ngram")
+PENALTY_FILTERS: tuple[Filter, ...] = (
     Filter(
         "repetition_penalty",
         lambda x, s, _: repetition_penalty(x, *s.repeated()),
-        ("repetition_penalty", *_RANGE),
+        ("repetition_penalty", *_RANGE_PARAMS),
         "divides the logits of tokens already in the text",
     ),
     Filter(
         "presence_penalty",
         lambda x, s, _: subtract(x, *s.present()),
-        ("presence_penalty", "penalty_prompt", *_RANGE),
+        ("presence_penalty", "penalty_prompt", *_RANGE_PARAMS),
         "subtracted once from tokens already generated",
     ),
     Filter(
         "frequency_penalty",
         lambda x, s, _: subtract(x, *s.frequent()),
-        ("frequency_penalty", "penalty_prompt", *_RANGE),
+        ("frequency_penalty", "penalty_prompt", *_RANGE_PARAMS),
         "subtracted for every occurrence in the generated text",
     ),
-    Filter("dry", _dry, _DRY, "penalises tokens that would extend a repeated sequence; grows with its length"),
+    Filter("dry", _dry, _DRY_PARAMS, "penalises tokens that would extend a repeated sequence; grows with its length"),
     Filter(
         "logit_bias",
         lambda x, s, _: logit_bias(x, s.ids_of("logit_bias"), s.bias),
@@ -395,7 +395,7 @@ PENALTIES: tuple[Filter, ...] = (
 )
 
 # The order of Transformers; other filters stand where their authors put them.
-CUTS: tuple[Filter, ...] = (
+CUT_FILTERS: tuple[Filter, ...] = (
     Filter(
         "smoothing",
         lambda x, s, _: smoothing(x, s.params.smoothing_factor, s.params.smoothing_curve),
@@ -446,13 +446,13 @@ CUTS: tuple[Filter, ...] = (
     ),
     Filter("skew", lambda x, s, _: skew(x, s.params.skew), ("skew",), "favours less (> 0) or more (< 0) likely tokens"),
 )
-CHAIN = MASKS + PENALTIES + CUTS
-NAMES = tuple(f.name for f in PENALTIES + CUTS)
-SWITCHES = frozenset(f.switch for f in CHAIN)
+CHAIN = MASK_FILTERS + PENALTY_FILTERS + CUT_FILTERS
+FILTER_NAMES = tuple(f.name for f in PENALTY_FILTERS + CUT_FILTERS)
+FILTER_SWITCHES = frozenset(f.switch for f in CHAIN)
 """The fields of `SamplingParams` that turn a filter on."""
-ABOUT = {
+FILTER_DESCRIPTIONS = {
     "logits": "the model's raw output",
-    **{f.name: f.about for f in (CONSTRAINT, *CHAIN)},
+    **{f.name: f.about for f in (CONSTRAINT_FILTER, *CHAIN)},
     "greedy": "the most likely token; no random number",
 }
 """What each step of a chain does, in one line."""
@@ -475,7 +475,7 @@ def ordered(filters: tuple[Filter, ...], params: SamplingParams) -> tuple[Filter
 
 def active_filters(params: SamplingParams) -> tuple[Filter, ...]:
     """The filters a request goes through, in order; the cuts do not apply to a greedy one. A grammar's mask comes before all of them."""
-    filters = MASKS + ordered(PENALTIES, params) + (() if params.greedy else ordered(CUTS, params))
+    filters = MASK_FILTERS + ordered(PENALTY_FILTERS, params) + (() if params.greedy else ordered(CUT_FILTERS, params))
     return tuple(f for f in filters if f.active(params))
 
 
@@ -487,16 +487,16 @@ def checked_order(params: SamplingParams) -> tuple[str, ...]:
     """
     order = params.order
     if isinstance(order, str) or not isinstance(order, (tuple, list)):
-        raise OptionError(f"order is {order!r}; expected a list of names of filters: {', '.join(NAMES)}")
+        raise OptionError(f"order is {order!r}; expected a list of names of filters: {', '.join(FILTER_NAMES)}")
     for name in order:
-        if name not in NAMES:
-            raise OptionError(f"order holds {name!r}; known: {', '.join(NAMES)} (masks always come first)")
+        if name not in FILTER_NAMES:
+            raise OptionError(f"order holds {name!r}; known: {', '.join(FILTER_NAMES)} (masks always come first)")
     if len(set(order)) < len(order):
         raise OptionError(f"order is {list(order)}; expected each filter once")
-    penalties = {f.name for f in PENALTIES}
+    penalties = {f.name for f in PENALTY_FILTERS}
     if [n in penalties for n in order] != sorted((n in penalties for n in order), reverse=True):
-        raise OptionError(f"order is {list(order)}; expected penalties ({', '.join(f.name for f in PENALTIES)}) before the others")
-    missing = [f.name for f in PENALTIES + CUTS if f.active(params) and f.name not in order]
+        raise OptionError(f"order is {list(order)}; expected penalties ({', '.join(f.name for f in PENALTY_FILTERS)}) before the others")
+    missing = [f.name for f in PENALTY_FILTERS + CUT_FILTERS if f.active(params) and f.name not in order]
     if missing:
         raise OptionError(f"order leaves out {', '.join(missing)}, which the settings switch on; add it, or switch it off")
     return tuple(order)
@@ -504,8 +504,8 @@ def checked_order(params: SamplingParams) -> tuple[str, ...]:
 
 def filters_of(state: SamplerState, vocab_size: int) -> tuple[Filter, ...]:
     """The filters of a request in order, masks of the model's padding and of the grammar included."""
-    padding = (PADDING,) if is_padded(state, vocab_size) else ()
-    return (*padding, *((CONSTRAINT,) if state.constraint is not None else ()), *state.chain.filters)
+    padding = (PADDING_FILTER,) if is_padded(state, vocab_size) else ()
+    return (*padding, *((CONSTRAINT_FILTER,) if state.constraint is not None else ()), *state.chain.filters)
 
 
 def is_padded(state: SamplerState, vocab_size: int) -> bool:

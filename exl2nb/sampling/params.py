@@ -24,7 +24,7 @@ MAX_COUNT = 2**31 - 1
 DEVICE_FIELDS = frozenset(
     {"temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed"}
 )
-PRESETS: dict[str, dict[str, Any]] = {
+SAMPLING_PRESETS: dict[str, dict[str, Any]] = {
     "neutral": {},
     "greedy": {"temperature": 0.0},
     "precise": {"temperature": 0.7, "top_p": 0.8, "top_k": 20},
@@ -403,7 +403,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         check_options(self)
         self._normalise()
-        self._check_together()
+        self._check_combined_values()
 
     def _normalise(self) -> None:
         put, given = object.__setattr__, self.allowed_tokens
@@ -422,7 +422,7 @@ class SamplingParams:
 
             put(self, "order", checked_order(self))
 
-    def _check_together(self) -> None:
+    def _check_combined_values(self) -> None:
         for name, instead in NOT_ZERO.items():
             if getattr(self, name) == 0.0:
                 raise OptionError(f"{name} is 0; expected more than 0 and at most 1 (1 = off); {instead}")
@@ -456,9 +456,9 @@ class SamplingParams:
             >>> SamplingParams.preset("balanced", seed=1).top_p
             0.9
         """
-        if name not in PRESETS:
-            raise OptionError(f"unknown preset {name!r}; known: {', '.join(sorted(PRESETS))}")
-        return cls.of(where=f"preset {name!r}", **{**PRESETS[name], **changes})
+        if name not in SAMPLING_PRESETS:
+            raise OptionError(f"unknown preset {name!r}; known: {', '.join(sorted(SAMPLING_PRESETS))}")
+        return cls.of(where=f"preset {name!r}", **{**SAMPLING_PRESETS[name], **changes})
 
     def __repr__(self) -> str:
         return f"SamplingParams({', '.join(f'{name}={value!r}' for name, value in self.changed.items())})"
@@ -468,7 +468,7 @@ class SamplingParams:
 
         rows = {"seed": "a fresh one for each answer" if self.seed is None else str(self.seed)}
         for used in active_filters(self):
-            set_fields = {name: str(getattr(self, name))[:60] for name in used.fields if getattr(self, name) != _DEFAULTS[name]}
+            set_fields = {name: str(getattr(self, name))[:60] for name in used.fields if getattr(self, name) != _PARAM_DEFAULTS[name]}
             rows[used.name] = ", ".join(value if name == used.name else f"{name} {value}" for name, value in set_fields.items()) or "on"
         rows["draw"] = "greedy: the most probable token" if self.greedy else "by a random number"
         return facts("sampling, in the order in which it applies", rows)
@@ -497,10 +497,10 @@ class SamplingParams:
             raise OptionError(f"{where}: token {wrong} is not in the model's vocabulary; expected ids from 0 to {vocab_size - 1}")
 
 
-OPTIONS = options_of(SamplingParams)
+SAMPLING_OPTIONS = options_of(SamplingParams)
 """Everything that is known of each field."""
-NOT_ZERO = {name: one.not_zero for name, one in OPTIONS.items() if one.not_zero}
-_DEFAULTS = {name: one.default for name, one in OPTIONS.items()}
+NOT_ZERO = {name: one.not_zero for name, one in SAMPLING_OPTIONS.items() if one.not_zero}
+_PARAM_DEFAULTS = {name: one.default for name, one in SAMPLING_OPTIONS.items()}
 
 
 def _ids(name: str, value: Any) -> tuple[int, ...]:

@@ -17,13 +17,13 @@ from exl2nb.core.errors import GenerationError, OptionError
 from exl2nb.core.options import make
 from exl2nb.sampling.constraint import Constraint
 from exl2nb.sampling.draw import check_left, highest_logit, inverse_cdf
-from exl2nb.sampling.explanation import Explanation, Step
+from exl2nb.sampling.explanation import Explanation, FilterStep
 from exl2nb.sampling.filters import ALL_TOKENS, entropy_temperature, filters_of
 from exl2nb.sampling.params import SamplingParams
-from exl2nb.sampling.state import SamplerState, Words, fresh_seed
+from exl2nb.sampling.sampler_state import SamplerState, Words, fresh_seed
 
 
-class Pieces(Words, Protocol):
+class PieceNames(Words, Protocol):
     """The part of a tokenizer that also names tokens."""
 
     def piece(self, token_id: int, /) -> str:
@@ -37,7 +37,7 @@ def explain(
     *,
     prompt_ids: Iterable[int] = (),
     new_ids: Iterable[int] = (),
-    tokenizer: Pieces | None = None,
+    tokenizer: PieceNames | None = None,
     constraint: Constraint | None = None,
     **options: Any,
 ) -> Explanation:
@@ -78,10 +78,10 @@ def explain(
     return explain_state(row, state, tokenizer=tokenizer)
 
 
-def explain_state(row: np.ndarray, state: SamplerState, *, tokenizer: Pieces | None = None) -> Explanation:
+def explain_state(row: np.ndarray, state: SamplerState, *, tokenizer: PieceNames | None = None) -> Explanation:
     """`explain` for a request as it stands: f32 `(V,)`, and the state before the token is pushed. Neither is changed."""
     highest_logit(row)
-    recorder = _Recorder(row)
+    recorder = _StepRecorder(row)
     logits = row
     for step in filters_of(state, len(row)):
         check_left(logits.max())
@@ -107,11 +107,11 @@ def explain_state(row: np.ndarray, state: SamplerState, *, tokenizer: Pieces | N
     )
 
 
-class _Recorder:
+class _StepRecorder:
     """Turns rows of logits into steps."""
 
     def __init__(self, row: np.ndarray) -> None:
-        self.steps: list[Step] = []
+        self.steps: list[FilterStep] = []
         self._probs, self._heat = _softmax(row), 1.0
         self._add("logits", {}, row, self._probs)
 
@@ -127,7 +127,7 @@ class _Recorder:
         removed = was[~alive[was]]
         ids = np.flatnonzero(alive)
         self.steps.append(
-            Step(
+            FilterStep(
                 name=name,
                 settings=settings,
                 ids=ids,
@@ -173,7 +173,7 @@ class Replay:
     logits: np.ndarray
     new_ids: tuple[int, ...] = ()
     prompt_ids: tuple[int, ...] = ()
-    tokenizer: Pieces | None = field(default=None, repr=False)
+    tokenizer: PieceNames | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         rows, count = self.logits, len(self.new_ids)
@@ -182,7 +182,12 @@ class Replay:
 
     @classmethod
     def of(
-        cls, logits: np.ndarray | Tensor, new_ids: Iterable[int] = (), prompt_ids: Iterable[int] = (), *, tokenizer: Pieces | None = None
+        cls,
+        logits: np.ndarray | Tensor,
+        new_ids: Iterable[int] = (),
+        prompt_ids: Iterable[int] = (),
+        *,
+        tokenizer: PieceNames | None = None,
     ) -> Replay:
         """From a row `(V,)`, whose token is the next one, or from all rows `(n, V)` of an answer."""
         rows = logits.detach().to("cpu").float().numpy() if isinstance(logits, Tensor) else np.asarray(logits, np.float32)

@@ -11,16 +11,16 @@ from fastapi.responses import JSONResponse
 from pydantic import Field
 
 from exl2nb.generator.request import Completion
-from exl2nb.server.errors import ApiError, api_error, body_of
+from exl2nb.server.error_responses import ApiError, api_error, body_of
 from exl2nb.server.fields import Body, Text, allow_zero_top_p, no_effect, refuse
 from exl2nb.server.openai import check_model, merged, new_id, reason, submit_chat
-from exl2nb.server.pictures import with_pictures
-from exl2nb.server.state import State, Ticket, aside, results
+from exl2nb.server.picture_requests import with_pictures
+from exl2nb.server.state import State, Ticket, results, run_in_thread
 from exl2nb.server.stream import Events, EventStream, event
-from exl2nb.tokenizer.reply import Delta
+from exl2nb.tokenizer.reply import ReplyDelta
 
 router = APIRouter()
-PARTS = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
+CONTENT_PART_TYPES = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
 
 
 class CountBody(Body):
@@ -112,7 +112,7 @@ async def count_tokens(request: Request, body: CountBody) -> Any:
             talk = with_pictures(talk, remote=state.options.remote_images)
         return len(state.llm.render(talk, **given).ids)
 
-    return {"input_tokens": await aside(count, heavy=True)}
+    return {"input_tokens": await run_in_thread(count, heavy=True)}
 
 
 def messages_of(body: CountBody) -> list[dict[str, Any]]:
@@ -141,7 +141,7 @@ def messages_of(body: CountBody) -> list[dict[str, Any]]:
                 pictures += 1
                 texts.append({"type": "image", "source": block.get("source")})
                 continue
-            if kind not in PARTS:
+            if kind not in CONTENT_PART_TYPES:
                 raise ApiError(400, f"messages.{number}: a block of type {str(kind)[:40]!r}; expected text, image or a tool's")
             if kind == "text":
                 texts.append({"type": "text", "text": str(block.get("text", ""))})
@@ -254,7 +254,7 @@ def _events(ticket: Ticket, head: dict[str, Any]) -> Events:
     (handle,), at, kind, called = ticket.handles, -1, "", False
     parser = handle.reply_format.parser()
 
-    def block(delta: Delta) -> list[str]:
+    def block(delta: ReplyDelta) -> list[str]:
         """Events of one delta."""
         nonlocal at, kind, called
         wanted, events = "arguments" if delta.kind == "call" else delta.kind, []
@@ -276,7 +276,7 @@ def _events(ticket: Ticket, head: dict[str, Any]) -> Events:
             events.append(event({"type": "content_block_delta", "index": at, "delta": change}, "content_block_delta"))
         return events
 
-    def written(deltas: Iterable[Delta]) -> str:
+    def written(deltas: Iterable[ReplyDelta]) -> str:
         return "".join([one for delta in deltas for one in block(delta)])
 
     begun = {"input_tokens": ticket.prompt_tokens, "output_tokens": 0, "cache_read_input_tokens": 0, "cache_creation_input_tokens": 0}
@@ -286,7 +286,7 @@ def _events(ticket: Ticket, head: dict[str, Any]) -> Events:
         text = written(merged(parser.feed(handle.reply_format.text(item[1].tokens))))
     text = written(merged(parser.finish()))
     if at < 0:
-        text += written([Delta("content", "")])
+        text += written([ReplyDelta("content", "")])
     answer = handle.result(0.0)
     why, stop = stop_reason(answer, called)
     change = {"stop_reason": why, "stop_sequence": stop}

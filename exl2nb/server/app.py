@@ -7,9 +7,9 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import exl2nb
-from exl2nb.server import anthropic, errors, loras, openai, responses, tabby
-from exl2nb.server.errors import ApiError, response_of
-from exl2nb.server.options import LOCAL, ServerOptions
+from exl2nb.server import anthropic, error_responses, lora_routes, openai, responses, tabby
+from exl2nb.server.error_responses import ApiError, response_of
+from exl2nb.server.server_options import LOCAL_HOSTS, ServerOptions
 from exl2nb.server.state import State, user
 
 
@@ -25,10 +25,10 @@ def application(state: State) -> FastAPI:
         redoc_url=None,
     )
     app.state.server = state
-    errors.install(app)
+    error_responses.install(app)
     for router in (openai.router, responses.router, anthropic.router):
         app.include_router(router, dependencies=[Depends(user)])
-    for router in (tabby.open_routes, tabby.router, tabby.admin_routes, loras.router, loras.admin_routes):
+    for router in (tabby.open_routes, tabby.router, tabby.admin_routes, lora_routes.router, lora_routes.admin_routes):
         app.include_router(router)
     app.add_middleware(Guard, options=options)
     if options.cors_origins:
@@ -44,7 +44,7 @@ class Guard:
     def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
         self._app, self._most = app, options.max_body_bytes
         # a page may point a name of its own at this machine; the requests it makes carry that name
-        self._hosts = {*LOCAL, options.host, *options.allowed_hosts} if options.local else None
+        self._hosts = {*LOCAL_HOSTS, options.host, *options.allowed_hosts} if options.local else None
         # a page may send simple requests anywhere without asking first
         self._origins = None if options.api_keys or options.admin_keys or "*" in options.cors_origins else frozenset(options.cors_origins)
 

@@ -15,7 +15,7 @@ from pydantic_core import CoreSchema
 from exl2nb.core.options import options_of
 from exl2nb.generator.request import Request
 from exl2nb.sampling.params import MAX_ID, MAX_SEED, SamplingParams
-from exl2nb.server.errors import ApiError, invalid_request
+from exl2nb.server.error_responses import ApiError, invalid_request
 
 MAX_TEXT = 1 << 20
 Text = Annotated[str, Field(max_length=MAX_TEXT)]

@@ -19,17 +19,17 @@ from exl2nb.generator.request import Completion, Token
 from exl2nb.llm.requests import sample_options
 from exl2nb.llm.sampling_defaults import with_defaults
 from exl2nb.sampling.defaults import NO_DEFAULTS
-from exl2nb.server.errors import ApiError, api_error, body_of
+from exl2nb.server.error_responses import ApiError, api_error, body_of
 from exl2nb.server.fields import Body, Inputs, Sampling, Text, named, no_effect, refuse, with_preset
-from exl2nb.server.pictures import with_pictures
-from exl2nb.server.state import INLINE_CHARACTERS, State, Ticket, aside, results
-from exl2nb.server.stream import MARK, MEDIA_TYPE, Events, EventStream, Frame, event
-from exl2nb.tokenizer.reply import Delta
-from exl2nb.tokenizer.template import INSTRUCT
+from exl2nb.server.picture_requests import with_pictures
+from exl2nb.server.state import INLINE_CHARACTERS, State, Ticket, results, run_in_thread
+from exl2nb.server.stream import MEDIA_TYPE, TEXT_MARK, Events, EventStream, Frame, event
+from exl2nb.tokenizer.reply import ReplyDelta
+from exl2nb.tokenizer.template import INSTRUCT_TEMPLATES
 
 router = APIRouter()
 MAX_CHOICES = 128
-REASONS = {"eos": "stop", "stop": "stop", "length": "length", "context": "length", "timeout": "length"}
+FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "context": "length", "timeout": "length"}
 
 
 class Common(Sampling):
@@ -165,7 +165,7 @@ async def completions(request: Request, body: CompletionBody) -> Any:
         if len(prompts) * body.n > MAX_CHOICES:
             raise ApiError(400, f"{len(prompts)} prompts and n = {body.n}; expected at most {MAX_CHOICES} answers in all", param="n")
         heavy = len(options.keys() & {"schema", "regex", "grammar"}) > 0 or sum(map(len, prompts)) > INLINE_CHARACTERS
-        await aside(lambda: _submit_completions(state, ticket, body, prompts, options), heavy=heavy)
+        await run_in_thread(lambda: _submit_completions(state, ticket, body, prompts, options), heavy=heavy)
         if body.stream:
             return EventStream(state, ticket, _completion_events(state, ticket, body), _failed)
         answers = await results(request, ticket)
@@ -360,7 +360,7 @@ async def submit_chat(state: State, ticket: Ticket, messages: Sequence[Any], opt
     options = {"generation_config": state.options.generation_config, **options}
     if "template" not in options and state.template is not None:
         options["template"] = state.template
-    elif "template" in options and options["template"] not in INSTRUCT:
+    elif "template" in options and options["template"] not in INSTRUCT_TEMPLATES:
         options["template"] = named_template(state, options["template"])
 
     def queue() -> None:
@@ -372,7 +372,7 @@ async def submit_chat(state: State, ticket: Ticket, messages: Sequence[Any], opt
             ticket.prompt_tokens = len(ids)
             ticket.handles.append(llm.submit_for_job(ids, each, stream=stream, where="chat"))
 
-    await aside(queue, heavy=True)  # a template is rendered in another process, behind those of other requests
+    await run_in_thread(queue, heavy=True)  # a template is rendered in another process, behind those of other requests
 
 
 def named_template(state: State, name: str) -> str:
@@ -381,7 +381,7 @@ def named_template(state: State, name: str) -> str:
     if name in own:
         return own[name]
     if "{" not in name:
-        known = ", ".join([*sorted(own), *INSTRUCT])
+        known = ", ".join([*sorted(own), *INSTRUCT_TEMPLATES])
         raise ApiError(400, f"template {name[:80]!r} is not known; expected one of {known}, or Jinja source", param="template")
     return name
 
@@ -405,7 +405,7 @@ def reason(completion: Completion) -> str:
     """
     if completion.finish_reason == "cancelled":
         raise ApiError(503, "the request was cancelled", code="cancelled", headers={"Retry-After": "5"})
-    return REASONS[completion.finish_reason]
+    return FINISH_REASONS[completion.finish_reason]
 
 
 def usage(answers: Sequence[Completion], n: int | None = None) -> dict[str, Any]:
@@ -447,9 +447,9 @@ def legacy_logprobs(tokens: Sequence[Token], top: int, offset: int = 0) -> dict[
     }
 
 
-def merged(deltas: Sequence[Delta]) -> Iterator[Delta]:
+def merged(deltas: Sequence[ReplyDelta]) -> Iterator[ReplyDelta]:
     """Neighbours of one kind as one."""
-    last: Delta | None = None
+    last: ReplyDelta | None = None
     for delta in deltas:
         if last is not None and delta.kind == last.kind != "call" and delta.call == last.call:
             last = last._replace(text=last.text + delta.text)
@@ -490,7 +490,7 @@ def _completion_events(state: State, ticket: Ticket, body: CompletionBody) -> Ev
     def data(index: int, text: str, found: Any = None, ended: str | None = None) -> dict[str, Any]:
         return {**head, "choices": [{"index": index, "text": text, "logprobs": found, "finish_reason": ended}]}
 
-    frames = [Frame(data(index, MARK)) for index in range(len(handles))]
+    frames = [Frame(data(index, TEXT_MARK)) for index in range(len(handles))]
     text = ""
     while (item := (yield text)) is not None:
         index, chunk = item
@@ -514,7 +514,7 @@ def _chat_events(state: State, ticket: Ticket, body: ChatBody) -> Events:
     def data(index: int, delta: dict[str, Any], found: Any = None, ended: str | None = None) -> dict[str, Any]:
         return {**head, "choices": [{"index": index, "delta": delta, "logprobs": found, "finish_reason": ended}]}
 
-    def written(index: int, deltas: Sequence[Delta], found: Any = None) -> str:
+    def written(index: int, deltas: Sequence[ReplyDelta], found: Any = None) -> str:
         made = []
         for delta in merged(deltas):
             called[index] = called[index] or delta.kind == "call"
@@ -523,13 +523,13 @@ def _chat_events(state: State, ticket: Ticket, body: ChatBody) -> Events:
             found = None
         return "".join(made)
 
-    frames = [Frame(data(index, {"content": MARK})) for index in range(len(handles))]
+    frames = [Frame(data(index, {"content": TEXT_MARK})) for index in range(len(handles))]
     text = "".join([event(data(index, {"role": "assistant", "content": ""})) for index in range(len(handles))])
     while (item := (yield text)) is not None:
         index, chunk = item
         deltas = parsers[index].feed(handles[index].reply_format.text(chunk.tokens))
         if body.logprobs:
-            text = written(index, deltas or [Delta("content", "")], {"content": logprobs(chunk.tokens), "refusal": None})
+            text = written(index, deltas or [ReplyDelta("content", "")], {"content": logprobs(chunk.tokens), "refusal": None})
         else:
             text = written(index, deltas)
     answers, made = _answers(handles), []
@@ -545,7 +545,7 @@ def _failed(error: Exception) -> str:
     return event(body_of(api_error(error), "/v1/chat/completions"))
 
 
-def chat_delta(delta: Delta) -> dict[str, Any]:
+def chat_delta(delta: ReplyDelta) -> dict[str, Any]:
     """A delta as chat completions stream it."""
     if delta.kind == "content":
         return {"content": delta.text}

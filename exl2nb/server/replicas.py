@@ -19,13 +19,13 @@ from hashlib import blake2b
 from typing import Any, NamedTuple
 
 from exl2nb.core.errors import GenerationError, MissingDependency, OptionError
-from exl2nb.server.options import ServerOptions
+from exl2nb.server.server_options import ServerOptions
 
-PREFIX = 1024  # characters: about a page of 256 tokens, the least that is cached
-BEGINNINGS = 256  # that a replica is known for; the oldest is forgotten first
-TRIES = 3  # of a request whose replica is lost before it has answered
-NAME = "exl2nb"
-_SCOPE = ("http_version", "method", "scheme", "path", "raw_path", "query_string", "headers", "client", "server", "root_path")
+PREFIX_CHARACTERS = 1024  # characters: about a page of 256 tokens, the least that is cached
+MAX_KNOWN_PREFIXES = 256  # that a replica is known for; the oldest is forgotten first
+MAX_REQUEST_TRIES = 3  # of a request whose replica is lost before it has answered
+APPLICATION_NAME = "exl2nb"
+_SCOPE_KEYS = ("http_version", "method", "scheme", "path", "raw_path", "query_string", "headers", "client", "server", "root_path")
 
 
 class Scale(NamedTuple):
@@ -56,8 +56,8 @@ def beginning(body: bytes) -> str:
         text = _text(parts)
     except (ValueError, RecursionError):  # no JSON, or nested without end: the replica says what is wrong with it
         return ""
-    known = text[:PREFIX].encode(errors="replace")  # JSON may spell surrogates
-    return blake2b(known, digest_size=8).hexdigest() if len(text) >= PREFIX else ""
+    known = text[:PREFIX_CHARACTERS].encode(errors="replace")  # JSON may spell surrogates
+    return blake2b(known, digest_size=8).hexdigest() if len(text) >= PREFIX_CHARACTERS else ""
 
 
 def _text(value: object) -> str:
@@ -67,7 +67,7 @@ def _text(value: object) -> str:
     if isinstance(value, Sequence) and not isinstance(value, str):
         out = ""
         for part in value:
-            if len(out) >= PREFIX:
+            if len(out) >= PREFIX_CHARACTERS:
                 break
             out += _text(part)
         return out
@@ -146,10 +146,10 @@ class Router:
             body += piece
             if len(body) > self._most:
                 break  # the application refuses it
-        scope = {key: request.scope[key] for key in _SCOPE if key in request.scope}
+        scope = {key: request.scope[key] for key in _SCOPE_KEYS if key in request.scope}
         handle = self._replicas.options(stream=True, multiplexed_model_id=beginning(body))
         lost = ""
-        for _ in range(TRIES):
+        for _ in range(MAX_REQUEST_TRIES):
             pieces = handle.answer.remote(scope, body)
             try:
                 status, headers = await anext(pieces)
@@ -186,7 +186,7 @@ class Replicas:
         from ray import serve  # pyright: ignore[reportMissingImports]
 
         if ray.is_initialized():
-            serve.delete(NAME)
+            serve.delete(APPLICATION_NAME)
             if self._ours:
                 serve.shutdown()
                 ray.shutdown()
@@ -240,7 +240,7 @@ def serve_replicas(
     class Served(Replica):
         """A replica that says which beginnings it has had."""
 
-        @serve.multiplexed(max_num_models_per_replica=BEGINNINGS)
+        @serve.multiplexed(max_num_models_per_replica=MAX_KNOWN_PREFIXES)
         async def remember(self, hashed: str) -> str:
             return hashed
 
@@ -265,7 +265,7 @@ def serve_replicas(
     try:
         serve.start(http_options={"host": options.host, "port": port})
         bound = served.bind(model, options, loading, [*adapters])
-        serve.run(routing.bind(bound, options.max_body_bytes), name=NAME, route_prefix="/")
+        serve.run(routing.bind(bound, options.max_body_bytes), name=APPLICATION_NAME, route_prefix="/")
     except BaseException:
         if ours:
             serve.shutdown()

@@ -13,13 +13,13 @@ from pydantic import Field, field_validator
 
 from exl2nb.generator.request import Completion
 from exl2nb.llm.sampling_defaults import with_defaults
-from exl2nb.sampling.defaults import NEUTRAL
-from exl2nb.server.errors import ApiError, api_error, body_of
+from exl2nb.sampling.defaults import NEUTRAL_VALUES
+from exl2nb.server.error_responses import ApiError, api_error, body_of
 from exl2nb.server.fields import Text, refuse
 from exl2nb.server.openai import ChatBody, chat_options, merged, new_id, reason, submit_chat, system_messages, usage
 from exl2nb.server.state import State, Ticket, results
 from exl2nb.server.stream import Events, EventStream, event
-from exl2nb.tokenizer.reply import Delta
+from exl2nb.tokenizer.reply import ReplyDelta
 
 router = APIRouter()
 
@@ -140,7 +140,7 @@ def sampling_of(state: State, options: Mapping[str, Any]) -> dict[str, Any]:
     """The temperature and top_p that an answer is sampled with; OpenAI repeats them also where the request gives none."""
     given = {"generation_config": state.options.generation_config, **options}
     used = with_defaults(given, state.llm.sampling_defaults, where="responses")
-    return {name: used.get(name, NEUTRAL[name]) for name in ("temperature", "top_p")}
+    return {name: used.get(name, NEUTRAL_VALUES[name]) for name in ("temperature", "top_p")}
 
 
 def _head(state: State, body: ResponsesBody) -> dict[str, Any]:
@@ -207,7 +207,7 @@ class _Items:
         self._open: dict[str, Any] | None = None
         self._kind, self._text = "", ""
 
-    def feed(self, delta: Delta) -> list[dict[str, Any]]:
+    def feed(self, delta: ReplyDelta) -> list[dict[str, Any]]:
         """Events of one delta."""
         events: list[dict[str, Any]] = []
         kind = "arguments" if delta.kind == "call" else delta.kind
@@ -230,7 +230,7 @@ class _Items:
         """True while there is no item."""
         return not self.done and self._open is None
 
-    def _begin(self, kind: str, delta: Delta) -> list[dict[str, Any]]:
+    def _begin(self, kind: str, delta: ReplyDelta) -> list[dict[str, Any]]:
         self._kind, self._text = kind, ""
         if kind == "content":
             self._open = _message(new_id("msg"), "", "in_progress")
@@ -273,7 +273,7 @@ def _events(ticket: Ticket, head: dict[str, Any], numbered: Callable[[dict[str, 
     (handle,), items = ticket.handles, _Items()
     parser = handle.reply_format.parser()
 
-    def written(deltas: Sequence[Delta]) -> str:
+    def written(deltas: Sequence[ReplyDelta]) -> str:
         return "".join([numbered(one) for delta in merged(deltas) for one in items.feed(delta)])
 
     text = numbered({"type": "response.created", "response": head}) + numbered({"type": "response.in_progress", "response": head})
@@ -281,7 +281,7 @@ def _events(ticket: Ticket, head: dict[str, Any], numbered: Callable[[dict[str, 
         text = written(parser.feed(handle.reply_format.text(item[1].tokens)))
     answer, made = handle.result(0.0), [written(parser.finish())]
     if items.empty:
-        made.append(written([Delta("content", "")]))
+        made.append(written([ReplyDelta("content", "")]))
     made += [numbered(one) for one in items.close()]
     whole = _finished(head, answer, items.done)
     yield "".join([*made, numbered({"type": f"response.{whole['status']}", "response": whole})])

@@ -21,12 +21,12 @@ from exl2nb.core.errors import OptionError
 from exl2nb.core.progress import Sink
 from exl2nb.generator.handle import Handle, Handles
 from exl2nb.generator.request import Chunk, Completion
-from exl2nb.server.errors import ApiError
+from exl2nb.server.error_responses import ApiError
 from exl2nb.server.fields import check_preset
-from exl2nb.server.options import ServerOptions
+from exl2nb.server.server_options import ServerOptions
 
 if TYPE_CHECKING:
-    from exl2nb.llm.model import LLM
+    from exl2nb.llm.llm import LLM
 
 TTFT_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 TOKEN_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5)
@@ -81,8 +81,8 @@ class Metrics:
         return generate_latest(self.registry)
 
 
-RECENT = 200  # requests that are over and still listed
-MANY = 64  # requests
+MAX_RECENT_REQUESTS = 200  # requests that are over and still listed
+BUSY_REQUESTS = 64  # requests
 INLINE_CHARACTERS = 4096  # a longer prompt is encoded on another thread, so that the event loop stays free
 CLIENT_GONE = 499  # for the log alone: the client has gone
 T = TypeVar("T")
@@ -142,7 +142,7 @@ class State:
         self.metrics = Metrics()
         self.started = time.time()
         self.active: dict[int, Ticket] = {}
-        self.recent: deque[Ticket] = deque(maxlen=RECENT)
+        self.recent: deque[Ticket] = deque(maxlen=MAX_RECENT_REQUESTS)
         self.draining = False
         self.template = options.template
         self.preset: tuple[str | None, Mapping[str, Any]] = (options.preset, self.presets.get(options.preset or "", {}))
@@ -260,7 +260,7 @@ class State:
 
     def stream_interval_s(self) -> float:
         """For how long a stream that begins now collects tokens: twice as long among many, whose events take the engine's processor."""
-        return self.options.stream_interval_ms / 1000 * (2 if len(self.active) > MANY else 1)
+        return self.options.stream_interval_ms / 1000 * (2 if len(self.active) > BUSY_REQUESTS else 1)
 
     def cancel_all(self) -> None:
         """End every request."""
@@ -275,7 +275,7 @@ class State:
         return str(max(1, min(60, round(mean / max(1, len(self.active)) * 4))))
 
 
-async def aside(function: Callable[[], T], *, heavy: bool) -> T:
+async def run_in_thread(function: Callable[[], T], *, heavy: bool) -> T:
     """Run a function here, or on another thread where it takes long."""
     return await to_thread.run_sync(function) if heavy else function()
 

@@ -24,8 +24,8 @@ from exl2nb.server.state import State, Ticket, chunks, gone
 HEAD_S = 2.0  # the head of an answer waits so long for its first token, so that both are one write
 PING_S = 10.0  # a comment after so long without an event: proxies and clients give up on silent connections
 MEDIA_TYPE = "text/event-stream"
-HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-MARK = "\0text\0"  # in a template, the place of a text
+STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+TEXT_MARK = "\0text\0"  # in a template, the place of a text
 
 Events = Generator[str, "tuple[int, Chunk] | None", None]
 """The events of one answer: yields how it begins, then the text for each (number of the choice, chunk), and for None how it ends."""
@@ -41,15 +41,15 @@ class Frame:
     r"""An event of which one text changes: everything around it is written once.
 
     Args:
-        data: as of `event`, with MARK in the place of the text.
+        data: as of `event`, with TEXT_MARK in the place of the text.
 
     Example:
-        >>> Frame({"text": MARK})('a "word"')
+        >>> Frame({"text": TEXT_MARK})('a "word"')
         'data: {"text":"a \\"word\\""}\n\n'
     """
 
     def __init__(self, data: Any, name: str = "") -> None:
-        self._before, self._after = event(data, name).split(encode_basestring(MARK))
+        self._before, self._after = event(data, name).split(encode_basestring(TEXT_MARK))
 
     def __call__(self, text: str) -> str:
         """The event."""
@@ -67,7 +67,7 @@ class EventStream(Response):
 
     def __init__(self, state: State, ticket: Ticket, events: Events, fail: Callable[[Exception], str]) -> None:
         self.status_code, self.background = 200, None
-        self.init_headers(HEADERS)
+        self.init_headers(STREAM_HEADERS)
         self._state, self._ticket, self._events, self._fail = state, ticket, events, fail
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

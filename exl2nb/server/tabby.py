@@ -14,14 +14,14 @@ from pydantic import Field
 
 from exl2nb.core.progress import Progress, Sink
 from exl2nb.io import hub
-from exl2nb.llm.keywords import LOAD
-from exl2nb.server.errors import ApiError, api_error, body_of
+from exl2nb.llm.load_keywords import LOAD_OPTIONS_BY_NAME
+from exl2nb.server.error_responses import ApiError, api_error, body_of
 from exl2nb.server.fields import Body, Ids, Text, check_preset
 from exl2nb.server.openai import model_entry, named_template
-from exl2nb.server.pictures import with_pictures
-from exl2nb.server.state import INLINE_CHARACTERS, State, admin, aside, permission, user
-from exl2nb.server.stream import HEADERS, MEDIA_TYPE, event
-from exl2nb.tokenizer.template import INSTRUCT
+from exl2nb.server.picture_requests import with_pictures
+from exl2nb.server.state import INLINE_CHARACTERS, State, admin, permission, run_in_thread, user
+from exl2nb.server.stream import MEDIA_TYPE, STREAM_HEADERS, event
+from exl2nb.tokenizer.template import INSTRUCT_TEMPLATES
 
 open_routes = APIRouter()
 router = APIRouter(dependencies=[Depends(user)])
@@ -92,7 +92,11 @@ async def current_model(request: Request) -> Any:
         "cache_mode": llm.engine.spec.mode,
         "max_batch_size": llm.engine.loop.scheduler.max_sequences,
         "chunk_size": llm.engine.loop.scheduler.chunks.max_tokens,
-        "prompt_template": state.template if state.template in INSTRUCT else "default" if llm.tokenizer.templates.templates else None,
+        "prompt_template": state.template
+        if state.template in INSTRUCT_TEMPLATES
+        else "default"
+        if llm.tokenizer.templates.templates
+        else None,
         "use_vision": llm.vision is not None,
         "draft": llm.engine.drafter is not None,
     }
@@ -124,11 +128,11 @@ class DraftBody(Body):
 
 def _within(name: str) -> Any:
     """A field with the limits of an option of `exl2nb.load`."""
-    low, high = LOAD[name].range or (None, None)
+    low, high = LOAD_OPTIONS_BY_NAME[name].range or (None, None)
     return Field(None, ge=low, le=high)
 
 
-class LoadBody(Body):
+class LoadModelBody(Body):
     """POST /v1/model/load."""
 
     model_name: str = Field(max_length=256)
@@ -145,7 +149,7 @@ class LoadBody(Body):
 
 
 @admin_routes.post("/v1/model/load")
-async def load_model(request: Request, body: LoadBody) -> Any:
+async def load_model(request: Request, body: LoadModelBody) -> Any:
     """Load a model of the model folder in the place of the one that is loaded; streams progress. A client that leaves does not stop it."""
     state = _state(request)
     state.check_owned()
@@ -166,10 +170,10 @@ async def load_model(request: Request, body: LoadBody) -> Any:
         await state.load(str(place), options, sink)
         state.template, asked = state.options.template, body.prompt_template
         if asked:
-            state.template = asked if asked in INSTRUCT else named_template(state, asked)
+            state.template = asked if asked in INSTRUCT_TEMPLATES else named_template(state, asked)
         return {"model_type": "model", "module": 1, "modules": 1, "status": "finished"}
 
-    return StreamingResponse(_progress(work, request.url.path, model_type="model"), media_type=MEDIA_TYPE, headers=HEADERS)
+    return StreamingResponse(_progress(work, request.url.path, model_type="model"), media_type=MEDIA_TYPE, headers=STREAM_HEADERS)
 
 
 @admin_routes.post("/v1/model/unload")
@@ -210,7 +214,7 @@ async def download(request: Request, body: DownloadBody) -> Any:
         return {"download_path": str(target), "status": "finished"}
 
     if body.stream:
-        return StreamingResponse(_progress(work, request.url.path), media_type=MEDIA_TYPE, headers=HEADERS)
+        return StreamingResponse(_progress(work, request.url.path), media_type=MEDIA_TYPE, headers=STREAM_HEADERS)
     return await work(lambda _: None)
 
 
@@ -244,7 +248,7 @@ async def _progress(work: Callable[[Sink], Coroutine[Any, Any, dict[str, Any]]],
 async def templates(request: Request) -> Any:
     """Chat templates that may be switched to: the model's own, and instruct formats."""
     state = _state(request)
-    return {"object": "list", "data": [*sorted(state.llm.tokenizer.templates.templates), *INSTRUCT]}
+    return {"object": "list", "data": [*sorted(state.llm.tokenizer.templates.templates), *INSTRUCT_TEMPLATES]}
 
 
 class TemplateBody(Body):
@@ -259,7 +263,7 @@ async def switch_template(request: Request, body: TemplateBody) -> Any:
     state, name = _state(request), body.prompt_template_name
     if "{" in name:
         raise ApiError(400, "prompt_template_name is Jinja source; expected a name, or give the source with a request")
-    state.template = name if name in INSTRUCT else named_template(state, name)
+    state.template = name if name in INSTRUCT_TEMPLATES else named_template(state, name)
     return {"prompt_template_name": name}
 
 
@@ -334,7 +338,7 @@ async def encode(request: Request, body: EncodeBody) -> Any:
         talk = with_pictures(body.text, remote=state.options.remote_images) if llm.vision is not None else body.text
         return llm.render(talk, template=template).ids
 
-    tokens = await aside(work, heavy=not isinstance(body.text, str) or len(body.text) > INLINE_CHARACTERS)
+    tokens = await run_in_thread(work, heavy=not isinstance(body.text, str) or len(body.text) > INLINE_CHARACTERS)
     return {"tokens": tokens, "length": len(tokens)}
 
 

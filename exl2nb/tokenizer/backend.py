@@ -175,7 +175,7 @@ def _growth(step: Any) -> float:
 
 
 MAX_DECLARED_TOKENS = 1 << 18
-_FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
+_TOKEN_FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 
 
 def add_declared_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any], path: Path) -> None:
@@ -221,7 +221,7 @@ def _entry(key: Any, value: Any, path: Path) -> tuple[int, tokenizers.AddedToken
     number = int(key) if isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 10 else -1
     if number < 0 or not isinstance(content, str) or not content:
         raise TokenizerError(f"{path}: added_tokens_decoder holds {str(key)[:40]!r}: {str(value)[:80]}; expected an id and its token")
-    flags = {flag: value[flag] is True for flag in _FLAGS if flag in value}
+    flags = {flag: value[flag] is True for flag in _TOKEN_FLAGS if flag in value}
     try:
         return number, tokenizers.AddedToken(content, **flags)
     except (TypeError, ValueError, UnicodeEncodeError) as error:

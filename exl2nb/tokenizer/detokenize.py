@@ -15,7 +15,7 @@ from typing import Any
 from exl2nb.tokenizer.backend import reraise
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
-CONTEXT = 6  # prompt tokens that a decoder sees: enough to know whether a space at the start of a token shows
+CONTEXT_TOKENS = 6  # prompt tokens that a decoder sees: enough to know whether a space at the start of a token shows
 
 
 class Detokenizer:
@@ -43,7 +43,7 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = (), *, skip_special: bool = True) -> None:
         self._skipped = tokenizer.skipped_ids if skip_special else frozenset()
         table = tokenizer.byte_table
-        kept = [i for i in context[-4 * CONTEXT :] if i not in self._skipped][-CONTEXT:]
+        kept = [i for i in context[-4 * CONTEXT_TOKENS :] if i not in self._skipped][-CONTEXT_TOKENS:]
         self._decoder: _Bytes | _Window = _Bytes(table) if table is not None else _Window(tokenizer, kept)
         self._plain = self._decoder.plain(tokenizer.plain_texts)
 
@@ -112,7 +112,7 @@ class _Window:
         self._decode = tokenizer.backend.decode
         self._byte_ids = tokenizer.byte_ids
         self._shown, self._new = context, list[int]()
-        self._passed: deque[int] = deque(maxlen=CONTEXT)  # given as plain texts since `_shown`
+        self._passed: deque[int] = deque(maxlen=CONTEXT_TOKENS)  # given as plain texts since `_shown`
         self._prefix = self._text(context)
 
     @property
@@ -158,7 +158,7 @@ class _Window:
     def _accept(self, text: str) -> str:
         added = text[len(self._prefix) :]
         if self._new[-1] not in self._byte_ids:
-            self._shown, self._new = self._new[-CONTEXT:], []
+            self._shown, self._new = self._new[-CONTEXT_TOKENS:], []
             self._prefix = self._text(self._shown)
         return added
 

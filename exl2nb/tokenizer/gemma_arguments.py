@@ -6,10 +6,10 @@ import json
 import re
 from typing import Any
 
-QUOTE = '<|"|>'
+QUOTE_TOKEN = '<|"|>'
 MAX_DEPTH = 100
-_LITERAL = re.compile(r"[^,\[\]{}:<]+")
-_KEY = re.compile(r"\s*([^:{}\[\],]+?)\s*:")
+_LITERAL_PATTERN = re.compile(r"[^,\[\]{}:<]+")
+_KEY_PATTERN = re.compile(r"\s*([^:{}\[\],]+?)\s*:")
 
 
 def written(arguments: dict[str, Any]) -> str:
@@ -19,7 +19,7 @@ def written(arguments: dict[str, Any]) -> str:
 
 def _value(value: Any) -> str:
     if isinstance(value, str):
-        return f"{QUOTE}{value}{QUOTE}"
+        return f"{QUOTE_TOKEN}{value}{QUOTE_TOKEN}"
     if isinstance(value, dict):
         return "{" + written(value) + "}"
     if isinstance(value, list):
@@ -49,10 +49,10 @@ def _read_object(text: str, at: int, depth: int) -> tuple[dict[str, Any], int]:
     found: dict[str, Any] = {}
     at = _skip(text, at)
     while text[at] != "}":
-        match = _KEY.match(text, at)
+        match = _KEY_PATTERN.match(text, at)
         if match is None:
             raise ValueError("no key")
-        found[match[1].removeprefix(QUOTE).removesuffix(QUOTE)], at = _read_value(text, match.end(), depth)
+        found[match[1].removeprefix(QUOTE_TOKEN).removesuffix(QUOTE_TOKEN)], at = _read_value(text, match.end(), depth)
         at = _skip(text, at)
         if text[at] == ",":
             at = _skip(text, at + 1)
@@ -61,9 +61,9 @@ def _read_object(text: str, at: int, depth: int) -> tuple[dict[str, Any], int]:
 
 def _read_value(text: str, at: int, depth: int) -> tuple[Any, int]:
     at = _skip(text, at)
-    if text.startswith(QUOTE, at):
-        end = text.index(QUOTE, at + len(QUOTE))
-        return text[at + len(QUOTE) : end], end + len(QUOTE)
+    if text.startswith(QUOTE_TOKEN, at):
+        end = text.index(QUOTE_TOKEN, at + len(QUOTE_TOKEN))
+        return text[at + len(QUOTE_TOKEN) : end], end + len(QUOTE_TOKEN)
     if text[at] == "{":
         return _read_object(text, at + 1, depth + 1)
     if text[at] == "[":
@@ -78,7 +78,7 @@ def _read_value(text: str, at: int, depth: int) -> tuple[Any, int]:
             if text[at] == ",":
                 at = _skip(text, at + 1)
         return items, at + 1
-    match = _LITERAL.match(text, at)
+    match = _LITERAL_PATTERN.match(text, at)
     if match is None or match.end() == len(text):  # at the end of the text a literal may go on
         raise ValueError("no value")
     raw = match[0].strip()

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 
-class Delta(NamedTuple):
+class ReplyDelta(NamedTuple):
     """What became certain: text of the reasoning, of the content, or of a call's arguments; or a "call" that begins.
 
     Attributes:
@@ -35,18 +35,19 @@ def held_length(text: str, tag: str) -> int:
     return next((n for n in range(min(len(tag) - 1, len(text)), 0, -1) if tag.startswith(text[-n:])), 0)
 
 
-ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
-NEXT = "<|start|>assistant"
-CLOSING = f"<|end|>{NEXT}{FINAL}"
-TAGS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
-_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
+ANALYSIS_CHANNEL = "<|channel|>analysis<|message|>"
+FINAL_CHANNEL = "<|channel|>final<|message|>"
+NEXT_MESSAGE = "<|start|>assistant"
+CLOSING_TEXT = f"<|end|>{NEXT_MESSAGE}{FINAL_CHANNEL}"
+HARMONY_TAGS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
+_END_TAGS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
 _HEADER_STARTS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "to=")
-_RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
+_RECIPIENT_PATTERN = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
 _MAX_HEADER = 512
 
 
 class HarmonyParser:
-    r"""Takes the text of one answer, with its tags, in pieces and gives `Delta`s.
+    r"""Takes the text of one answer, with its tags, in pieces and gives `ReplyDelta`s.
 
     Args:
         new_id: Makes the id of a call from the name of its function and its number.
@@ -66,23 +67,23 @@ class HarmonyParser:
         self._calls = 0
         self._said = False  # whether content came
 
-    def feed(self, text: str) -> list[Delta]:
+    def feed(self, text: str) -> list[ReplyDelta]:
         """Take more text."""
         self._text += text
-        found: list[Delta] = []
+        found: list[ReplyDelta] = []
         while self._read_body(found) if self._body else self._read_header(found):
             pass
         return found
 
-    def finish(self) -> list[Delta]:
+    def finish(self) -> list[ReplyDelta]:
         """Return what is still held: the answer is over."""
         text, self._text = self._text, ""
         if self._body:
             return [self._delta(text)] if text else []
         header = text.strip()
-        return [Delta("content", text)] if header and not header.startswith(_HEADER_STARTS) else []
+        return [ReplyDelta("content", text)] if header and not header.startswith(_HEADER_STARTS) else []
 
-    def _read_header(self, found: list[Delta]) -> bool:
+    def _read_header(self, found: list[ReplyDelta]) -> bool:
         header, tag, rest = self._text.partition("<|message|>")
         begun = header.lstrip()
         for end in ("<|end|>", "<|call|>", "<|return|>"):  # of a message that is over
@@ -97,20 +98,20 @@ class HarmonyParser:
             self._body = "content"  # a model that does not keep to the format
             return True
         self._text = rest
-        recipient = _RECIPIENT.search(header)
+        recipient = _RECIPIENT_PATTERN.search(header)
         if recipient is not None:
-            found.append(Delta("call", recipient[1], self._calls, self._new_id(recipient[1], self._calls)))
+            found.append(ReplyDelta("call", recipient[1], self._calls, self._new_id(recipient[1], self._calls)))
             self._calls += 1
             self._body = "arguments"
         else:
             self._body = "reasoning" if "<|channel|>analysis" in header else "content"
             if self._body == "content" and self._said:
-                found.append(Delta("content", "\n\n"))
+                found.append(ReplyDelta("content", "\n\n"))
         return True
 
-    def _read_body(self, found: list[Delta]) -> bool:
-        places = [at for end in _ENDS if (at := self._text.find(end)) >= 0]
-        cut = min(places) if places else len(self._text) - max(held_length(self._text, end) for end in _ENDS)
+    def _read_body(self, found: list[ReplyDelta]) -> bool:
+        places = [at for end in _END_TAGS if (at := self._text.find(end)) >= 0]
+        cut = min(places) if places else len(self._text) - max(held_length(self._text, end) for end in _END_TAGS)
         if cut:
             found.append(self._delta(self._text[:cut]))
         self._text = self._text[cut:]
@@ -118,8 +119,8 @@ class HarmonyParser:
             self._body = ""
         return bool(places)
 
-    def _delta(self, text: str) -> Delta:
+    def _delta(self, text: str) -> ReplyDelta:
         if self._body == "arguments":
-            return Delta("arguments", text, self._calls - 1)
+            return ReplyDelta("arguments", text, self._calls - 1)
         self._said = self._said or self._body == "content"
-        return Delta("reasoning" if self._body == "reasoning" else "content", text)
+        return ReplyDelta("reasoning" if self._body == "reasoning" else "content", text)

@@ -11,8 +11,10 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-MARK = "\ue002"  # of the private use area; no tokenizer splits or joins words at it that would not do so at any other unknown character
-_ESCAPED = re.compile(r"\\ue002", re.IGNORECASE)
+LITERAL_MARK = (
+    "\ue002"  # of the private use area; no tokenizer splits or joins words at it that would not do so at any other unknown character
+)
+_ESCAPED_MARK = re.compile(r"\\ue002", re.IGNORECASE)
 
 
 def control_pattern(texts: Iterable[str]) -> re.Pattern[str] | None:
@@ -28,9 +30,9 @@ def control_pattern(texts: Iterable[str]) -> re.Pattern[str] | None:
 def protect(value: Any, pattern: re.Pattern[str] | None) -> Any:
     """Copy a value of JSON types with a mark inside each control text of its strings and of the keys of its objects."""
     if isinstance(value, str):
-        if MARK in value:
-            value = value.replace(MARK, "")
-        return value if pattern is None else pattern.sub(lambda found: found[0][0] + MARK + found[0][1:], value)
+        if LITERAL_MARK in value:
+            value = value.replace(LITERAL_MARK, "")
+        return value if pattern is None else pattern.sub(lambda found: found[0][0] + LITERAL_MARK + found[0][1:], value)
     if isinstance(value, dict):
         return {protect(key, pattern): protect(one, pattern) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
@@ -40,12 +42,12 @@ def protect(value: Any, pattern: re.Pattern[str] | None) -> Any:
 
 def unescaped(text: str) -> str:
     """The rendered text with the marks that a JSON filter has written as an escape put back as characters."""
-    return _ESCAPED.sub(MARK, text)
+    return _ESCAPED_MARK.sub(LITERAL_MARK, text)
 
 
 def without_marks(text: str) -> str:
     """The text as a person reads it."""
-    return text.replace(MARK, "")
+    return text.replace(LITERAL_MARK, "")
 
 
 def ids_without_marks(text: str, ids: Sequence[int], offsets: Sequence[tuple[int, int]]) -> list[int] | None:
@@ -56,7 +58,7 @@ def ids_without_marks(text: str, ids: Sequence[int], offsets: Sequence[tuple[int
         ids: Its token ids.
         offsets: The first character and the end of each token in `text`.
     """
-    places = {at for at, char in enumerate(text) if char == MARK}
+    places = {at for at, char in enumerate(text) if char == LITERAL_MARK}
     kept: list[int] = []
     for token, (start, end) in zip(ids, offsets):
         covered = [at in places for at in range(start, end)]

@@ -15,8 +15,8 @@ from exl2nb.tokenizer.literal import protect
 from exl2nb.tokenizer.template import TOOL_VARIABLES, ChatTemplate, check_messages
 from exl2nb.tokenizer.tools import Tool, ToolFormat, described, taught
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
-_ROLE = re.compile(r"[A-Za-z0-9_. -]{1,64}")
+MESSAGE_ROLES = ("system", "developer", "user", "assistant", "tool")
+_ROLE_PATTERN = re.compile(r"[A-Za-z0-9_. -]{1,64}")
 _PLAIN_TYPES = ("text", "input_text", "output_text")
 
 
@@ -139,15 +139,16 @@ def _plain(message: Mapping[str, Any], number: int, template: ChatTemplate) -> d
 
 
 def _role(role: str, number: int, template: ChatTemplate) -> str:
-    if not _ROLE.fullmatch(role):
-        raise OptionError(f"message {number} has the role {shown(role)}; expected one of {', '.join(ROLES)}")
+    if not _ROLE_PATTERN.fullmatch(role):
+        raise OptionError(f"message {number} has the role {shown(role)}; expected one of {', '.join(MESSAGE_ROLES)}")
     if role == "function":
         return "tool"
     if role == "developer" and not template.takes_role("developer"):
         return "system"
-    if role not in ROLES and not template.takes_role(role):
+    if role not in MESSAGE_ROLES and not template.takes_role(role):
         raise OptionError(
-            f"message {number} has the role {role[:40]!r}, which this model's chat template leaves out; expected one of {', '.join(ROLES)}"
+            f"message {number} has the role {role[:40]!r}, which this model's chat template leaves out; "
+            f"expected one of {', '.join(MESSAGE_ROLES)}"
         )
     return role
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from exl2nb.tokenizer import gemma_arguments, harmony
-from exl2nb.tokenizer.harmony import Delta, held_length
+from exl2nb.tokenizer.harmony import ReplyDelta, held_length
 from exl2nb.tokenizer.tools import FORMATS, Tool, ToolFormat, tool_format
 
 THINK_TAGS = (
@@ -22,7 +22,7 @@ THINK_TAGS = (
 )
 """The tags around reasoning, by family; the first pair that a chat template contains is its own."""
 _MAX_HEAD = 512  # characters of JSON in which the name of a call must have come
-_LOOSE = "}],;` \t\r\n"  # what may stand between calls
+_CALL_SEPARATORS = "}],;` \t\r\n"  # what may stand between calls
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Reply:
         return message
 
 
-class Piece(Protocol):
+class GeneratedPiece(Protocol):
     """The part of a generated token that is read here."""
 
     @property
@@ -111,15 +111,15 @@ class ReplyFormat:
     def tags(self) -> tuple[str, ...]:
         """Every tag that the answer may hold."""
         calls = self.calls.tags if self.calls is not None else ()
-        return (*calls, *(self.think or ()), *(harmony.TAGS if self.channels else ()))
+        return (*calls, *(self.think or ()), *(harmony.HARMONY_TAGS if self.channels else ()))
 
     @property
     def closing(self) -> str:
         """The text that ends the reasoning and begins the content."""
         assert self.think is not None, "only a format with reasoning has an end of it"
-        return harmony.CLOSING if self.channels else f"\n{self.think[1]}\n\n"
+        return harmony.CLOSING_TEXT if self.channels else f"\n{self.think[1]}\n\n"
 
-    def text(self, tokens: Iterable[Piece]) -> str:
+    def text(self, tokens: Iterable[GeneratedPiece]) -> str:
         """The text of tokens, with the tags that are special tokens."""
         special = self.special
         return "".join([token.text or special.get(token.id, "") for token in tokens])
@@ -131,7 +131,7 @@ class ReplyFormat:
             return harmony.HarmonyParser(new_id, thinking=self.thinking)
         return ReplyParser(self)
 
-    def read(self, tokens: Iterable[Piece]) -> Reply:
+    def read(self, tokens: Iterable[GeneratedPiece]) -> Reply:
         """A whole answer."""
         return self.read_text(self.text(tokens))
 
@@ -144,11 +144,11 @@ class ReplyFormat:
 def think_tags(template: str) -> tuple[str, str] | None:
     """The tags around reasoning that a chat template knows; None where it knows none."""
     if tool_format(template).layout == "harmony":
-        return (harmony.ANALYSIS, "<|end|>")
+        return (harmony.ANALYSIS_CHANNEL, "<|end|>")
     return next((tags for tags in THINK_TAGS if tags[0] in template or tags[1] in template), None)
 
 
-def collect(deltas: Iterable[Delta]) -> Reply:
+def collect(deltas: Iterable[ReplyDelta]) -> Reply:
     """The reply that deltas add up to."""
     calls: list[list[str]] = []
     texts: dict[str, list[str]] = {"reasoning": [], "content": []}
@@ -163,7 +163,7 @@ def collect(deltas: Iterable[Delta]) -> Reply:
 
 
 class ReplyParser:
-    r"""Takes the text of one answer in pieces and gives `Delta`s; text that may still become a tag is held back.
+    r"""Takes the text of one answer in pieces and gives `ReplyDelta`s; text that may still become a tag is held back.
 
     Example:
         >>> from exl2nb.tokenizer.tools import FORMATS
@@ -188,35 +188,35 @@ class ReplyParser:
         self._argument: tuple[str, bool] | None = None  # name of the argument whose value is read, and whether it is a text
         self._searched = 0  # characters of the value in which its end was looked for
 
-    def feed(self, text: str) -> list[Delta]:
+    def feed(self, text: str) -> list[ReplyDelta]:
         """Take more text."""
         if self._form.plain:
-            return [Delta("content", text)] if text else []
+            return [ReplyDelta("content", text)] if text else []
         self._text += text
-        found: list[Delta] = []
+        found: list[ReplyDelta] = []
         while getattr(self, f"_{self._state}")(found):
             pass
         return found
 
-    def finish(self) -> list[Delta]:
+    def finish(self) -> list[ReplyDelta]:
         """The answer is over: what is still held."""
         text, state, self._text = self._text, self._state, ""
         if state in ("tagged", "gemma"):  # the answer was cut: the arguments stay incomplete JSON
-            return [] if self._written else [Delta("arguments", "{", self._count - 1)]
+            return [] if self._written else [ReplyDelta("arguments", "{", self._count - 1)]
         if not text or state in ("after", "start", "tail"):
-            return [Delta("content", text)] if text.strip() and state == "start" else []
+            return [ReplyDelta("content", text)] if text.strip() and state == "start" else []
         if state == "head":
-            found: list[Delta] = []
+            found: list[ReplyDelta] = []
             self._text = text
             if self._whole_call(found):
                 return found
         if state == "arguments":
-            return [Delta("arguments", text, self._count - 1)]
-        return [Delta("reasoning" if state == "reasoning" else "content", text)]
+            return [ReplyDelta("arguments", text, self._count - 1)]
+        return [ReplyDelta("reasoning" if state == "reasoning" else "content", text)]
 
     # ---- states; each takes what it can off `_text` and says whether another should go on
 
-    def _start(self, found: list[Delta]) -> bool:
+    def _start(self, found: list[ReplyDelta]) -> bool:
         """Nothing but white space so far: reasoning may begin here, or a call that is JSON."""
         text = self._text.lstrip()
         if not text:
@@ -243,28 +243,28 @@ class ReplyParser:
         self._state = "content"
         return True
 
-    def _reasoning(self, found: list[Delta]) -> bool:
+    def _reasoning(self, found: list[ReplyDelta]) -> bool:
         assert self._form.think is not None
         if not self._thought:
             self._text = self._text.lstrip()
         return self._until(self._form.think[1], "reasoning", found, then="start")
 
-    def _content(self, found: list[Delta]) -> bool:
+    def _content(self, found: list[ReplyDelta]) -> bool:
         trigger = self._calls.trigger if self._calls is not None else ""
         if not trigger:
             if self._text:
-                found.append(Delta("content", self._text))
+                found.append(ReplyDelta("content", self._text))
                 self._text, self._said = "", True
             return False
         return self._until(trigger, "content", found, then="head", keep=True)
 
-    def _until(self, tag: str, kind: Literal["reasoning", "content"], found: list[Delta], *, then: str, keep: bool = False) -> bool:
+    def _until(self, tag: str, kind: Literal["reasoning", "content"], found: list[ReplyDelta], *, then: str, keep: bool = False) -> bool:
         """Give text up to a tag, without the white space before it."""
         at = self._text.find(tag)
         text = self._text[:at] if at >= 0 else self._text[: len(self._text) - held_length(self._text, tag)]
         shown = text.rstrip() if at >= 0 or kind == "content" else text
         if shown:
-            found.append(Delta(kind, shown))
+            found.append(ReplyDelta(kind, shown))
             self._said, self._thought = self._said or kind == "content", True
         if at < 0:
             self._text = self._text[len(shown) :]
@@ -272,7 +272,7 @@ class ReplyParser:
         self._text, self._state = self._text[at + (0 if keep else len(tag)) :], then
         return True
 
-    def _head(self, found: list[Delta]) -> bool:
+    def _head(self, found: list[ReplyDelta]) -> bool:
         """A call has begun; wait until its name is complete."""
         assert self._calls is not None
         layout = self._calls.layout
@@ -297,7 +297,7 @@ class ReplyParser:
         self._depth, self._quoted, self._escaped = 0, False, False
         return True
 
-    def _arguments(self, found: list[Delta]) -> bool:
+    def _arguments(self, found: list[ReplyDelta]) -> bool:
         """JSON, up to the bracket that closes it."""
         for at, char in enumerate(self._text):
             if self._quoted:
@@ -314,15 +314,15 @@ class ReplyParser:
             elif char in "}]":
                 self._depth -= 1
                 if self._depth == 0:
-                    found.append(Delta("arguments", self._text[: at + 1], self._count - 1))
+                    found.append(ReplyDelta("arguments", self._text[: at + 1], self._count - 1))
                     self._text, self._state = self._text[at + 1 :], "tail" if self._in_object else "after"
                     return True
         if self._text:
-            found.append(Delta("arguments", self._text, self._count - 1))
+            found.append(ReplyDelta("arguments", self._text, self._count - 1))
             self._text = ""
         return False
 
-    def _tail(self, found: list[Delta]) -> bool:
+    def _tail(self, found: list[ReplyDelta]) -> bool:
         """The rest of the object that a call is: further members, such as an id, and the brace that closes it."""
         match = re.match(r'\s*(?:,\s*"[^"]*"\s*:\s*(?:"[^"]*"|[^\s"{}\[\],]+)\s*)*', self._text)
         rest = self._text[match.end() if match is not None else 0 :]
@@ -331,7 +331,7 @@ class ReplyParser:
         self._text, self._state = rest, "after"
         return True
 
-    def _tagged(self, found: list[Delta]) -> bool:
+    def _tagged(self, found: list[ReplyDelta]) -> bool:
         """Arguments between tags, each given out as soon as it is complete."""
         assert self._calls is not None
         assert self._calls.tagged is not None
@@ -353,11 +353,11 @@ class ReplyParser:
         raw = tags.value(self._text[:at])
         written = json.dumps(raw, ensure_ascii=False) if as_text else _json_text(raw)
         begin = ", " if self._written else "{"
-        found.append(Delta("arguments", f"{begin}{json.dumps(name, ensure_ascii=False)}: {written}", self._count - 1))
+        found.append(ReplyDelta("arguments", f"{begin}{json.dumps(name, ensure_ascii=False)}: {written}", self._count - 1))
         self._text, self._argument, self._written = self._text[at + len(tags.end) :], None, self._written + 1
         return True
 
-    def _tagged_end(self, found: list[Delta]) -> bool:
+    def _tagged_end(self, found: list[ReplyDelta]) -> bool:
         """Look for the end of a call whose arguments stand between tags."""
         assert self._calls is not None
         assert self._calls.tagged is not None
@@ -367,25 +367,25 @@ class ReplyParser:
         ends = [at for mark in self._calls.marks if (at := self._text.find(mark)) >= 0]
         if not ends:
             return False
-        found.append(Delta("arguments", "}" if self._written else "{}", self._count - 1))
+        found.append(ReplyDelta("arguments", "}" if self._written else "{}", self._count - 1))
         self._text, self._state = self._text[min(ends) :], "after"
         return True
 
-    def _gemma(self, found: list[Delta]) -> bool:
+    def _gemma(self, found: list[ReplyDelta]) -> bool:
         """Arguments in the notation of Gemma 4, in one piece."""
         read = gemma_arguments.read(self._text)
         if read is None:
             return False
-        found.append(Delta("arguments", json.dumps(read[0], ensure_ascii=False), self._count - 1))
+        found.append(ReplyDelta("arguments", json.dumps(read[0], ensure_ascii=False), self._count - 1))
         self._text, self._state = self._text[read[1] :], "after"
         return True
 
-    def _after(self, found: list[Delta]) -> bool:
+    def _after(self, found: list[ReplyDelta]) -> bool:
         """Between a call and what follows: brackets, commas and tags are left out."""
         assert self._calls is not None
         closing = self._calls.marks
         while True:
-            text = self._text.lstrip(_LOOSE)
+            text = self._text.lstrip(_CALL_SEPARATORS)
             mark = next((mark for mark in closing if text.startswith(mark)), None)
             self._text = text if mark is None else text[len(mark) :]
             if mark is None:
@@ -403,12 +403,12 @@ class ReplyParser:
 
     # ---- calls
 
-    def _begin(self, name: str, found: list[Delta], written_id: str = "") -> None:
+    def _begin(self, name: str, found: list[ReplyDelta], written_id: str = "") -> None:
         assert self._calls is not None
-        found.append(Delta("call", name, self._count, written_id.strip() or self._calls.new_id(name, self._count)))
+        found.append(ReplyDelta("call", name, self._count, written_id.strip() or self._calls.new_id(name, self._count)))
         self._count += 1
 
-    def _whole_call(self, found: list[Delta]) -> bool:
+    def _whole_call(self, found: list[ReplyDelta]) -> bool:
         """A call that is read in one piece: JSON whose keys come in another order than the head expects."""
         assert self._calls is not None
         text = self._text
@@ -427,7 +427,7 @@ class ReplyParser:
             return False
         self._begin(name, found)
         written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        found.append(Delta("arguments", written, self._count - 1))
+        found.append(ReplyDelta("arguments", written, self._count - 1))
         self._text, self._state = text[end:], "after"
         return True
 

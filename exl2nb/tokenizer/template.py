@@ -37,15 +37,15 @@ def _turns(system: str, user: str, assistant: str, prompt: str) -> str:
     )
 
 
-_MISTRAL = """{{ bos_token or '' }}{% set ns = namespace(system='') %}{% for message in messages %}
+_MISTRAL_TEMPLATE = """{{ bos_token or '' }}{% set ns = namespace(system='') %}{% for message in messages %}
 {%- if message.role == 'system' %}{% set ns.system = message.content ~ '\n\n' %}
 {%- elif message.role == 'assistant' %}{{ ' ' ~ message.content ~ (eos_token or '') }}
 {%- else %}{{ '[INST] ' ~ ns.system ~ message.content ~ ' [/INST]' }}{% set ns.system = '' %}{% endif %}{% endfor %}"""
-_LLAMA2 = """{% set ns = namespace(system='') %}{% for message in messages %}
+_LLAMA2_TEMPLATE = """{% set ns = namespace(system='') %}{% for message in messages %}
 {%- if message.role == 'system' %}{% set ns.system = '<<SYS>>\n' ~ message.content ~ '\n<</SYS>>\n\n' %}
 {%- elif message.role == 'assistant' %}{{ ' ' ~ message.content ~ ' ' ~ (eos_token or '') }}
 {%- else %}{{ (bos_token or '') ~ '[INST] ' ~ ns.system ~ message.content ~ ' [/INST]' }}{% set ns.system = '' %}{% endif %}{% endfor %}"""
-INSTRUCT: dict[str, Instruct] = {
+INSTRUCT_TEMPLATES: dict[str, Instruct] = {
     "chatml": Instruct(
         "{% if bos_token and bos_token != '<|im_start|>' %}{{ bos_token }}{% endif %}{% for message in messages %}"
         "{{ '<|im_start|>' ~ message.role ~ '\n' ~ message.content }}"
@@ -53,8 +53,8 @@ INSTRUCT: dict[str, Instruct] = {
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
         ("<|im_end|>", "<|im_start|>"),
     ),
-    "llama2": Instruct(_LLAMA2, ("[INST]",)),
-    "mistral": Instruct(_MISTRAL, ("[INST]",)),
+    "llama2": Instruct(_LLAMA2_TEMPLATE, ("[INST]",)),
+    "mistral": Instruct(_MISTRAL_TEMPLATE, ("[INST]",)),
     "alpaca": Instruct(
         _turns(
             "{{ message.content ~ '\n\n' }}",
@@ -78,8 +78,8 @@ INSTRUCT: dict[str, Instruct] = {
 
 MAX_TEMPLATE = 1 << 20  # characters
 # a conversation of 1000 messages takes 0.02 s; a large template takes 0.05 s to compile
-LIMITS = Limits(cpu_s=2.0, wall_s=30.0, memory_bytes=384 << 20)
-TEMPLATE_HELPER = Helper("exl2nb.tokenizer.sandbox", LIMITS)
+SANDBOX_LIMITS = Limits(cpu_s=2.0, wall_s=30.0, memory_bytes=384 << 20)
+TEMPLATE_HELPER = Helper("exl2nb.tokenizer.sandbox", SANDBOX_LIMITS)
 
 
 class ChatTemplates:
@@ -181,7 +181,7 @@ def render(
             raise TokenizerError(f"chat template: {error}; it is broken or means harm: give another with template=") from error
         if error.kind == "MemoryError":
             raise TokenizerError(
-                f"chat template: {str(error) or f'it needs more than {LIMITS.memory_bytes >> 20} MiB'}; give another with template="
+                f"chat template: {str(error) or f'it needs more than {SANDBOX_LIMITS.memory_bytes >> 20} MiB'}; give another with template="
             ) from error
         raise TokenizerError(f"chat template: {error.kind}: {str(error)[:300]}{_hint(str(error))}") from error
     except (TypeError, ValueError, RecursionError) as error:
@@ -205,18 +205,22 @@ def check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
         raise OptionError(f"messages is {str(messages)[:80]!r}; expected a list of dicts such as {{'role': 'user', 'content': 'Hello'}}")
 
 
-_WORDS, _FUNCTION, _CALLED, _RESULT = "probe_words", "probe_function", "probe_called", "probe_result"
-_ARGUMENT, _SAID = "probe_argument", "probe_said"
-_IDS = ("abcdefghi", "functions.probe_id:3")  # nine letters, which Mistral's templates insist on; the form of Kimi's
-_TOOL = {
+_PROBE_WORDS = "probe_words"
+_PROBE_FUNCTION = "probe_function"
+_PROBE_CALLED = "probe_called"
+_PROBE_RESULT = "probe_result"
+_PROBE_ARGUMENT = "probe_argument"
+_PROBE_SAID = "probe_said"
+_PROBE_IDS = ("abcdefghi", "functions.probe_id:3")  # nine letters, which Mistral's templates insist on; the form of Kimi's
+_PROBE_TOOL = {
     "type": "function",
     "function": {
-        "name": _FUNCTION,
+        "name": _PROBE_FUNCTION,
         "description": "d",
         "parameters": {"type": "object", "properties": {"x": {"type": "string", "description": "d"}}, "required": ["x"]},
     },
 }
-_USER = {"role": "user", "content": "a"}
+_PROBE_MESSAGE = {"role": "user", "content": "a"}
 TOOL_VARIABLES = ("tools", "xml_tools")  # names under which templates expect the functions
 
 
@@ -247,9 +251,11 @@ class ChatTemplate:
         None: functions never reach the prompt.
         """
         for name in TOOL_VARIABLES:
-            if name in self.source and _FUNCTION in self._try([_USER], **{name: [_TOOL]}):
+            if name in self.source and _PROBE_FUNCTION in self._try([_PROBE_MESSAGE], **{name: [_PROBE_TOOL]}):
                 return name
-        if "tools" in self.source and _FUNCTION in self._try([{"role": "system", "content": "s", "tools": _FUNCTION}, _USER]):
+        if "tools" in self.source and _PROBE_FUNCTION in self._try(
+            [{"role": "system", "content": "s", "tools": _PROBE_FUNCTION}, _PROBE_MESSAGE]
+        ):
             return "system"
         return None
 
@@ -267,7 +273,7 @@ class ChatTemplate:
     def results(self) -> bool:
         """Whether results of functions are rendered."""
         content = self.call_content if self.calls is not None else ""
-        return any(_RESULT in self._with_call(self.calls or "data", content, one, result=True) for one in _IDS)
+        return any(_PROBE_RESULT in self._with_call(self.calls or "data", content, one, result=True) for one in _PROBE_IDS)
 
     @cached_property
     def form(self) -> ToolFormat:
@@ -275,10 +281,10 @@ class ChatTemplate:
         form = tool_format(self.source)
         if self.calls is None:
             return form
-        for one in _IDS:
+        for one in _PROBE_IDS:
             for result in (True, False):
                 text = self._with_call(self.calls, self.call_content, one, result=result)
-                text = text[text.rfind(_SAID) + len(_SAID) :]
+                text = text[text.rfind(_PROBE_SAID) + len(_PROBE_SAID) :]
                 if _reads(form, text) or _reads(form, " ".join(text.split())):  # Command R's template breaks lines where the model does not
                     return form
         return FORMATS["json"]
@@ -291,35 +297,37 @@ class ChatTemplate:
         for result in (True, False):  # some templates want a result behind each call
             for content in ("", None):
                 for kind in kinds:
-                    for one in _IDS:
+                    for one in _PROBE_IDS:
                         text = self._with_call(kind, content, one, result=result)
-                        as_repr = f"'{_ARGUMENT}'" in text  # a Python dict where JSON is expected
-                        if _CALLED in text and _ARGUMENT in text and not as_repr:
+                        as_repr = f"'{_PROBE_ARGUMENT}'" in text  # a Python dict where JSON is expected
+                        if _PROBE_CALLED in text and _PROBE_ARGUMENT in text and not as_repr:
                             return kind, content
         return None, ""
 
     @cached_property
     def system(self) -> bool:
         """Whether a system message is rendered."""
-        return _WORDS in self._try([{"role": "system", "content": self._content(_WORDS)}, {**_USER, "content": self._content("a")}])
+        return _PROBE_WORDS in self._try(
+            [{"role": "system", "content": self._content(_PROBE_WORDS)}, {**_PROBE_MESSAGE, "content": self._content("a")}]
+        )
 
     @cached_property
     def typed(self) -> bool:
         """Whether contents must be lists of parts: with a plain text, the words of a user do not reach the prompt."""
-        if _WORDS in self._try([{"role": "user", "content": _WORDS}]):
+        if _PROBE_WORDS in self._try([{"role": "user", "content": _PROBE_WORDS}]):
             return False
-        return _WORDS in self._try([{"role": "user", "content": [{"type": "text", "text": _WORDS}]}])
+        return _PROBE_WORDS in self._try([{"role": "user", "content": [{"type": "text", "text": _PROBE_WORDS}]}])
 
     @cached_property
     def turn_end(self) -> str:
         """The text between the words of the assistant and the next turn, or the end of the prompt if there is none."""
-        answer = {"role": "assistant", "content": self._content(_WORDS)}
-        user = {**_USER, "content": self._content(_SAID)}
-        end = self._try([user, answer], add_generation_prompt=False).partition(_WORDS)[2]
+        answer = {"role": "assistant", "content": self._content(_PROBE_WORDS)}
+        user = {**_PROBE_MESSAGE, "content": self._content(_PROBE_SAID)}
+        end = self._try([user, answer], add_generation_prompt=False).partition(_PROBE_WORDS)[2]
         if end.strip():
             return end
-        opener, _, rest = self._try([user, answer, {**user, "content": self._content("probe_next")}]).partition(_SAID)
-        between = rest.partition(_WORDS)[2].partition("probe_next")[0]
+        opener, _, rest = self._try([user, answer, {**user, "content": self._content("probe_next")}]).partition(_PROBE_SAID)
+        between = rest.partition(_PROBE_WORDS)[2].partition("probe_next")[0]
         while opener and between and opener[-1] == between[-1]:  # what begins the user's next turn does not end this one
             opener, between = opener[:-1], between[:-1]
         return between
@@ -332,9 +340,9 @@ class ChatTemplate:
     def _takes_role(self) -> Any:
         @lru_cache(maxsize=64)
         def takes(role: str) -> bool:
-            user, words = {**_USER, "content": self._content("a")}, {"role": role, "content": self._content(_WORDS)}
+            user, words = {**_PROBE_MESSAGE, "content": self._content("a")}, {"role": role, "content": self._content(_PROBE_WORDS)}
             answer = {"role": "assistant", "content": self._content("b")}
-            return any(_WORDS in self._try(talk) for talk in ([words, user], [user, answer, words], [user, words]))
+            return any(_PROBE_WORDS in self._try(talk) for talk in ([words, user], [user, answer, words], [user, words]))
 
         return takes
 
@@ -343,12 +351,12 @@ class ChatTemplate:
 
     def _with_call(self, kind: Literal["data", "text"], content: str | None, call_id: str, *, result: bool) -> str:
         """The prompt of a conversation with one call, and its result."""
-        arguments: Any = {_ARGUMENT: "v"} if kind == "data" else f'{{"{_ARGUMENT}": "v"}}'
-        call = {"id": call_id, "type": "function", "function": {"name": _CALLED, "arguments": arguments}}
-        talk = [{**_USER, "content": self._content(_SAID)}, {"role": "assistant", "content": content, "tool_calls": [call]}]
+        arguments: Any = {_PROBE_ARGUMENT: "v"} if kind == "data" else f'{{"{_PROBE_ARGUMENT}": "v"}}'
+        call = {"id": call_id, "type": "function", "function": {"name": _PROBE_CALLED, "arguments": arguments}}
+        talk = [{**_PROBE_MESSAGE, "content": self._content(_PROBE_SAID)}, {"role": "assistant", "content": content, "tool_calls": [call]}]
         if result:
-            talk.append({"role": "tool", "name": _CALLED, "tool_call_id": call_id, "content": self._content(_RESULT)})
-        variables = {self.tools: [_TOOL]} if self.tools in TOOL_VARIABLES else {}
+            talk.append({"role": "tool", "name": _PROBE_CALLED, "tool_call_id": call_id, "content": self._content(_PROBE_RESULT)})
+        variables = {self.tools: [_PROBE_TOOL]} if self.tools in TOOL_VARIABLES else {}
         return self._try(talk, **variables)
 
     def _try(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
@@ -357,7 +365,7 @@ class ChatTemplate:
         Raises:
             TokenizerError: The template was stopped because it takes too long or too much memory.
         """
-        for more in ({}, {"tools": [_TOOL]}):  # some templates are for conversations with functions only
+        for more in ({}, {"tools": [_PROBE_TOOL]}):  # some templates are for conversations with functions only
             try:
                 return self.render(messages, **{**more, **variables})
             except TokenizerError as error:
@@ -372,12 +380,12 @@ def _reads(form: ToolFormat, text: str) -> bool:
     """Whether a format finds the call of the probe in what the template wrote for it."""
     begin = 0
     if form.layout != "harmony":
-        found = next((match for match in form.head_pattern.finditer(text) if match[1] == _CALLED), None)
+        found = next((match for match in form.head_pattern.finditer(text) if match[1] == _PROBE_CALLED), None)
         if found is None:
             return False
         begin = found.start()
     reply = ReplyFormat(calls=form, channels=form.layout == "harmony").read_text(text[begin:])
-    return any((call.name, call.arguments_or_none) == (_CALLED, {_ARGUMENT: "v"}) for call in reply.tool_calls)
+    return any((call.name, call.arguments_or_none) == (_PROBE_CALLED, {_PROBE_ARGUMENT: "v"}) for call in reply.tool_calls)
 
 
 @lru_cache(maxsize=64)

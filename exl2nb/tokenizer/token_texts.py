@@ -53,7 +53,7 @@ def piece_bytes(backend: tokenizers.Tokenizer, byte_ids: frozenset[int]) -> dict
     """
     decoder = json.loads(backend.to_str())["decoder"]
     steps = [] if decoder is None else decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
-    if not steps or any(step["type"] not in LOCAL for step in steps):
+    if not steps or any(step["type"] not in LOCAL_DECODERS for step in steps):
         return None
     replaced = [(step["pattern"].get("String"), step["content"]) for step in steps if step["type"] == "Replace"]
     replaced += [(step["replacement"], " ") for step in steps if step["type"] == "Metaspace"]
@@ -70,8 +70,14 @@ def piece_bytes(backend: tokenizers.Tokenizer, byte_ids: frozenset[int]) -> dict
     return table
 
 
-LOCAL = ("Replace", "ByteFallback", "Fuse", "Metaspace", "Strip")  # decoders that look at one token at a time, the text's ends excepted
-ANCHORS = ("▁a", "a", "▁the", "the", "e")
+LOCAL_DECODERS = (
+    "Replace",
+    "ByteFallback",
+    "Fuse",
+    "Metaspace",
+    "Strip",
+)  # decoders that look at one token at a time, the text's ends excepted
+ANCHOR_TOKENS = ("▁a", "a", "▁the", "the", "e")
 
 
 class PlainTexts(dict[int, "str | None"]):
@@ -116,7 +122,7 @@ def plain_texts(
                 return None
 
         return PlainTexts(from_bytes)
-    anchor = next((i for text in ANCHORS if (i := backend.token_to_id(text)) is not None), None)
+    anchor = next((i for text in ANCHOR_TOKENS if (i := backend.token_to_id(text)) is not None), None)
     if anchor is None or not _local(backend):
         return PlainTexts(lambda token_id: None)
     with library_errors:
@@ -138,4 +144,4 @@ def _local(backend: tokenizers.Tokenizer) -> bool:
     if decoder is None:
         return False
     steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
-    return all(step["type"] in LOCAL and not step.get("stop") for step in steps)
+    return all(step["type"] in LOCAL_DECODERS and not step.get("stop") for step in steps)

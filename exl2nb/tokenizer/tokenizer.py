@@ -14,13 +14,13 @@ import tokenizers
 from exl2nb.core.errors import TokenizerError
 from exl2nb.core.files import read_object, read_text
 from exl2nb.tokenizer.backend import add_declared_tokens, library_errors, parse, reraise
-from exl2nb.tokenizer.convert import convert, convertible
-from exl2nb.tokenizer.literal import MARK, ids_without_marks
+from exl2nb.tokenizer.conversion import convert, convertible
+from exl2nb.tokenizer.literal import LITERAL_MARK, ids_without_marks
 from exl2nb.tokenizer.template import ChatTemplates
 from exl2nb.tokenizer.token_texts import PlainTexts, byte_table, byte_tokens, piece_bytes, plain_texts
 
-_FILE = "tokenizer.json"
-_WHOLE = frozenset(("ByteLevel", "Digits", "Metaspace", "Prepend"))  # normalizers and pre-tokenizers that leave no character out
+_TOKENIZER_FILE = "tokenizer.json"
+_LOSSLESS_STEPS = frozenset(("ByteLevel", "Digits", "Metaspace", "Prepend"))  # normalizers and pre-tokenizers that leave no character out
 
 
 class Tokenizer:
@@ -63,13 +63,13 @@ class Tokenizer:
                 missing; says what to do.
         """
         directory = Path(directory)
-        path = directory / _FILE
+        path = directory / _TOKENIZER_FILE
         if not path.is_file() and convertible(directory):
             backend, roles = convert(directory)
             return cls(_plain(backend), directory=directory, special_tokens=roles)
         if not path.is_file():
             raise TokenizerError(
-                f"{directory}: has no {_FILE}; copy it from the original model, or make it with "
+                f"{directory}: has no {_TOKENIZER_FILE}; copy it from the original model, or make it with "
                 f"transformers.AutoTokenizer.from_pretrained(...).save_pretrained({str(directory)!r})"
             )
         return cls(_plain(parse(read_text(path), path)), directory=directory)
@@ -117,7 +117,7 @@ class Tokenizer:
         Raises:
             TokenizerError: as `encode`.
         """
-        if MARK not in text:
+        if LITERAL_MARK not in text:
             return self.encode(text, add_special=False)
         text = text.encode("utf-8", "replace").decode("utf-8")
         try:
@@ -128,7 +128,7 @@ class Tokenizer:
         if ids is not None:
             return ids
         # A token spans a mark and its neighbours, so the text is encoded in parts.
-        parts = text.split(MARK)
+        parts = text.split(LITERAL_MARK)
         return [token for part in parts for token in (self.encode(part, add_special=False) if part else ())]
 
     def at_least(self, text: str) -> int:
@@ -141,7 +141,9 @@ class Tokenizer:
         """Most characters of a text that one token stands for; 0: any number."""
         parts = json.loads(self.backend.to_str())
         steps = [step for part in ("normalizer", "pre_tokenizer") for step in _steps(parts[part])]
-        whole = all(step["type"] in _WHOLE or (step["type"] == "Split" and step["behavior"] != "Removed") or _keeps(step) for step in steps)
+        whole = all(
+            step["type"] in _LOSSLESS_STEPS or (step["type"] == "Split" and step["behavior"] != "Removed") or _keeps(step) for step in steps
+        )
         fallback = parts["model"].get("byte_fallback") and len(self.byte_ids) == 256  # else what is unknown may be fused, or be left out
         every = self.byte_table is not None or fallback
         if not (whole and every) or any(token.lstrip or token.rstrip for token in self.backend.get_added_tokens_decoder().values()):
@@ -243,7 +245,7 @@ class Tokenizer:
         if text is not None:
             found = _id_of(self.backend, text)
             if found is None:
-                raise TokenizerError(f"{folder / 'tokenizer_config.json'}: {role} is {text!r}, which {_FILE} does not contain")
+                raise TokenizerError(f"{folder / 'tokenizer_config.json'}: {role} is {text!r}, which {_TOKENIZER_FILE} does not contain")
             return found
         return next((ids[0] for config in configs if (ids := _ids(config.get(key), key, folder))), None)
 

@@ -16,8 +16,9 @@ from exl2nb.core.options import shown
 from exl2nb.tokenizer import gemma_arguments
 
 MAX_TOOLS = 128
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-INDEX, ID = "{index}", "{id}"  # in a `ToolFormat`: the number of the call in the answer, and nine letters and digits of its id
+_NAME_PATTERN = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+INDEX_PLACEHOLDER = "{index}"  # in a `ToolFormat`: the number of the call in the answer
+ID_PLACEHOLDER = "{id}"  # in a `ToolFormat`: nine letters and digits of the call's id
 
 
 def _json_head(name: str = "name", arguments: tuple[str, ...] = ("arguments", "parameters")) -> str:
@@ -71,7 +72,7 @@ class ToolFormat:
         name: Of the format, as the guide and errors call it.
         seen: Texts that all occur in the chat templates of the family.
         before: Text before the name of a function.
-        middle: Text between the name and the arguments. It may contain `INDEX` and `ID`.
+        middle: Text between the name and the arguments. It may contain `INDEX_PLACEHOLDER` and `ID_PLACEHOLDER`.
         after: Text after the arguments.
         opens: Text before the first call.
         between: Text between two calls.
@@ -115,7 +116,7 @@ class ToolFormat:
     @cached_property
     def bare(self) -> bool:
         """Whether a call may come without its trigger: then it is JSON that the answer begins with."""
-        call = f"{self.before.removeprefix(self.trigger)}f{self.middle}{{}}".replace(INDEX, "0").replace(ID, "a")
+        call = f"{self.before.removeprefix(self.trigger)}f{self.middle}{{}}".replace(INDEX_PLACEHOLDER, "0").replace(ID_PLACEHOLDER, "a")
         return not self.trigger or (self.is_object and self.head_pattern.match(call) is not None)
 
     @cached_property
@@ -148,7 +149,10 @@ class ToolFormat:
         """
         made: list[str] = []
         for number, (name, text) in enumerate(calls):
-            before, middle = (part.replace(INDEX, str(number)).replace(ID, f"call{number:05}") for part in (self.before, self.middle))
+            before, middle = (
+                part.replace(INDEX_PLACEHOLDER, str(number)).replace(ID_PLACEHOLDER, f"call{number:05}")
+                for part in (self.before, self.middle)
+            )
             made.append(f"{before}{name}{middle}{self._arguments(text)}{self.after}")
         return f"{self.opens}{self.between.join(made)}{self.closes}"
 
@@ -167,8 +171,8 @@ class ToolFormat:
 
 
 _HERMES_AFTER = ("</tool_call>",)
-_INVOKE = ("</invoke>", "</minimax:tool_call>")
-_GLM = ToolFormat(
+_INVOKE_ENDS = ("</invoke>", "</minimax:tool_call>")
+_GLM_FORMAT = ToolFormat(
     name="glm",
     seen=("<tool_call>", "<arg_key>"),
     layout="tagged",
@@ -192,7 +196,7 @@ _MISTRAL_ARGS = ToolFormat(
     marks=("[ARGS]", "[CALL_ID]"),
     id_length=9,
 )
-_DEEPSEEK = ToolFormat(
+_DEEPSEEK_FORMAT = ToolFormat(
     name="deepseek",
     seen=("<｜tool▁calls▁begin｜>", "```json"),
     trigger="<｜tool▁calls▁begin｜>",
@@ -276,13 +280,13 @@ FORMATS: dict[str, ToolFormat] = {
         ),
         _json_list("apriel", "<tool_calls>", "]</tool_calls>", marks=("</tool_calls>",)),
         replace(
-            _GLM,
+            _GLM_FORMAT,
             name="glm-4.7",
             seen=("<tool_call>{function-name}<arg_key>",),
             middle="",
             tagged=TaggedArguments(before="<arg_key>", between="</arg_key><arg_value>", after="</arg_value>"),
         ),
-        _GLM,
+        _GLM_FORMAT,
         ToolFormat(
             name="seed",
             seen=("<seed:tool_call>", "<function="),
@@ -319,7 +323,7 @@ FORMATS: dict[str, ToolFormat] = {
             between="",
             closes="</minimax:tool_call>",
             head=r'\s*(?:<minimax:tool_call>)?\s*<invoke\s+name="([^"]+)">\s*',
-            marks=_INVOKE,
+            marks=_INVOKE_ENDS,
             next_call="<invoke",
             tagged=TaggedArguments(before='<parameter name="', between='">', after="</parameter>\n"),
         ),
@@ -346,12 +350,12 @@ FORMATS: dict[str, ToolFormat] = {
             head=r"\s*<tool_call>" + _json_head(),
             marks=_HERMES_AFTER,
         ),
-        replace(_MISTRAL_ARGS, name="mistral-id", seen=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"), middle=f"[CALL_ID]{ID}[ARGS]"),
+        replace(_MISTRAL_ARGS, name="mistral-id", seen=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"), middle=f"[CALL_ID]{ID_PLACEHOLDER}[ARGS]"),
         _MISTRAL_ARGS,
         _json_list("mistral", "[TOOL_CALLS]", "]", id_length=9),
-        _DEEPSEEK,
+        _DEEPSEEK_FORMAT,
         replace(
-            _DEEPSEEK,
+            _DEEPSEEK_FORMAT,
             name="deepseek-plain",
             seen=("<｜tool▁calls▁begin｜>",),
             before="<｜tool▁call▁begin｜>",
@@ -366,7 +370,7 @@ FORMATS: dict[str, ToolFormat] = {
             trigger="<|tool_calls_section_begin|>",
             opens="<|tool_calls_section_begin|>",
             before="<|tool_call_begin|>functions.",
-            middle=f":{INDEX}<|tool_call_argument_begin|>",
+            middle=f":{INDEX_PLACEHOLDER}<|tool_call_argument_begin|>",
             after="<|tool_call_end|>",
             between="",
             closes="<|tool_calls_section_end|>",
@@ -383,7 +387,7 @@ FORMATS: dict[str, ToolFormat] = {
             seen=("<|START_ACTION|>",),
             trigger="<|START_ACTION|>",
             opens="<|START_ACTION|>[\n    ",
-            before=f'{{"tool_call_id": "{INDEX}", "tool_name": "',
+            before=f'{{"tool_call_id": "{INDEX_PLACEHOLDER}", "tool_name": "',
             middle='", "parameters": ',
             after="}",
             between=",\n    ",
@@ -468,7 +472,7 @@ def tools_of(value: Any) -> tuple[Tool, ...]:
             raise OptionError(f"tools: number {number} is of type {shown(one['type'])}; expected 'function'")
         inner = one.get("function", one)
         name = inner.get("name") if isinstance(inner, Mapping) else None
-        if not isinstance(name, str) or not _NAME.fullmatch(name):
+        if not isinstance(name, str) or not _NAME_PATTERN.fullmatch(name):
             raise OptionError(f"tools: number {number} has the name {shown(name)}; expected 1 to 64 letters, digits, '_', '-' or '.'")
         parameters = inner.get("parameters")
         parameters = {"type": "object", "properties": {}} if parameters is None else parameters

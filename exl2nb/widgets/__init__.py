@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from exl2nb.widgets.outliers import OutlierMap as OutlierMap
     from exl2nb.widgets.pagetable import PageTable as PageTable
     from exl2nb.widgets.playground import Playground as Playground
-    from exl2nb.widgets.progress import ProgressView as ProgressView
+    from exl2nb.widgets.progress_view import ProgressView as ProgressView
     from exl2nb.widgets.servermonitor import ServerMonitor as ServerMonitor
     from exl2nb.widgets.speculation import Speculation as Speculation
     from exl2nb.widgets.weights import WeightBrowser as WeightBrowser
@@ -40,7 +40,7 @@ _PUBLIC = {
     "OutlierMap": "exl2nb.widgets.outliers",
     "PageTable": "exl2nb.widgets.pagetable",
     "Playground": "exl2nb.widgets.playground",
-    "ProgressView": "exl2nb.widgets.progress",
+    "ProgressView": "exl2nb.widgets.progress_view",
     "SamplerMicroscope": "exl2nb.widgets.microscope",
     "ServerMonitor": "exl2nb.widgets.servermonitor",
     "Speculation": "exl2nb.widgets.speculation",

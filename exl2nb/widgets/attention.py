@@ -23,18 +23,19 @@ if TYPE_CHECKING:
     import pandas as pd
     from torch import Tensor
 
-    from exl2nb.llm.model import LLM
+    from exl2nb.llm.llm import LLM
     from exl2nb.model.vision.prompt import Placed
 
-LARGEST, SMALL = 256, 48
+MAX_PATTERN_TOKENS = 256
+MAX_SMALL_PATTERN_TOKENS = 48
 KEPT_BYTES = 64 << 20  # patterns of one model, a byte a place
 STORED_BYTES = 900_000  # of an export
 SHOW_EVERY_S = 0.5  # while a long text is read
-PART = "attn.hook_pattern"
+PATTERN_POINT = "attn.hook_pattern"
 _PICTURE_PX = 3
 ANSWER_TOKENS = 48  # of a question about pictures
 SEEN_PX = 384  # longer side of a picture as it travels
-PNG = "data:image/png;base64,"
+PNG_URL_PREFIX = "data:image/png;base64,"
 
 
 class AttentionView(InsideWidget):
@@ -109,7 +110,7 @@ class AttentionView(InsideWidget):
                 self._patterns = [_tensor(text, (shown["layers"], shown["heads"], shown["size"])) for text in shown.pop("patterns")]
             except (ValueError, RuntimeError) as error:
                 raise OptionError(f"AttentionView: result cannot be read: {error}; expected what to_dict() gives") from error
-            if not all(str(one["url"]).startswith(PNG) for one in shown["pictures"]):
+            if not all(str(one["url"]).startswith(PNG_URL_PREFIX) for one in shown["pictures"]):
                 raise OptionError("AttentionView: a picture of the result is no data URL of a PNG; expected what to_dict() gives")
             self._result = shown
         self._show()
@@ -146,7 +147,7 @@ class AttentionView(InsideWidget):
 
         first = self.sides[0]
         layers, heads = first.llm.config.num_layers, first.llm.config.num_heads
-        size = min(len(ids), LARGEST, max(16, int((KEPT_BYTES / (layers * heads)) ** 0.5)))
+        size = min(len(ids), MAX_PATTERN_TOKENS, max(16, int((KEPT_BYTES / (layers * heads)) ** 0.5)))
         distance = [[[0.0] * heads for _ in range(layers)] for _ in self.sides[1:]]
         names = token_texts(first.llm.tokenizer, ids) if size == len(ids) else _bins(len(ids), size)
         result = AttentionResult(
@@ -165,7 +166,7 @@ class AttentionView(InsideWidget):
                     self._rows[i] = 0 if n == 0 else size
                     begun = (n * len(self.sides) + i) / (len(passes) * len(self.sides))
                     seen = self._follower(some, i, len(ids), begun, 1 / (len(passes) * len(self.sides)), stop)
-                    names_of = [f"blocks.{layer}.{PART}" for layer in some]
+                    names_of = [f"blocks.{layer}.{PATTERN_POINT}" for layer in some]
                     found = side.trace(
                         self._talk if self._images else ids, names_of, pattern_size=size if size < len(ids) else None, on_step=seen
                     )
@@ -214,7 +215,7 @@ class AttentionView(InsideWidget):
             shown: Any = self._result
             layer = min(max(0, self.layer), shown["layers"] - 1)
             if layer in some:
-                self._patterns[side][layer] = _bytes(tensors[f"blocks.{layer}.{PART}"])
+                self._patterns[side][layer] = _bytes(tensors[f"blocks.{layer}.{PATTERN_POINT}"])
                 self._rows[side] = read * shown["size"] // tokens
             with self.hold_sync():
                 self._share = begun + part * read / tokens
@@ -234,7 +235,7 @@ class AttentionView(InsideWidget):
             return
         layer, head = (min(max(0, at), shown[of] - 1) for at, of in ((self.layer, "layers"), (self.head, "heads")))
         with self.hold_sync():
-            self._heads = [self._small(layer, SMALL)]
+            self._heads = [self._small(layer, MAX_SMALL_PATTERN_TOKENS)]
             one = [_text(pattern[layer, head]) for pattern in self._patterns]
             self._one = [dict(Patterns(layer=layer, head=head, size=shown["size"], rows=self._known(shown["size"]), data=one))]
 
@@ -313,7 +314,7 @@ class AttentionView(InsideWidget):
         """With the heads of all layers, as large as fits."""
         state, shown = super()._export_state(), self._result
         count = len(self._patterns) * int(shown.get("layers", 0)) * int(shown.get("heads", 0))
-        size = min(SMALL, int((STORED_BYTES * 3 / 4 / max(1, count)) ** 0.5))
+        size = min(MAX_SMALL_PATTERN_TOKENS, int((STORED_BYTES * 3 / 4 / max(1, count)) ** 0.5))
         if count and size >= 8:
             state["_stored"] = [self._small(layer, size) for layer in range(int(shown["layers"]))]
         return state

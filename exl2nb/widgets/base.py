@@ -73,7 +73,7 @@ class ExlWidget(anywidget.AnyWidget):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Spell out the traits that are keywords in the signature, for completion and `help`."""
         if name := vars(cls).get("_bundle"):
-            cls._esm, cls._css = (_Bundle(static.STATIC / f"{name}.{kind}") for kind in ("js", "css"))
+            cls._esm, cls._css = (_Bundle(static.STATIC_FOLDER / f"{name}.{kind}") for kind in ("js", "css"))
         if "_state_type" in vars(cls) and "_state_keys" not in vars(cls):
             cls._state_keys = tuple(cls._state_type.__annotations__)
         super().__init_subclass__(**kwargs)
@@ -81,7 +81,7 @@ class ExlWidget(anywidget.AnyWidget):
         for base in reversed(cls.__mro__):
             found |= {name: trait for name, trait in vars(base).items() if isinstance(trait, t.TraitType) and trait.metadata.get("option")}
         types, defaults = cls._more_keywords
-        types = {**{name: _TYPES.get(type(trait), Any) for name, trait in found.items()}, **types}
+        types = {**{name: _TRAIT_TYPES.get(type(trait), Any) for name, trait in found.items()}, **types}
         defaults = {**{name: _default(trait) for name, trait in found.items()}, **defaults}
         signature = inspect.signature(cls.__init__)
         own = signature.replace(parameters=list(signature.parameters.values())[1:], return_annotation=inspect.Signature.empty)
@@ -270,7 +270,7 @@ class ExlWidget(anywidget.AnyWidget):
         return HTML(f'<div><iframe srcdoc="{source}" style="width:100%;height:480px;border:0"></iframe></div>')
 
 
-_TYPES: dict[type, Any] = {t.Int: int, t.Float: float, t.Unicode: str, t.Bool: bool, t.List: list}
+_TRAIT_TYPES: dict[type, Any] = {t.Int: int, t.Float: float, t.Unicode: str, t.Bool: bool, t.List: list}
 
 
 def _default(trait: t.TraitType[Any, Any]) -> Any:

@@ -17,12 +17,12 @@ from exl2nb.widgets.protocol import BitCell, BitPart, Run
 
 PARTS_SHOWN = 16
 """Experts of one cell whose strips are sent to the page; the cell's average counts all."""
-OUTSIDE = -1
-_ROLES = {
+OUTSIDE_LAYERS = -1
+_ROLE_NAMES = {
     "q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "o", "gate_proj": "gate", "up_proj": "up", "down_proj": "down",
     "w1": "gate", "w3": "up", "v1": "up", "w2": "down", "lm_head": "head", "embed_tokens": "embedding",
 }  # fmt: skip
-_KEY = re.compile(r"(?:.*\.)?layers\.(\d{1,6})\.(.+)")
+_LAYER_KEY = re.compile(r"(?:.*\.)?layers\.(\d{1,6})\.(.+)")
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class BitGrid:
     @property
     def bpw(self) -> float:
         """Stored bits of the layers' matrices over their weights."""
-        inside = [cell for cell in self.cells if cell.layer != OUTSIDE]
+        inside = [cell for cell in self.cells if cell.layer != OUTSIDE_LAYERS]
         return mean(inside or list(self.cells))
 
     @property
@@ -126,11 +126,11 @@ def _cell(entry: Any, where: str) -> BitCell:
 
 def place(key: str) -> tuple[int, str, str]:
     """Layer, name of the matrix and name of its expert ("" without)."""
-    found = _KEY.fullmatch(key)
-    layer, rest = (int(found[1]), found[2]) if found else (OUTSIDE, key)
+    found = _LAYER_KEY.fullmatch(key)
+    layer, rest = (int(found[1]), found[2]) if found else (OUTSIDE_LAYERS, key)
     expert = re.search(r"experts\.(\d{1,6})", rest)
     stem = rest.rsplit(".", 1)[-1]
-    name = _ROLES.get(stem, stem)
+    name = _ROLE_NAMES.get(stem, stem)
     name = f"shared {name}" if "shared_expert" in rest else f"{name} (experts)" if expert else name
     return layer, name[:40], f"expert {expert[1]}" if expert else ""
 
@@ -175,9 +175,9 @@ def _fold(found: Sequence[BitCell], title: str) -> BitGrid:
                 parts[:PARTS_SHOWN],
             )
         )  # fmt: skip
-    inside = list(dict.fromkeys(cell.matrix for cell in cells if cell.layer != OUTSIDE))
-    outside = [name for name in dict.fromkeys(cell.matrix for cell in cells if cell.layer == OUTSIDE) if name not in inside]
-    layers = sorted({cell.layer for cell in cells if cell.layer != OUTSIDE})
+    inside = list(dict.fromkeys(cell.matrix for cell in cells if cell.layer != OUTSIDE_LAYERS))
+    outside = [name for name in dict.fromkeys(cell.matrix for cell in cells if cell.layer == OUTSIDE_LAYERS) if name not in inside]
+    layers = sorted({cell.layer for cell in cells if cell.layer != OUTSIDE_LAYERS})
     return BitGrid(title, (*inside, *outside), tuple(layers), tuple(cells))
 
 
@@ -190,7 +190,7 @@ MOST_LAYERS = 40  # of the table; the picture has all
 
 def summary(grid: BitGrid) -> str:
     """One line."""
-    inside = [cell.bpw for cell in grid.cells if cell.layer != OUTSIDE] or [cell.bpw for cell in grid.cells]
+    inside = [cell.bpw for cell in grid.cells if cell.layer != OUTSIDE_LAYERS] or [cell.bpw for cell in grid.cells]
     name = f"{plain(grid.title)}: " if grid.title else ""
     count = f"{len(grid.cells)} cell{'' if len(grid.cells) == 1 else 's'}"
     return f"{name}{count}, {grid.bpw:.2f} bits per weight, {min(inside):.1f} to {max(inside):.1f}"
@@ -204,7 +204,7 @@ def table(grid: BitGrid, title: str = "") -> str:
     head = "".join(f'<th style="{style}">{layer}</th>' for layer in shown)
     body = []
     for name in grid.matrices:
-        layers = shown if any((name, layer) in at for layer in grid.layers) else [OUTSIDE]
+        layers = shown if any((name, layer) in at for layer in grid.layers) else [OUTSIDE_LAYERS]
         cells = "".join(_td(at.get((name, layer)), style) for layer in layers)
         body.append(f'<tr><th style="text-align:left">{html.escape(name)}</th>{cells}</tr>')
     more = f"<div>and {len(grid.layers) - len(shown)} more layers</div>" if len(grid.layers) > len(shown) else ""

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import traitlets as t
 
-from exl2nb.cache.spec import MODES, parse_mode, storages_of
+from exl2nb.cache.spec import CACHE_MODES, parse_mode, storages_of
 from exl2nb.core.errors import OptionError
 from exl2nb.core.options import check_keywords
 from exl2nb.eval.cache_loss import Baseline, LockstepToken, Needle, NeedleResult, find_needle
 from exl2nb.sampling.params import check_integer
 from exl2nb.tokenizer.detokenize import Detokenizer
-from exl2nb.widgets import columns, static
+from exl2nb.widgets import static
 from exl2nb.widgets.background import Background, BackgroundWidget
 from exl2nb.widgets.base import as_text
 from exl2nb.widgets.feed import Feed
@@ -26,24 +26,24 @@ from exl2nb.widgets.static import percent
 if TYPE_CHECKING:
     import pandas as pd
 
-BASELINE = "fp16"
-SPLITS = ("k16v8", "k16v4", "k8v16", "k4v16", "k4v8")
+BASELINE_MODE = "fp16"
+SPLIT_MODES = ("k16v8", "k16v4", "k8v16", "k4v16", "k4v8")
 TURN_S = 1 / 30
 """Longest time the model is held before others get their turn and the page its tokens."""
-_BITS = {"q4": "4-bit", "q8": "8-bit", "fp8": "8-bit float", "fp16": "16-bit", "fp32": "32-bit"}
+_BIT_LABELS = {"q4": "4-bit", "q8": "8-bit", "fp8": "8-bit float", "fp16": "16-bit", "fp32": "32-bit"}
 
 
 def kinds_of(llm: Any, free: int | None) -> list[CacheKind]:
     """Every mode that a model can have, with its sizes; `free` bytes say how many tokens fit."""
-    names = [mode for mode in MODES if mode != "fp32"]
+    names = [mode for mode in CACHE_MODES if mode != "fp32"]
     kinds = []
-    for mode in (*names, *SPLITS):
+    for mode in (*names, *SPLIT_MODES):
         try:
             spec = llm.model.cache_spec(1, mode=mode)
         except OptionError:  # heads of this size have no such mode
             continue
         k, v = storages_of(mode)
-        note = _BITS[k] if k == v else f"K {_BITS[k]}, V {_BITS[v]}"
+        note = _BIT_LABELS[k] if k == v else f"K {_BIT_LABELS[k]}, V {_BIT_LABELS[v]}"
         fits = None if free is None else free // spec.page_bytes * spec.page_size
         kinds.append(CacheKind(mode, mode.upper(), note, round(spec.bits, 2), spec.token_bytes, fits))
     return kinds
@@ -59,7 +59,7 @@ def continuations(
     """
     tokenizer = llm.tokenizer
     ids = tokenizer.encode(prompt)
-    base = Baseline(llm.engine.shared_model, ids, max_tokens=max_tokens, mode=BASELINE)
+    base = Baseline(llm.engine.shared_model, ids, max_tokens=max_tokens, mode=BASELINE_MODE)
     try:
         for cell, mode in enumerate(modes):
             tell(mode)
@@ -107,24 +107,24 @@ def needle_verdict(hits: Sequence[NeedleHit], needle: Needle) -> str:
     """What may be said after looking, in words, and what may not."""
     found = {mode: [hit.prob for hit in hits if hit.mode == mode and hit.depth is not None] for mode in dict.fromkeys(h.mode for h in hits)}
     found = {mode: sum(probs) / len(probs) for mode, probs in found.items() if probs}
-    if BASELINE not in found:
+    if BASELINE_MODE not in found:
         return ""
-    truth = found[BASELINE]
-    without = next((hit.prob for hit in hits if hit.mode == BASELINE and hit.depth is None), 0.0)
+    truth = found[BASELINE_MODE]
+    without = next((hit.prob for hit in hits if hit.mode == BASELINE_MODE and hit.depth is None), 0.0)
     answer = needle.answer.strip()
     if truth < 0.01 or truth < 5 * without:
         return (
             f"Even with an FP16 cache this model gives “{answer}” only {percent(truth)} on average, against {percent(without)} where the "
             "fact is not in the text at all: it does not find the needle, so this says nothing about the other caches."
         )
-    others = ", ".join(f"{mode.upper()} {percent(prob)}" for mode, prob in found.items() if mode != BASELINE)
+    others = ", ".join(f"{mode.upper()} {percent(prob)}" for mode, prob in found.items() if mode != BASELINE_MODE)
     head = f"FP16 gives “{answer}” {percent(truth)} on average, against {percent(without)} where the fact is not in the text"
     return f"{head}; {others}." if others else f"{head}."
 
 
 MOST_MODES = 8
 MOST_TOKENS = 512
-_PLAIN = ("modes", "prompt", "max_tokens", "free", "kinds", "tokens", "needle", "needle_text", "verdict", "context", "model")
+_PLAIN_TRAITS = ("modes", "prompt", "max_tokens", "free", "kinds", "tokens", "needle", "needle_text", "verdict", "context", "model")
 
 
 class CacheExplorer(BackgroundWidget):
@@ -155,7 +155,7 @@ class CacheExplorer(BackgroundWidget):
     _bundle, _state_type = "caches", CachesState
 
     prompt = t.Unicode("It was a dark night, and the old man").tag(sync=True, option=True)
-    modes = t.List(t.Unicode(), [BASELINE, "q8", "q6", "q4"]).tag(sync=True, option=True)
+    modes = t.List(t.Unicode(), [BASELINE_MODE, "q8", "q6", "q4"]).tag(sync=True, option=True)
     max_tokens = t.Int(48).tag(sync=True, option=True)
     stage = t.Unicode("").tag(sync=True)
     _kinds = t.List().tag(sync=True)
@@ -200,7 +200,7 @@ class CacheExplorer(BackgroundWidget):
     @t.validate("modes")
     def _known_modes(self, proposal: Mapping[str, Any]) -> list[str]:
         found = [parse_mode(mode, where="CacheExplorer") for mode in proposal["value"]]
-        found = list(dict.fromkeys([BASELINE, *found]))
+        found = list(dict.fromkeys([BASELINE_MODE, *found]))
         if len(found) > MOST_MODES:
             raise OptionError(f"CacheExplorer: modes has {len(found)} caches with fp16; expected at most {MOST_MODES}")
         return found
@@ -337,10 +337,10 @@ class CacheExplorer(BackgroundWidget):
                     "token_bytes": kind.token_bytes if kind else None,
                     "fits": kind.fits if kind else None,
                     "tokens": len(tokens),
-                    "kl_mean": columns.mean_kl(tokens),
+                    "kl_mean": static.mean_kl(tokens),
                     "kl_max": max(known, default=None),
-                    "same_choice": columns.same_choice(tokens),
-                    "first_difference": columns.first_difference(found.get(BASELINE, []), tokens),
+                    "same_choice": static.same_choice(tokens),
+                    "first_difference": static.first_difference(found.get(BASELINE_MODE, []), tokens),
                     "text": "".join(token.text for token in tokens),
                 }
             )
@@ -367,12 +367,12 @@ class CacheExplorer(BackgroundWidget):
         tokens = [list(token) for token in self._feed.items]
         kinds = [list(kind) for kind in self._sizes.values()]
         values = (self._run_modes or self.modes, self._run_prompt or self.prompt, self.max_tokens, self._free, kinds, tokens)
-        return dict(zip(_PLAIN, (*values, self._needle, self._needle_text, self._verdict, self._context, self._model_label)))
+        return dict(zip(_PLAIN_TRAITS, (*values, self._needle, self._needle_text, self._verdict, self._context, self._model_label)))
 
     def _take(self, result: Mapping[str, Any]) -> None:
         if not isinstance(result, Mapping):
             raise OptionError(f"CacheExplorer: result is {type(result).__name__!r}; expected what to_dict() gives")
-        check_keywords(dict(result), list(_PLAIN), where="CacheExplorer: result")
+        check_keywords(dict(result), list(_PLAIN_TRAITS), where="CacheExplorer: result")
         try:
             tokens = [KlToken(*token) for token in result.get("tokens", ())]
             kinds = [CacheKind(*kind) for kind in result.get("kinds", ())]
@@ -419,22 +419,22 @@ class CacheExplorer(BackgroundWidget):
 
     def _summary(self) -> str:
         found = self.tokens
-        parts = [f"{mode} KL {kl:.3g}" for mode, some in found.items() if (kl := columns.mean_kl(some)) is not None]
+        parts = [f"{mode} KL {kl:.3g}" for mode, some in found.items() if (kl := static.mean_kl(some)) is not None]
         return f"CacheExplorer({self.status}" + (f": {', '.join(parts)})" if parts else f", {', '.join(self.modes)})")
 
     def _static_body(self) -> str:
         found, kinds = self.tokens, self._sizes
-        base = found.get(BASELINE, [])
+        base = found.get(BASELINE_MODE, [])
         shown = []
         for mode in self._run_modes or self.modes:
             tokens, kind = found.get(mode, []), kinds.get(mode)
-            mean = columns.mean_kl(tokens)
+            mean = static.mean_kl(tokens)
             note = "" if kind is None else f"{kind.note}, {kind.token_bytes:,} bytes per token"
             note += "" if mean is None else f", mean KL {mean:.3g}"
-            shown.append(columns.column_html(mode.upper(), note, tokens, columns.first_difference(base, tokens)))
+            shown.append(static.column_html(mode.upper(), note, tokens, static.first_difference(base, tokens)))
         prompt = html.escape(self._run_prompt or self.prompt)
         head = f'<div style="white-space:pre-wrap"><b>Prompt</b> {prompt}</div>'
-        return head + columns.side_by_side(shown) + self._needle_html()
+        return head + static.side_by_side(shown) + self._needle_html()
 
     def _needle_html(self) -> str:
         if not self._hits:

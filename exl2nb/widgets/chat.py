@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from exl2nb.widgets.background import Background
     from exl2nb.widgets.feed import Feed
 
-SAID = {"user": "You", "assistant": "Model", "system": "System", "tool": "Tool"}
+ROLE_LABELS = {"user": "You", "assistant": "Model", "system": "System", "tool": "Tool"}
 """Names of the roles in the script-free twin; chat.ts has the same."""
-_TWIN_CHARS = 2000
-THUMBNAIL = 160
+_STATIC_CHARACTERS = 2000
+THUMBNAIL_PX = 160
 """Pixels of the longer side of a picture in a turn."""
 PATCH_PX = 6
 """Patches smaller than this in a thumbnail are shown without their edges."""
@@ -66,7 +66,7 @@ class Chat:
             note = f"{picture.size[0]} x {picture.size[1]} pixels"
             if vision is None:
                 small = picture.frames[0].copy()
-                small.thumbnail((THUMBNAIL, THUMBNAIL))
+                small.thumbnail((THUMBNAIL_PX, THUMBNAIL_PX))
             else:
                 seen, tokens = vision.seen(picture), vision.tokens(picture)
                 rows, columns = (size // vision.vision.merge for size in vision.grid(picture)[1:])
@@ -148,7 +148,7 @@ def _with_patches(seen: Pixels, rows: int, columns: int) -> Pixels:
     """A picture as the model saw it, as large as a thumbnail, with the edges of its patches where there is room for them."""
     from PIL import Image, ImageDraw
 
-    scale = THUMBNAIL / max(seen.size)
+    scale = THUMBNAIL_PX / max(seen.size)
     size = max(1, round(seen.width * scale)), max(1, round(seen.height * scale))
     shown = seen.resize(size, Image.Resampling.NEAREST if scale > 1 else Image.Resampling.BICUBIC)
     if min(size[0] / columns, size[1] / rows) < PATCH_PX:
@@ -311,13 +311,13 @@ def turns_html(turns: list[ChatTurn], answer: str) -> str:
 
     parts = []
     for turn in turns:
-        words = html.escape(turn.text[:_TWIN_CHARS] + ("…" if len(turn.text) > _TWIN_CHARS else ""))
+        words = html.escape(turn.text[:_STATIC_CHARACTERS] + ("…" if len(turn.text) > _STATIC_CHARACTERS else ""))
         body = answer if turn is turns[-1] and turn.role == "assistant" else words
         mark = f" ({turn.version + 1}/{turn.versions})" if turn.versions > 1 else ""
         if body is words:
             body = f"{reasoning_html(turn.reasoning)}{words}"
         body = f"{images_html([picture.url for picture in turn.images])}{body}"
-        parts.append(f"<b>{SAID.get(turn.role, 'Other')}{mark}</b>\n{body}{calls_html(turn.calls)}\n\n")
+        parts.append(f"<b>{ROLE_LABELS.get(turn.role, 'Other')}{mark}</b>\n{body}{calls_html(turn.calls)}\n\n")
     return "".join(parts) + ("" if turns and turns[-1].role == "assistant" else answer)
 
 
@@ -327,7 +327,7 @@ def turns_text(turns: list[ChatTurn]) -> str:
     for turn in turns:
         mark = f" ({turn.version + 1}/{turn.versions})" if turn.versions > 1 else ""
         calls = "".join([f", calls {call[:200]}" for call in turn.calls])
-        lines.append(f"{SAID.get(turn.role, 'Other')}{mark}: {turn.text[:200]!r}{'...' if len(turn.text) > 200 else ''}{calls}")
+        lines.append(f"{ROLE_LABELS.get(turn.role, 'Other')}{mark}: {turn.text[:200]!r}{'...' if len(turn.text) > 200 else ''}{calls}")
     return "\n".join(lines)
 
 

@@ -15,10 +15,10 @@ import traitlets as t
 from exl2nb.core.errors import Exl2Error, OptionError
 from exl2nb.core.options import check_keywords
 from exl2nb.core.show import size_text
-from exl2nb.llm.model import LLM
-from exl2nb.llm.options import DEFAULTS, RequestOptions
+from exl2nb.llm.llm import LLM
+from exl2nb.llm.request_options import OPTION_DEFAULTS, RequestOptions
 from exl2nb.sampling.params import check_integer
-from exl2nb.widgets import columns
+from exl2nb.widgets import static
 from exl2nb.widgets.background import Background, BackgroundWidget
 from exl2nb.widgets.base import as_text
 from exl2nb.widgets.feed import Feed
@@ -32,7 +32,7 @@ MOST_COLUMNS = 8
 
 
 @dataclass(frozen=True)
-class Entrant:
+class ComparedModel:
     """One column: a loaded model, or the directory or hub id of one, and settings of its own."""
 
     label: str
@@ -48,7 +48,7 @@ class Entrant:
         return CompareColumn(self.label, note, nbytes, bpw)
 
 
-def entrants_of(source: Any) -> list[Entrant]:
+def compared_models(source: Any) -> list[ComparedModel]:
     """The columns of what `Compare` takes.
 
     Raises:
@@ -62,7 +62,7 @@ def entrants_of(source: Any) -> list[Entrant]:
         pairs = _labelled([source])
     if not 1 <= len(pairs) <= MOST_COLUMNS:
         raise OptionError(f"Compare: there are {len(pairs)} columns; expected 1 to {MOST_COLUMNS}")
-    return [_entrant(label, entry) for label, entry in pairs]
+    return [_compared_model(label, entry) for label, entry in pairs]
 
 
 def _labelled(entries: Sequence[Any]) -> list[tuple[str, Any]]:
@@ -75,13 +75,13 @@ def _labelled(entries: Sequence[Any]) -> list[tuple[str, Any]]:
     return pairs
 
 
-def _entrant(label: str, entry: Any) -> Entrant:
+def _compared_model(label: str, entry: Any) -> ComparedModel:
     model, settings = entry if isinstance(entry, tuple) and len(entry) == 2 else (entry, {})
     if not (isinstance(model, (str, os.PathLike)) or callable(getattr(model, "stream", None))) or not isinstance(settings, Mapping):
         raise OptionError(
             f"Compare: column {label!r} is {type(entry).__name__!r}; expected a loaded model, its directory, or a pair (model, settings)"
         )
-    return Entrant(label, model, dict(settings))
+    return ComparedModel(label, model, dict(settings))
 
 
 @dataclass(frozen=True)
@@ -96,13 +96,13 @@ class Listener:
     note: Callable[[str], None]
 
 
-class Run:
+class CompareRun:
     """One run over all columns and prompts: column by column, so that a model given as a directory is loaded once and freed after it.
 
     The first column is the reference. Its model stays loaded to the end, because the others' answers are read by it.
     """
 
-    def __init__(self, entrants: Sequence[Entrant], prompts: Sequence[str], settings: Mapping[str, Any], listener: Listener) -> None:
+    def __init__(self, entrants: Sequence[ComparedModel], prompts: Sequence[str], settings: Mapping[str, Any], listener: Listener) -> None:
         self._entrants, self._prompts, self._settings, self._listener = entrants, prompts, settings, listener
         self._loaded: list[LLM] = []
 
@@ -129,7 +129,7 @@ class Run:
             for llm in list(self._loaded):
                 self._free(llm)
 
-    def _open(self, column: int, entrant: Entrant) -> Any:
+    def _open(self, column: int, entrant: ComparedModel) -> Any:
         if not isinstance(entrant.model, (str, os.PathLike)):
             return entrant.model
         import exl2nb
@@ -137,7 +137,7 @@ class Run:
         self._listener.stage(f"loading {entrant.label}")
         llm = exl2nb.load(entrant.model, progress=None)
         self._loaded.append(llm)
-        self._listener.column(column, Entrant(entrant.label, llm, entrant.settings).describe())
+        self._listener.column(column, ComparedModel(entrant.label, llm, entrant.settings).describe())
         return llm
 
     def _free(self, llm: Any) -> None:
@@ -145,7 +145,7 @@ class Run:
             self._loaded.remove(llm)
             llm.close()
 
-    def _answer(self, cell: int, entrant: Entrant, llm: Any, reference: Any, prompt: str, stop: threading.Event) -> None:
+    def _answer(self, cell: int, entrant: ComparedModel, llm: Any, reference: Any, prompt: str, stop: threading.Event) -> None:
         self._listener.stage(f"{entrant.label}: generating")
         ids: list[int] = []
         stream = llm.stream(prompt, **{**self._settings, **entrant.settings})
@@ -168,7 +168,7 @@ class Run:
         if not stop.is_set() and ids:
             self._measure(cell, entrant, llm, reference, prompt, ids)
 
-    def _measure(self, cell: int, entrant: Entrant, llm: Any, reference: Any, prompt: str, ids: list[int]) -> None:
+    def _measure(self, cell: int, entrant: ComparedModel, llm: Any, reference: Any, prompt: str, ids: list[int]) -> None:
         """KL(reference || column) at each token of the answer: both read the answer as it was written."""
         if not isinstance(llm, LLM) or not isinstance(reference, LLM):
             return
@@ -245,9 +245,9 @@ def measured(tokens: Sequence[KlToken], measures: Mapping[int, CellMeasure]) -> 
 
 MOST_PROMPTS = 20
 MOST_TOKENS = 1024
-SETTINGS = {"temperature": 0, "max_tokens": 48}
-_PLAIN = ("columns", "prompts", "tokens", "measured", "speeds", "note")
-_PROMPTS = ("It was a dark night, and the old man", "She opened the letter and", "The captain looked at the sea;")
+DEFAULT_SETTINGS = {"temperature": 0, "max_tokens": 48}
+_PLAIN_TRAITS = ("columns", "prompts", "tokens", "measured", "speeds", "note")
+_DEFAULT_PROMPTS = ("It was a dark night, and the old man", "She opened the letter and", "The captain looked at the sea;")
 
 
 class Compare(BackgroundWidget):
@@ -276,10 +276,10 @@ class Compare(BackgroundWidget):
         (['greedy', 'sampled'], [8, 8])
     """
 
-    _more_keywords = (RequestOptions.__annotations__, {**DEFAULTS, **SETTINGS})
+    _more_keywords = (RequestOptions.__annotations__, {**OPTION_DEFAULTS, **DEFAULT_SETTINGS})
     _bundle, _state_type = "compare", CompareState
 
-    prompts = t.List(t.Unicode(), list(_PROMPTS)).tag(sync=True, option=True)
+    prompts = t.List(t.Unicode(), list(_DEFAULT_PROMPTS)).tag(sync=True, option=True)
     view = t.Enum(("kl", "difference"), "kl").tag(sync=True, option=True)
     stage = t.Unicode("").tag(sync=True)
     _columns = t.List().tag(sync=True)
@@ -292,9 +292,9 @@ class Compare(BackgroundWidget):
 
     def __init__(self, models: Any = None, *, result: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self._background = Background("Compare")  # first: `close` needs it, also where this constructor raises
-        self.entrants: list[Entrant] = [] if models is None else entrants_of(models)
+        self.entrants: list[ComparedModel] = [] if models is None else compared_models(models)
         own = self._keywords()
-        self.settings = {**SETTINGS, **{name: kwargs.pop(name) for name in list(kwargs) if name not in own}}
+        self.settings = {**DEFAULT_SETTINGS, **{name: kwargs.pop(name) for name in list(kwargs) if name not in own}}
         _check_settings(self.settings, [one.settings for one in self.entrants], own)
         self._feed = Feed(self.send)
         self._known, self._went, self._heads = dict[int, CellMeasure](), dict[int, CellSpeed](), list[CompareColumn]()
@@ -329,7 +329,7 @@ class Compare(BackgroundWidget):
             self.prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         chosen = [str(prompt) for prompt in self.prompts]
         listener = Listener(self._tell, self._loaded, self._feed.add, self._went_so, self._measure_known, self._remark)
-        run = Run(self.entrants, chosen, self.settings, listener)
+        run = CompareRun(self.entrants, chosen, self.settings, listener)
 
         def starting() -> None:
             self._known, self._went = {}, {}
@@ -415,10 +415,10 @@ class Compare(BackgroundWidget):
                         "column": head.label,
                         "text": "".join(token.text for token in tokens),
                         "tokens": len(tokens),
-                        "first_difference": columns.first_difference(answers[0], tokens),
-                        "kl_mean": columns.mean_kl(tokens),
+                        "first_difference": static.first_difference(answers[0], tokens),
+                        "kl_mean": static.mean_kl(tokens),
                         "kl_max": max(known, default=None),
-                        "same_choice": columns.same_choice(tokens),
+                        "same_choice": static.same_choice(tokens),
                         "tokens_per_second": speed.tps if speed else None,
                         "ttft_s": speed.ttft_s if speed else None,
                         "finish_reason": speed.reason if speed else "",
@@ -447,12 +447,14 @@ class Compare(BackgroundWidget):
     def to_dict(self) -> dict[str, Any]:
         """Everything shown, as plain JSON values; `Compare(result=...)` shows it again."""
         tokens = [list(token) for token in self._feed.items]
-        return dict(zip(_PLAIN, (self._columns, self._run_prompts or self.prompts, tokens, self._measured, self._speeds, self._note)))
+        return dict(
+            zip(_PLAIN_TRAITS, (self._columns, self._run_prompts or self.prompts, tokens, self._measured, self._speeds, self._note))
+        )
 
     def _take(self, result: Mapping[str, Any]) -> None:
         if not isinstance(result, Mapping):
             raise OptionError(f"Compare: result is {type(result).__name__!r}; expected what to_dict() gives")
-        check_keywords(dict(result), list(_PLAIN), where="Compare: result")
+        check_keywords(dict(result), list(_PLAIN_TRAITS), where="Compare: result")
         try:
             tokens = [KlToken(*token) for token in result.get("tokens", ())]
             heads = [CompareColumn(*head) for head in result.get("columns", ())]
@@ -490,16 +492,16 @@ class Compare(BackgroundWidget):
         parts = []
         for prompt, answers in zip(self._run_prompts, self.answers):
             shown = [
-                columns.column_html(head.label, _note(head, tokens), tokens, columns.first_difference(answers[0], tokens))
+                static.column_html(head.label, _note(head, tokens), tokens, static.first_difference(answers[0], tokens))
                 for head, tokens in zip(self._heads, answers)
             ]
             words = html.escape(prompt)
-            parts.append(f'<div style="margin-top:6px;white-space:pre-wrap"><b>Prompt</b> {words}</div>{columns.side_by_side(shown)}')
+            parts.append(f'<div style="margin-top:6px;white-space:pre-wrap"><b>Prompt</b> {words}</div>{static.side_by_side(shown)}')
         return "".join(parts) or f"<div>{html.escape(self._summary())}</div>"
 
 
 def _note(head: CompareColumn, tokens: Sequence[KlToken]) -> str:
-    mean = columns.mean_kl(tokens)
+    mean = static.mean_kl(tokens)
     parts = [head.note, size_text(head.nbytes) if head.nbytes else "", f"mean KL {mean:.3g}" if mean is not None else ""]
     return ", ".join(part for part in parts if part)
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from exl2nb.eval.trace import Trace
 
-ROWS: dict[str, str] = {
+ROW_LABELS: dict[str, str] = {
     "q": "attn.hook_q", "k": "attn.hook_k", "v": "attn.hook_v", "heads": "attn.hook_z", "o": "hook_attn_out",
     "stream after attention": "hook_resid_mid", "gate": "mlp.hook_pre", "up": "mlp.hook_pre_linear", "activation": "mlp.hook_post",
     "down": "hook_mlp_out", "stream after MLP": "hook_resid_post",
@@ -73,10 +73,10 @@ class ErrorFlow(InsideWidget):
 
     def _measure(self, ids: list[int], stop: threading.Event) -> dict[str, Any] | None:
         first, *others = self.sides
-        layers, rows = first.llm.config.num_layers, [name for name, part in ROWS.items() if self._known(part)]
+        layers, rows = first.llm.config.num_layers, [name for name, part in ROW_LABELS.items() if self._known(part)]
         errors: list[list[list[float | None]]] = [[[None] * layers for _ in rows] for _ in others]
         flow, cosines, kls = [[] for _ in others], [[[0.0] * layers, [0.0] * layers] for _ in others], []
-        for some, names in passes(first, ("hook_resid_pre", *ROWS.values()), len(ids)):
+        for some, names in passes(first, ("hook_resid_pre", *ROW_LABELS.values()), len(ids)):
             last = some[-1] == layers - 1
             capture = [*names, *(["logits"] if last else [])]
             want = first.trace(ids, capture)
@@ -113,7 +113,7 @@ class ErrorFlow(InsideWidget):
             return (want[name], got[name]) if name in want else None
 
         for y, row in enumerate(rows):
-            if (pair := both(ROWS[row])) is not None:
+            if (pair := both(ROW_LABELS[row])) is not None:
                 errors[y][layer] = _short(relative(*pair))
         before, middle, after = (both(f"hook_resid_{part}") for part in ("pre", "mid", "post"))
         assert before is not None

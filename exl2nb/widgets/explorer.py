@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import traitlets as t
 
 from exl2nb.cache.spec import parse_mode
-from exl2nb.converter.keywords import EFFORTS
+from exl2nb.converter.convert_keywords import EFFORT_OPTIONS
 from exl2nb.core.errors import ConversionError, Interrupted, OptionError
 from exl2nb.core.progress import Progress
 from exl2nb.core.show import size_text
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from exl2nb.converter.allocation import Allocation
     from exl2nb.converter.measurement import Measurement
 
-QUICK = {"rows": 16, "length": 256, "report_rows": 8}
+QUICK_OPTIONS = {"rows": 16, "length": 256, "report_rows": 8}
 """Calibration of a first look: a quarter of the tokens of the converter's default, which a model to keep deserves."""
 ROUNDING_NOISE = 3.4
 """Growth of the KL by in_features / calibration tokens: rounding fits the Hessian of the tokens that it saw. Demo model at 3 and 4 bits,
@@ -42,7 +42,7 @@ UPDATE_S = 1 / 12
 
 
 @dataclass(frozen=True)
-class Made:
+class FinishedCopy:
     """A finished copy. measured_kl: on held-out rows, nats per token; None where none were kept."""
 
     label: str
@@ -55,15 +55,15 @@ class Maker:
 
     def __init__(self, llm: Any, measurement: Measurement, *, demo: bool, options: Mapping[str, Any] | None) -> None:
         self._original, self._measurement, self._demo = llm, measurement, demo
-        self._options = dict(QUICK if options is None else options)
+        self._options = dict(QUICK_OPTIONS if options is None else options)
         self._ours: list[Any] = []
-        self._made: dict[float, Made] = {}
+        self._made: dict[float, FinishedCopy] = {}
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     @property
     def tokens(self) -> int:
         """Calibration tokens of a conversion."""
-        effort = EFFORTS.get(self._options.get("effort", "quick"), EFFORTS["quick"])
+        effort = EFFORT_OPTIONS.get(self._options.get("effort", "quick"), EFFORT_OPTIONS["quick"])
         return (self._options.get("rows") or effort.rows) * (self._options.get("length") or effort.length)
 
     @property
@@ -81,7 +81,7 @@ class Maker:
         """Whether there is an original to convert."""
         return self._demo or self._original is not None
 
-    def make(self, bpw: float, stop: threading.Event, tell: Callable[[str, float], None]) -> Made:
+    def make(self, bpw: float, stop: threading.Event, tell: Callable[[str, float], None]) -> FinishedCopy:
         """Convert and load.
 
         Raises:
@@ -100,10 +100,10 @@ class Maker:
         done = exl2nb.convert(self._original.path, target, bpw=bpw, measurement=self._measurement, progress=sink, **self._options)
         llm = exl2nb.load(target, context=min(self._original.context, 2048), progress=None)
         self._ours.append(llm)
-        self._made[bpw] = Made(f"{bpw:g} bpw, made here", llm, None if done.quality is None else done.quality.kl)
+        self._made[bpw] = FinishedCopy(f"{bpw:g} bpw, made here", llm, None if done.quality is None else done.quality.kl)
         return self._made[bpw]
 
-    def read(self, made: Made, prompt: str, max_tokens: int, stop: threading.Event, show: Callable[[str, str], None]) -> None:
+    def read(self, made: FinishedCopy, prompt: str, max_tokens: int, stop: threading.Event, show: Callable[[str, str], None]) -> None:
         """Stream the most likely continuation from both; `show(original, copy)` some times a second and at the end."""
         texts, problems = ["", ""], []
 
@@ -158,11 +158,11 @@ class _Sink:
             raise Interrupted("BitrateExplorer: stopped")
 
 
-STEP = 0.05
+BITRATE_STEP = 0.05
 CURVE_POINTS = 25
 CURVE_POINTS_LARGE = 9
 EXPORT_POINTS = 60  # stops of the slider without a kernel: a few kB
-LARGE = 200  # matrices
+LARGE_MODEL_MATRICES = 200  # matrices
 HEAD_BITS = 6  # as in `Measurement.solve(bpw=...)`, so that sizes and the slider give the same models
 
 
@@ -231,7 +231,7 @@ class BitrateExplorer(BackgroundWidget):
             raise OptionError(f"BitrateExplorer: max_tokens is {self.max_tokens}; expected 1 to 512")
         low, high = self.measurement.range
         with self.hold_sync():
-            self._low, self._high = math.ceil(low / STEP) * STEP, min(8.0, math.floor(high / STEP) * STEP)
+            self._low, self._high = math.ceil(low / BITRATE_STEP) * BITRATE_STEP, min(8.0, math.floor(high / BITRATE_STEP) * BITRATE_STEP)
             self._can_make, self._marks = self._maker.possible, [list(_mark(entry)) for entry in measured]
             self._free, self._factor, self._tokens = _free_of_card(llm), round(self._maker.factor, 4), self._maker.tokens
             self.solve(self.bpw)
@@ -298,11 +298,11 @@ class BitrateExplorer(BackgroundWidget):
         try:
             return self.measurement.solve(bpw=bpw)
         except ConversionError:
-            return self.measurement.solve(bpw=min(8.0, bpw + STEP))
+            return self.measurement.solve(bpw=min(8.0, bpw + BITRATE_STEP))
 
     def _walk(self, count: int | None = None) -> list[CurvePoint]:
         """The curve: allocations at even steps of the bitrate."""
-        count = count or (CURVE_POINTS if len(self.measurement.linears) <= LARGE else CURVE_POINTS_LARGE)
+        count = count or (CURVE_POINTS if len(self.measurement.linears) <= LARGE_MODEL_MATRICES else CURVE_POINTS_LARGE)
         points = []
         for i in range(count):
             bpw = self._low + (self._high - self._low) * i / (count - 1)
@@ -404,7 +404,9 @@ class BitrateExplorer(BackgroundWidget):
         return pd.DataFrame([{"bpw": p[0], "nbytes": p[1], "predicted_kl": p[2]} for p in self._curve])
 
     def _export_state(self) -> dict[str, Any]:
-        curve = self._curve if len(self.measurement.linears) > LARGE else [list(point) for point in self._walk(EXPORT_POINTS)]
+        curve = (
+            self._curve if len(self.measurement.linears) > LARGE_MODEL_MATRICES else [list(point) for point in self._walk(EXPORT_POINTS)]
+        )
         status = "stopped" if self.status == "running" else self.status
         return {**super()._export_state(), "_curve": curve, "status": status}
 
@@ -453,7 +455,7 @@ def curve_svg(curve: Sequence[Sequence[Any]], marks: Sequence[Sequence[Any]], no
 
 
 def _measurement(source: Any) -> Measurement:
-    from exl2nb.converter.job import demo_measurement
+    from exl2nb.converter.conversion_job import demo_measurement
     from exl2nb.converter.measurement import Measurement
 
     if source is None:

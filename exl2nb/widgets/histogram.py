@@ -15,19 +15,19 @@ from exl2nb.core.options import shown
 from exl2nb.io import hub
 from exl2nb.widgets import bitgrid
 from exl2nb.widgets.base import ExlWidget
-from exl2nb.widgets.bitgrid import OUTSIDE
+from exl2nb.widgets.bitgrid import OUTSIDE_LAYERS
 from exl2nb.widgets.protocol import GroupHistogram, WeightHistogramState
 
 if TYPE_CHECKING:
     import pandas as pd
     import torch
 
-    from exl2nb.model.inspect import Weights
+    from exl2nb.model.inspection import Weights
     from exl2nb.quant.exl2_slice import Exl2Group
 
-BINS = 64
-MOST = 4
-_PLACE = ("layer", "matrix", "row")
+HISTOGRAM_BINS = 64
+MAX_MODELS = 4
+_PLACE_TRAITS = ("layer", "matrix", "row")
 
 
 class WeightHistogram(ExlWidget):
@@ -69,7 +69,7 @@ class WeightHistogram(ExlWidget):
         first, *others = found.values()
         for matrix in first.matrices.values():
             if all(matrix.key in other.matrices for other in others):
-                self._keys.setdefault(OUTSIDE if matrix.layer is None else matrix.layer, {})[matrix.name] = matrix.key
+                self._keys.setdefault(OUTSIDE_LAYERS if matrix.layer is None else matrix.layer, {})[matrix.name] = matrix.key
         if not self._keys:
             raise OptionError(f"WeightHistogram: {' and '.join(found)} have no matrix in common; expected bitrates of one model")
         super().__init__(**kwargs)
@@ -109,11 +109,11 @@ class WeightHistogram(ExlWidget):
                 self.look(layer=layer, matrix=name, row=min(self.row, next(iter(self.weights.values())).slices(key).in_features - 1))
                 return
 
-    @t.observe(*_PLACE)
+    @t.observe(*_PLACE_TRAITS)
     def _follow(self, change: Mapping[str, Any]) -> None:
         """A trait was set: show that place, or stay where it was."""
         at = getattr(self, "_at", None)
-        if at is None or change["new"] == at[_PLACE.index(change["name"])]:
+        if at is None or change["new"] == at[_PLACE_TRAITS.index(change["name"])]:
             return
         try:
             self.look()
@@ -184,7 +184,7 @@ class WeightHistogram(ExlWidget):
 
 def _opened(sources: Any, original: Any) -> tuple[dict[str, Weights], str]:
     """The EXL2 models by label, and the name of the original."""
-    from exl2nb.model.inspect import Weights, inspect
+    from exl2nb.model.inspection import Weights, inspect
 
     if isinstance(sources, Mapping):
         pairs = [(str(label), _directory(one)) for label, one in sources.items()]
@@ -201,8 +201,8 @@ def _opened(sources: Any, original: Any) -> tuple[dict[str, Weights], str]:
         else:
             name = shown(label or hub.label(path))
             raise OptionError(f"WeightHistogram: {name} is not quantised with EXL2, and there is an original already")
-    if not 1 <= len(quantised) <= MOST or len({label for label, _ in quantised}) < len(quantised):
-        raise OptionError(f"WeightHistogram: got {len(quantised)} EXL2 models; expected 1 to {MOST}, each with a label of its own")
+    if not 1 <= len(quantised) <= MAX_MODELS or len({label for label, _ in quantised}) < len(quantised):
+        raise OptionError(f"WeightHistogram: got {len(quantised)} EXL2 models; expected 1 to {MAX_MODELS}, each with a label of its own")
     found: dict[str, Weights] = {}
     try:
         for label, path in quantised:
@@ -256,7 +256,7 @@ def _against(group: Exl2Group, before: torch.Tensor | None, after: torch.Tensor)
 
 
 def _bins(values: torch.Tensor, span: float) -> list[int]:
-    return [int(count) for count in values.flatten().histc(BINS, -span, span).tolist()]
+    return [int(count) for count in values.flatten().histc(HISTOGRAM_BINS, -span, span).tolist()]
 
 
 def _share(value: float | None) -> str:

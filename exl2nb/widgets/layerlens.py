@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from exl2nb.eval.trace import Trace
 
-TOP = 3
-BEST = 10_000  # of a probability of 1, as it travels
+TOP_TOKENS = 3
+PROBABILITY_SCALE = 10_000  # of a probability of 1, as it travels
 _PICTURE_PX = 8
 
 
@@ -85,11 +85,11 @@ class LayerLens(InsideWidget):
         lenses = [one.lens(0, "hook_resid_pre") if layer < 0 else one.lens(layer) for one in traces]
         for i, logits in enumerate(lenses):
             probs = logits.softmax(-1)
-            top = probs.topk(TOP, -1)
+            top = probs.topk(TOP_TOKENS, -1)
             result["top"][i] += [numbers.setdefault(number, len(numbers)) for number in top.indices.flatten().tolist()]
-            result["prob"][i] += [round(BEST * value) for value in top.values.flatten().tolist()]
+            result["prob"][i] += [round(PROBABILITY_SCALE * value) for value in top.values.flatten().tolist()]
             chance = probs.gather(1, target[:, None])[:, 0]
-            result["chance"][i] += [round(BEST * value) for value in chance.tolist()]
+            result["chance"][i] += [round(PROBABILITY_SCALE * value) for value in chance.tolist()]
             if i:
                 result["kl"][i - 1] += [float(f"{value:.3g}") for value in divergence(lenses[0], logits).tolist()]
 
@@ -105,16 +105,16 @@ class LayerLens(InsideWidget):
             for depth in range(shown["layers"] + 1):
                 for token, text in enumerate(shown["texts"]):
                     at = depth * count + token
-                    row = {"model": label, "layer": depth - 1, "token": token, "text": text, "top": words[shown["top"][i][TOP * at]]}
-                    row |= {"prob": shown["prob"][i][TOP * at] / BEST, "target": words[shown["target"][token]]}
-                    rows.append({**row, "chance": shown["chance"][i][at] / BEST, "kl": shown["kl"][i - 1][at] if i else 0.0})
+                    row = {"model": label, "layer": depth - 1, "token": token, "text": text, "top": words[shown["top"][i][TOP_TOKENS * at]]}
+                    row |= {"prob": shown["prob"][i][TOP_TOKENS * at] / PROBABILITY_SCALE, "target": words[shown["target"][token]]}
+                    rows.append({**row, "chance": shown["chance"][i][at] / PROBABILITY_SCALE, "kl": shown["kl"][i - 1][at] if i else 0.0})
         return pd.DataFrame(rows)
 
     def _parted(self, side: int) -> int:
         """In how many places a model's top-1 token is not the reference's."""
         shown: Any = self._result
         top = shown["top"]
-        return sum(a != b for a, b in zip(top[0][::TOP], top[side][::TOP]))
+        return sum(a != b for a, b in zip(top[0][::TOP_TOKENS], top[side][::TOP_TOKENS]))
 
     def _summary(self) -> str:
         shown: Any = self._result
@@ -134,7 +134,8 @@ class LayerLens(InsideWidget):
         for depth in range(shown["layers"] + 1):
             at = depth * count + token
             cells = "".join(
-                f"<td{style}>{html.escape(repr(shown['words'][top[TOP * at]]))} {static.percent(prob[TOP * at] / BEST)}</td>"
+                f"<td{style}>{html.escape(repr(shown['words'][top[TOP_TOKENS * at]]))} "
+                f"{static.percent(prob[TOP_TOKENS * at] / PROBABILITY_SCALE)}</td>"
                 for top, prob in zip(shown["top"], shown["prob"])
             )
             rows.append(f"<tr><th{style}>{depth - 1 if depth else 'embedding'}</th>{cells}</tr>")

@@ -22,9 +22,9 @@ from exl2nb.widgets.sides import InsideWidget
 if TYPE_CHECKING:
     import pandas as pd
 
-    from exl2nb.llm.model import LLM
+    from exl2nb.llm.llm import LLM
 
-_ORDER = ("q", "k", "v", "o", "gate", "up", "down", "embed", "head")
+_ROLE_ORDER = ("q", "k", "v", "o", "gate", "up", "down", "embed", "head")
 _MOST_SCALE = 4.0
 _PICTURE_PX = 10
 
@@ -118,7 +118,7 @@ class LoraExplorer(InsideWidget):
         answer = self._answer(ids, {self._lora: scale})
         adapted: Any = [list(token) for token in answer]
         known = [token.kl for token in answer if token.kl is not None]
-        roles = [role for role in _ORDER if any(cell.matrix == role for cell in self._cells)]
+        roles = [role for role in _ROLE_ORDER if any(cell.matrix == role for cell in self._cells)]
         return {
             **LoraResult(
                 name=self._lora, model=str(llm.name), matrices=roles,

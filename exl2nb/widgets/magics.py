@@ -15,7 +15,7 @@ from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 from exl2nb.core.options import check_keywords
 
 ASK_USAGE = "%%ask [--model NAME] [--into NAME] [--chat] [--play] [option=value ...], the prompt in the lines below"
-USAGE = """\
+USAGE_TEXT = """\
 %exl2                               the current model and its settings
 %exl2 load PATH [option=value ...]  load a model directory, hub id or `demo`; --into NAME (default llm) names the variable
 %exl2 use NAME                      take a model that a variable holds
@@ -26,7 +26,7 @@ USAGE = """\
 %%ask [option=value ...]            continue the text of the cell; the answer is kept as `answer`"""
 
 
-class _Parser(argparse.ArgumentParser):
+class _MagicParser(argparse.ArgumentParser):
     """argparse that raises what IPython shows in one line."""
 
     def __init__(self, prog: str, usage: str) -> None:
@@ -68,7 +68,7 @@ class Exl2Magics(Magics):
     @cell_magic
     def ask(self, line: str, cell: str) -> Any:
         """Continue the text of the cell with the current model, streaming; `%exl2 help` lists the options."""
-        parser = _Parser("%%ask", ASK_USAGE)
+        parser = _MagicParser("%%ask", ASK_USAGE)
         parser.add_argument("--model")
         parser.add_argument("--into", default="answer")
         parser.add_argument("--chat", action="store_true")
@@ -109,7 +109,7 @@ class Exl2Magics(Magics):
             return model
         if self.model is not None:
             return self.model
-        from exl2nb.llm.model import LLM
+        from exl2nb.llm.llm import LLM
 
         held = {id(value): value for key, value in list(self.names.items()) if isinstance(value, LLM) and not key.startswith("_")}
         if len(held) == 1:
@@ -125,12 +125,12 @@ class Exl2Magics(Magics):
         sys.stdout.write(f"settings: {settings or 'the defaults'}\n`%exl2 help` lists the commands\n")
 
     def _help(self, _: list[str]) -> None:
-        sys.stdout.write(USAGE + "\n")
+        sys.stdout.write(USAGE_TEXT + "\n")
 
     def _load(self, words: list[str]) -> Any:
         import exl2nb
 
-        parser = _Parser("%exl2 load", "%exl2 load PATH [--into NAME] [option=value ...]")
+        parser = _MagicParser("%exl2 load", "%exl2 load PATH [--into NAME] [option=value ...]")
         parser.add_argument("path")
         parser.add_argument("--into", default="llm")
         parser.add_argument("options", nargs="*")

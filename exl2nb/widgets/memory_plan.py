@@ -15,12 +15,11 @@ import traitlets as t
 from exl2nb.core.errors import OptionError
 from exl2nb.core.options import shown
 from exl2nb.core.show import size_text
-from exl2nb.llm.memory import COLOURS, LABELS, LIMITS, Formula
+from exl2nb.llm.memory import INPUT_LIMITS, PART_COLOURS, PART_LABELS, Formula
 from exl2nb.llm.memory import MemoryPlan as Planned
 from exl2nb.llm.plan import DeviceChoice
 from exl2nb.llm.plan import plan as plan_of
-from exl2nb.llm.split_plan import COLOURS as DEVICE_COLOURS
-from exl2nb.llm.split_plan import Share, SplitFormula, SplitPlan, check_limit, check_speed
+from exl2nb.llm.split_plan import DEVICE_COLOURS, Share, SplitFormula, SplitPlan, check_limit, check_speed
 from exl2nb.widgets.base import ExlWidget
 from exl2nb.widgets.protocol import PlanState
 
@@ -98,8 +97,8 @@ class MemoryPlan(ExlWidget):
     @t.validate("context", "batch", "free")
     def _in_range(self, proposal: Mapping[str, Any]) -> Any:
         name, value = proposal["trait"].name, proposal["value"]
-        if value is not None and not 1 <= value <= LIMITS[name]:
-            raise OptionError(f"MemoryPlan: {name} is {value}; expected a whole number from 1 to {LIMITS[name]}")
+        if value is not None and not 1 <= value <= INPUT_LIMITS[name]:
+            raise OptionError(f"MemoryPlan: {name} is {value}; expected a whole number from 1 to {INPUT_LIMITS[name]}")
         return value
 
     @t.validate("cache_mode")
@@ -159,7 +158,7 @@ class MemoryPlan(ExlWidget):
             line = f"<div><code>{html.escape(plan.load_line)}</code></div>"
             return f"{_layer_bar(plan)}{plan._repr_html_()}{line}"  # pyright: ignore[reportPrivateUsage]
         rows = "".join(
-            f'<tr><td><span style="color:{COLOURS[name]}">&#9632;</span> {LABELS[name]}</td>'
+            f'<tr><td><span style="color:{PART_COLOURS[name]}">&#9632;</span> {PART_LABELS[name]}</td>'
             f'<td style="text-align:right;padding-left:2em">{size_text(size)}</td></tr>'
             for name, size in plan.parts.items()
             if size
@@ -196,7 +195,7 @@ def _layer_bar(plan: SplitPlan) -> str:
 def _bar(plan: Planned) -> str:
     most = max(1, plan.total, plan.free or 0)
     pieces = "".join(
-        f'<div title="{LABELS[name]}: {size_text(size)}" style="width:{100 * size / most:.2f}%;background:{COLOURS[name]}"></div>'
+        f'<div title="{PART_LABELS[name]}: {size_text(size)}" style="width:{100 * size / most:.2f}%;background:{PART_COLOURS[name]}"></div>'
         for name, size in plan.parts.items()
         if size
     )

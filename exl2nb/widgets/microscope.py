@@ -12,19 +12,19 @@ import traitlets as t
 
 from exl2nb.core.errors import Exl2Error, OptionError
 from exl2nb.core.options import check_keywords, make
-from exl2nb.llm.options import DEFAULTS, SamplingOptions
+from exl2nb.llm.request_options import OPTION_DEFAULTS, SamplingOptions
 from exl2nb.sampling.explanation import Explanation, as_html
-from exl2nb.sampling.filters import ABOUT
-from exl2nb.sampling.params import OPTIONS, SamplingParams
+from exl2nb.sampling.filters import FILTER_DESCRIPTIONS
+from exl2nb.sampling.params import SAMPLING_OPTIONS, SamplingParams
 from exl2nb.sampling.replay import Replay, seeded
 from exl2nb.widgets import static
 from exl2nb.widgets.base import ExlWidget
-from exl2nb.widgets.protocol import LINE_PROB, SHOWN_TOKENS, SLIDERS, LinePart, MicroscopeState, SampleStep, SampleToken
+from exl2nb.widgets.protocol import LINE_PROB, SHOWN_TOKENS, SLIDER_FIELDS, LinePart, MicroscopeState, SampleStep, SampleToken
 
 if TYPE_CHECKING:
     import pandas as pd
 
-_NAMES = tuple(one["name"] for one in SLIDERS)
+_SLIDER_NAMES = tuple(one["name"] for one in SLIDER_FIELDS)
 MOST_TEXT = 4000  # characters of the prompt that travel
 
 
@@ -56,7 +56,7 @@ class SamplerMicroscope(ExlWidget):
         0
     """
 
-    _more_keywords = (SamplingOptions.__annotations__, DEFAULTS)
+    _more_keywords = (SamplingOptions.__annotations__, OPTION_DEFAULTS)
     _bundle, _state_type = "microscope", MicroscopeState
 
     at = t.Int(0).tag(sync=True, option=True)
@@ -74,8 +74,8 @@ class SamplerMicroscope(ExlWidget):
     _steps = t.List().tag(sync=True)
     _tokens = t.List().tag(sync=True)
     _line = t.List().tag(sync=True)
-    _samplers = t.List(SLIDERS).tag(sync=True)
-    _about = t.Dict(ABOUT).tag(sync=True)
+    _samplers = t.List(SLIDER_FIELDS).tag(sync=True)
+    _about = t.Dict(FILTER_DESCRIPTIONS).tag(sync=True)
 
     def __init__(
         self,
@@ -140,10 +140,10 @@ class SamplerMicroscope(ExlWidget):
         found = self.replay.explain(at, params)
         shown = found.shown(SHOWN_TOKENS)
         self._explanation, self._asked = found, (at, params)
-        rest = {name: value for name, value in params.changed.items() if name not in (*_NAMES, "seed", "post_sampling")}
+        rest = {name: value for name, value in params.changed.items() if name not in (*_SLIDER_NAMES, "seed", "post_sampling")}
         with self.hold_sync():
             self.at, self.error, self.status = at, "", "idle"
-            self.settings = {name: getattr(params, name) for name in _NAMES}
+            self.settings = {name: getattr(params, name) for name in _SLIDER_NAMES}
             self._others = ", ".join(f"{name}={str(value)[:40]}" for name, value in rest.items())
             self._tokens = [list(SampleToken(i, self._name(i))) for i in shown]
             self._steps = [step._asdict() for step in _steps(found, shown)]
@@ -169,9 +169,9 @@ class SamplerMicroscope(ExlWidget):
 
     def _receive_sample(self, message: Mapping[str, Any]) -> None:
         at, changes = message.get("at"), message.get("settings")
-        if not isinstance(at, int) or not isinstance(changes, dict) or not all(name in (*_NAMES, "seed") for name in changes):
+        if not isinstance(at, int) or not isinstance(changes, dict) or not all(name in (*_SLIDER_NAMES, "seed") for name in changes):
             raise OptionError("SamplerMicroscope: the page sent invalid settings; reload it")
-        whole = {name: int(value) if OPTIONS[name].kind is int and _is_whole(value) else value for name, value in changes.items()}
+        whole = {name: int(value) if SAMPLING_OPTIONS[name].kind is int and _is_whole(value) else value for name, value in changes.items()}
         self._show(min(max(at, 0), len(self.replay) - 1), replace(self.params, **whole))
 
     # ---- words ----

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from exl2nb.eval.trace import Trace
 
-POINTS: dict[str, tuple[str, str]] = {
+OUTLIER_POINTS: dict[str, tuple[str, str]] = {
     "residual stream": ("hook_resid_pre", "qkv"),
     "attention input": ("ln1.hook_normalized", "qkv"),
     "MLP input": ("ln2.hook_normalized", "up"),
@@ -31,8 +31,9 @@ POINTS: dict[str, tuple[str, str]] = {
 }
 """Name on the page -> (point, matrix that reads it)."""
 MOST_BINS = 1024
-MASSIVE = 8  # of each model that are listed
-GROUP, BITS = 128, 3  # of the sum on one outlier
+MAX_MASSIVE_VALUES = 8  # of each model that are listed
+OUTLIER_GROUP = 128  # of the sum on one outlier
+OUTLIER_BITS = 3
 _PICTURE_PX = 6
 
 
@@ -89,7 +90,7 @@ class OutlierMap(InsideWidget):
 
         first = self.sides[0]
         layers, known = first.llm.config.num_layers, first.llm.model.points
-        points = {name: pair for name, pair in POINTS.items() if f"blocks.{layers - 1}.{pair[0]}" in known}
+        points = {name: pair for name, pair in OUTLIER_POINTS.items() if f"blocks.{layers - 1}.{pair[0]}" in known}
         widths = [known[f"blocks.{layers - 1}.{part}"].shape[-1] for part, _ in points.values()]
         bins = [min(MOST_BINS, width) for width in widths]
         active = [[torch.zeros(layers, count) for _ in self.sides] for count in bins]
@@ -111,7 +112,7 @@ class OutlierMap(InsideWidget):
                         weight = side.llm.engine.shared_model.matrix(layer, matrix)
                         if weight is not None and len(weight) == widths[p]:
                             heavy[p][i][layer] = _largest(weight.abs().amax(1), bins[p])
-            massive += sorted(found, key=lambda one: -abs(one.value))[:MASSIVE]
+            massive += sorted(found, key=lambda one: -abs(one.value))[:MAX_MASSIVE_VALUES]
         activations, weights = [_bytes(tables) for tables in active], [_bytes(tables) for tables in heavy]
         return {
             **OutlierResult(
@@ -139,18 +140,18 @@ class OutlierMap(InsideWidget):
         check_integer("OutlierMap: point", point, 0, len(shown["points"]) - 1)
         check_integer("OutlierMap: layer", layer, 0, shown["layers"] - 1)
         check_integer("OutlierMap: channel", channel, 0, shown["channels"][point] - 1)
-        part, matrix = POINTS[shown["points"][point]]
+        part, matrix = OUTLIER_POINTS[shown["points"][point]]
         side = self.sides[min(max(0, self.side), len(self.sides) - 1)]
         name = f"blocks.{layer}.{part}"
         x = side.trace(self._ids, [name])[name]
         weight = side.llm.engine.shared_model.matrix(layer, matrix)
-        first = channel // GROUP * GROUP
-        group = slice(first, min(first + GROUP, x.shape[1]))
+        first = channel // OUTLIER_GROUP * OUTLIER_GROUP
+        group = slice(first, min(first + OUTLIER_GROUP, x.shape[1]))
         effect = GroupEffect(
-            layer=layer, point=point, channel=channel, bits=BITS, activation=float(x[:, channel].abs().max()),
+            layer=layer, point=point, channel=channel, bits=OUTLIER_BITS, activation=float(x[:, channel].abs().max()),
             weight=0.0 if weight is None else float(weight[channel].abs().max()),
-            activations=group_errors(x.T[group], channel - first, BITS),
-            weights=[0.0, 0.0] if weight is None else group_errors(weight[group], channel - first, BITS),
+            activations=group_errors(x.T[group], channel - first, OUTLIER_BITS),
+            weights=[0.0, 0.0] if weight is None else group_errors(weight[group], channel - first, OUTLIER_BITS),
         )  # fmt: skip
         self._ready = False
         with self.hold_sync():
@@ -253,7 +254,7 @@ def _massive(trace: Trace, layer: int, side: int) -> list[Massive]:
     x = trace[f"blocks.{layer}.hook_resid_pre"]
     size = x.abs()
     median = float(size.median()) or 1e-9
-    values, places = size.flatten().topk(min(MASSIVE, size.numel()))
+    values, places = size.flatten().topk(min(MAX_MASSIVE_VALUES, size.numel()))
     found = []
     for value, place in zip(values.tolist(), places.tolist()):
         token, channel = divmod(place, x.shape[1])

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 KEY_DIGITS = 12  # of a page's name: enough to tell pages apart
 MOST_SQUARES = 512  # pages of the script-free twin
-CACHED: static.RGB = (176, 186, 198)
-FREE: static.RGB = (244, 244, 244)
+CACHED_COLOUR: static.RGB = (176, 186, 198)
+FREE_COLOUR: static.RGB = (244, 244, 244)
 
 
 def frame_of(source: Any, before: PageFrame | None = None, label: str = "") -> PageFrame:
@@ -113,7 +113,7 @@ def colour(cell: Sequence[Any]) -> static.RGB:
     """Of the first request that holds the page."""
     if cell[0] == "used":
         return OWNER_COLOURS[cell[2][0] % len(OWNER_COLOURS)] if cell[2] else OWNER_COLOURS[0]
-    return CACHED if cell[0] == "cached" else FREE
+    return CACHED_COLOUR if cell[0] == "cached" else FREE_COLOUR
 
 
 def frame_table(frame: PageFrame, title: str) -> str:

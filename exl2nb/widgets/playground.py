@@ -13,7 +13,7 @@ import traitlets as t
 from exl2nb.core.errors import OptionError
 from exl2nb.core.log import logger
 from exl2nb.core.options import check_keywords
-from exl2nb.sampling.defaults import CHAT_DEFAULTS, NAMES, NEUTRAL, SamplingDefaults
+from exl2nb.sampling.defaults import CHAT_DEFAULTS, DEFAULT_NAMES, NEUTRAL_VALUES, SamplingDefaults
 from exl2nb.sampling.explanation import Explanation
 from exl2nb.sampling.params import SamplingParams, check_integer
 from exl2nb.sampling.replay import Replay
@@ -22,7 +22,7 @@ from exl2nb.widgets.background import Background
 from exl2nb.widgets.base import ExlWidget
 from exl2nb.widgets.chat import ChatMode, turns_html, turns_text
 from exl2nb.widgets.feed import Feed
-from exl2nb.widgets.protocol import SAMPLERS, Fates, PlaygroundState, Stats, Status, TokenItem, Tops
+from exl2nb.widgets.protocol import SAMPLER_FIELDS, Fates, PlaygroundState, Stats, Status, TokenItem, Tops
 from exl2nb.widgets.tokens import brief_rows, items_of, raw_items, token_item
 
 if TYPE_CHECKING:
@@ -35,9 +35,9 @@ def _trait(default: float | bool) -> t.TraitType:
 
 
 class SamplerTraits(t.HasTraits):
-    """One synced trait, also a keyword, for each of `SAMPLERS`, under the names of `SamplingParams`."""
+    """One synced trait, also a keyword, for each of `SAMPLER_FIELDS`, under the names of `SamplingParams`."""
 
-    vars().update({one["name"]: _trait(one["neutral"]) for one in SAMPLERS})
+    vars().update({one["name"]: _trait(one["neutral"]) for one in SAMPLER_FIELDS})
 
 
 def explain_place(llm: Any, prompt_ids: Sequence[int], new_ids: Sequence[int], at: int, params: SamplingParams) -> Explanation:
@@ -105,8 +105,8 @@ class Survival:
 
 TOP_TOKENS = 6
 """Alternatives requested per token, for the card of a token."""
-_SETTINGS = (*(one["name"] for one in SAMPLERS), "seed")
-_FOLDED = {one["name"]: one["neutral"] for one in SAMPLERS if not one["common"]}
+_SETTING_NAMES = (*(one["name"] for one in SAMPLER_FIELDS), "seed")
+_FOLDED_DEFAULTS = {one["name"]: one["neutral"] for one in SAMPLER_FIELDS if not one["common"]}
 
 
 class Playground(ExlWidget, ChatMode, SamplerTraits):
@@ -145,7 +145,7 @@ class Playground(ExlWidget, ChatMode, SamplerTraits):
     # never begun: what `close` finds where the arguments did not fit the constructor
     _background, _stream = Background("Playground"), None
     _bundle, _state_type = "playground", PlaygroundState
-    _state_keys = (*PlaygroundState.__annotations__, *_SETTINGS)
+    _state_keys = (*PlaygroundState.__annotations__, *_SETTING_NAMES)
 
     prompt = t.Unicode("").tag(sync=True, option=True)
     max_tokens = t.Int(128).tag(sync=True, option=True)
@@ -163,7 +163,7 @@ class Playground(ExlWidget, ChatMode, SamplerTraits):
     _model_label = t.Unicode("").tag(sync=True)
     _has_model = t.Bool(False).tag(sync=True)
     _sees = t.Bool(False).tag(sync=True)
-    _samplers = t.List(SAMPLERS).tag(sync=True)
+    _samplers = t.List(SAMPLER_FIELDS).tag(sync=True)
     _defaults = t.Unicode("").tag(sync=True)
 
     def __init__(self, llm: Any = None, *, result: Any = None, **kwargs: Any) -> None:
@@ -190,8 +190,8 @@ class Playground(ExlWidget, ChatMode, SamplerTraits):
     @property
     def settings(self) -> dict[str, Any]:
         """The sampling settings as keywords of `stream`; of the folded samplers only those that do something."""
-        values = {name: getattr(self, name) for name in _SETTINGS}
-        return {name: value for name, value in values.items() if name not in _FOLDED or value != _FOLDED[name]}
+        values = {name: getattr(self, name) for name in _SETTING_NAMES}
+        return {name: value for name, value in values.items() if name not in _FOLDED_DEFAULTS or value != _FOLDED_DEFAULTS[name]}
 
     @property
     def tokens(self) -> list[TokenItem]:
@@ -355,7 +355,7 @@ class Playground(ExlWidget, ChatMode, SamplerTraits):
         settings = message.get("settings")
         if not isinstance(settings, dict):
             raise OptionError("Playground: the page sent no settings; reload the page")
-        check_keywords(settings, list(_SETTINGS), where="Playground")
+        check_keywords(settings, list(_SETTING_NAMES), where="Playground")
         if self._background.alive:
             return False
         with self.hold_sync():
@@ -434,8 +434,8 @@ def items_from(tokens: Sequence[Any]) -> list[TokenItem]:
 
 def _start_values(defaults: SamplingDefaults, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the first values of the controls: the model's defaults, except those that another given option excludes."""
-    others = {name: value for name, value in given.items() if name not in NAMES}  # temperature=0 leaves the other sliders alone
-    return {**NEUTRAL, **defaults.beside(others).values}
+    others = {name: value for name, value in given.items() if name not in DEFAULT_NAMES}  # temperature=0 leaves the other sliders alone
+    return {**NEUTRAL_VALUES, **defaults.beside(others).values}
 
 
 def _label(llm: Any) -> str:

@@ -1,22 +1,17 @@
 """What travels between a widget's Python half and its browser half, as types.
 
-`python -m exl2nb.widgets.protocol FOLDER` writes the same types as TypeScript, in the order of this file, and constants. A widget may
-declare the types that are its own beside its class; they are written too. This module must not import Jupyter before that.
+`widgets.typescript` writes the same types as TypeScript, in the order of this file. A widget may declare the types that are its own
+beside its class; they are written too. This module must not import Jupyter.
 """
 
 from __future__ import annotations
 
-import sys
-from functools import reduce
-from operator import or_
-from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypedDict, get_args, is_typeddict
+from typing import Literal, NamedTuple, TypedDict
 
-from exl2nb.core.options import Option, options_of
+from exl2nb.core.options import OptionField, options_of
 from exl2nb.generator.request import Request
-from exl2nb.sampling.filters import SWITCHES
+from exl2nb.sampling.filters import FILTER_SWITCHES
 from exl2nb.sampling.params import SamplingParams
-from exl2nb.widgets.typescript import constants, module
 
 PROTOCOL_VERSION = 2
 """Raised when a message changes its meaning; the browser half refuses another number with a readable line."""
@@ -175,7 +170,7 @@ class SamplerControl(TypedDict):
     turns_on: bool
 
 
-def _control(one: Option) -> SamplerControl:
+def _control(one: OptionField) -> SamplerControl:
     least, most, step = one.slider or (0, 1, 0)
     low, high = one.range or (0, 1)
     return SamplerControl(
@@ -189,13 +184,13 @@ def _control(one: Option) -> SamplerControl:
         high=high,
         neutral=one.default,
         common=one.common,
-        turns_on=one.name in SWITCHES,
+        turns_on=one.name in FILTER_SWITCHES,
     )
 
 
-SAMPLERS = [_control(one) for cls in (SamplingParams, Request) for one in options_of(cls).values() if one.label]
+SAMPLER_FIELDS = [_control(one) for cls in (SamplingParams, Request) for one in options_of(cls).values() if one.label]
 """Every option that has a control."""
-SLIDERS = [_control(one) for one in options_of(SamplingParams).values() if one.label and one.one_row]
+SLIDER_FIELDS = [_control(one) for one in options_of(SamplingParams).values() if one.label and one.one_row]
 """Those that act on one row of logits."""
 
 
@@ -1282,79 +1277,11 @@ class OutlierMapState(InsideState):
     _effect: list[GroupEffect]
 
 
-# ---- the two directions, and the TypeScript
+# ---- the two directions
 
 
 FromKernel = Delta | Snapshot | Done | Pong | Tops | Fates
 
 
-RECORDS = (ChatTurn, BitCell, CacheKind, SampleStep)
+RECORD_TYPES = (ChatTurn, BitCell, CacheKind, SampleStep)
 """NamedTuples that travel as objects (`_asdict`). The others travel as lists: rows of tokens, points and pages, of which there are many."""
-
-
-def state_types() -> dict[str, Any]:
-    """Return the type of the state that each public widget synchronises, by the widget's name."""
-    from exl2nb import widgets
-
-    return {name: getattr(widgets, name)._state_type for name in widgets.__all__}
-
-
-def _exported() -> dict[str, Any]:
-    """Types by name: those of this file, those of the modules whose widgets declare their state there, and the two directions.
-
-    Every message that the kernel does not send is one that it takes.
-    """
-    modules = dict.fromkeys([__name__, *(state.__module__ for state in state_types().values() if is_typeddict(state))])
-    found: dict[str, Any] = {"Status": Status}
-    for module_name in modules:
-        declared = vars(sys.modules[module_name])
-        found |= {name: kind for name, kind in declared.items() if getattr(kind, "__module__", "") == module_name and _is_type(kind)}
-    sent = get_args(FromKernel)
-    taken = [kind for kind in found.values() if "type" in getattr(kind, "__annotations__", {}) and kind not in sent]
-    return {**found, "FromKernel": FromKernel, "ToKernel": reduce(or_, taken)}
-
-
-def _is_type(kind: Any) -> bool:
-    return is_typeddict(kind) or (isinstance(kind, type) and issubclass(kind, tuple))
-
-
-def typescript() -> str:
-    """The TypeScript module that `widgets/src/protocol.gen.ts` must equal: types alone, so bundles do not change with them."""
-    return module(_exported(), records=RECORDS)
-
-
-def typescript_constants() -> str:
-    """The TypeScript module that `widgets/src/constants.gen.ts` must equal."""
-    from exl2nb.core.show import BIT_COLOURS, DIVERGING_COLOURS, SIZE_UNITS
-    from exl2nb.llm.memory import COLOURS, PARTS, PLAN_TERMS
-    from exl2nb.llm.split_plan import COLOURS as DEVICE_COLOURS
-    from exl2nb.llm.split_plan import SHARE_TERMS
-    from exl2nb.widgets.columns import KL_LIMITS
-    from exl2nb.widgets.static import SURPRISE_LIMITS
-
-    terms = "readonly (readonly [name: string, term: unknown])[]"
-    values = {
-        "PROTOCOL_VERSION": ("", PROTOCOL_VERSION),
-        "BIT_COLOURS": ("", BIT_COLOURS),
-        "DIVERGING_COLOURS": ("", DIVERGING_COLOURS),
-        "SIZE_UNITS": ("", SIZE_UNITS),
-        "SURPRISE_LIMITS": ("", SURPRISE_LIMITS),
-        "KL_LIMITS": ("", KL_LIMITS),
-        "OWNER_COLOURS": ("", OWNER_COLOURS),
-        "PLAN_COLOURS": ("", COLOURS),
-        "DEVICE_COLOURS": ("", DEVICE_COLOURS),
-        "SHOWN_TOKENS": ("", SHOWN_TOKENS),
-        "LINE_PROB": ("", LINE_PROB),
-        "PLAN_PARTS": ("", PARTS),
-        "PLAN_TERMS": (terms, PLAN_TERMS),
-        "SHARE_TERMS": (terms, SHARE_TERMS),
-    }
-    return constants(values)
-
-
-if __name__ == "__main__":
-    from exl2nb.widgets import protocol  # this file as the widgets import it
-
-    folder = Path(sys.argv[1])
-    (folder / "protocol.gen.ts").write_text(protocol.typescript(), encoding="utf-8")
-    (folder / "constants.gen.ts").write_text(protocol.typescript_constants(), encoding="utf-8")

@@ -18,8 +18,8 @@ from exl2nb.core.options import shown
 from exl2nb.widgets.base import ExlWidget
 from exl2nb.widgets.protocol import ServedClient, ServedRequest, ServerMonitorState
 
-SAMPLES = 120  # of the throughput curve
-ROWS = 30
+CURVE_SAMPLES = 120  # of the throughput curve
+MAX_SHOWN_ROWS = 30
 
 
 class Serving(Protocol):
@@ -85,7 +85,7 @@ class ServerMonitor(ExlWidget):
     def _show(self, figures: Mapping[str, Any]) -> None:
         """Take one look's figures."""
         now, tokens = time.monotonic(), int(figures.get("tokens", 0))
-        rows = list(figures.get("requests", ()))[:ROWS]
+        rows = list(figures.get("requests", ()))[:MAX_SHOWN_ROWS]
         with self.hold_sync():
             for name in ("active", "queued", "max_queue", "pages", "pages_free", "ttft_p50_s", "ttft_p99_s"):
                 if name in figures:
@@ -94,7 +94,7 @@ class ServerMonitor(ExlWidget):
             if self._tokens is not None and now > self._tokens[0]:
                 rate = max(0.0, (tokens - self._tokens[1]) / (now - self._tokens[0]))
                 if rate or any(self.tok_s[-8:]):  # nothing is sent while nothing happens
-                    self.tok_s = [*self.tok_s[1 - SAMPLES :], round(rate, 1)]
+                    self.tok_s = [*self.tok_s[1 - CURVE_SAMPLES :], round(rate, 1)]
             self.requests = [
                 list(
                     ServedRequest(

@@ -19,9 +19,9 @@ from exl2nb.widgets.base import as_text
 
 if TYPE_CHECKING:
     from exl2nb.eval.trace import Trace
-    from exl2nb.llm.model import LLM
+    from exl2nb.llm.llm import LLM
 
-PROMPT = "It was a dark night, and the old man walked to the river."
+DEFAULT_PROMPT = "It was a dark night, and the old man walked to the river."
 MOST_SIDES = 4
 PASS_BYTES = 256 << 20
 """Activations of one side that are in memory at once; more layers are read in several passes."""
@@ -116,7 +116,7 @@ class InsideWidget(BackgroundWidget):
     _empty: ClassVar[Mapping[str, Any]] = {}
     _most_tokens: ClassVar[int] = 512
 
-    prompt = t.Unicode(PROMPT).tag(sync=True, option=True)
+    prompt = t.Unicode(DEFAULT_PROMPT).tag(sync=True, option=True)
     side = t.Int(1).tag(sync=True, option=True)
     _result = t.Dict().tag(sync=True)
     _share = t.Float(0.0).tag(sync=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import traitlets as t
 
 from exl2nb.core.errors import OptionError
-from exl2nb.llm.options import DEFAULTS, RequestOptions
+from exl2nb.llm.request_options import OPTION_DEFAULTS, RequestOptions
 from exl2nb.widgets.base import ExlWidget
 from exl2nb.widgets.protocol import SpecStats, SpecToken, SpeculationState
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 MOST_TEXT = 4000  # characters of the prompt that travel
 MOST_TOKENS = 2000
-SOURCES = ("target", "draft", "ngram", "forced", "rewound")
-_TINTS = {
+TOKEN_SOURCES = ("target", "draft", "ngram", "forced", "rewound")
+_SOURCE_TINTS = {
     "target": "transparent",
     "draft": "rgba(46,125,50,.28)",
     "ngram": "rgba(46,125,50,.28)",
@@ -52,7 +52,7 @@ class Speculation(ExlWidget):
         True
     """
 
-    _more_keywords = (RequestOptions.__annotations__, {**DEFAULTS, "speculation": "auto"})
+    _more_keywords = (RequestOptions.__annotations__, {**OPTION_DEFAULTS, "speculation": "auto"})
     _bundle, _state_type = "speculation", SpeculationState
 
     title = t.Unicode("").tag(sync=True, option=True)
@@ -126,7 +126,7 @@ def spec_tokens(done: Any, tokenizer: Any = None) -> list[SpecToken]:
     for place, token in enumerate(done.tokens[:MOST_TOKENS]):
         step += place > 0 and place - 1 not in right
         names = [_piece(tokenizer, i) for i in wrong.get(place, ())]
-        source = token.source if token.source in SOURCES else "target"
+        source = token.source if token.source in TOKEN_SOURCES else "target"
         found.append(SpecToken(token.text, int(token.id), source, round(float(token.prob), 6), step, names))
     return found
 
@@ -176,4 +176,4 @@ def _token_html(token: Sequence[Any]) -> str:
     text, _id, source, _prob, step, wrong = token
     lost = f'<del style="opacity:.7;color:#b3261e">{html.escape(wrong[0])}</del>' if wrong else ""
     title = f"{source}, pass {step + 1}"
-    return f'{lost}<span title="{title}" style="background:{_TINTS[source]};border-radius:2px">{html.escape(text)}</span>'
+    return f'{lost}<span title="{title}" style="background:{_SOURCE_TINTS[source]};border-radius:2px">{html.escape(text)}</span>'

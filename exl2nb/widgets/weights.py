@@ -18,14 +18,14 @@ from exl2nb.core.show import diverging, ink
 from exl2nb.io.hub import label
 from exl2nb.widgets import bitgrid
 from exl2nb.widgets.base import ExlWidget
-from exl2nb.widgets.bitgrid import OUTSIDE
+from exl2nb.widgets.bitgrid import OUTSIDE_LAYERS
 from exl2nb.widgets.protocol import Run, WeightSlice, WeightsState
 
 if TYPE_CHECKING:
     import pandas as pd
     from torch import Tensor
 
-    from exl2nb.model.inspect import Weights
+    from exl2nb.model.inspection import Weights
     from exl2nb.quant.exl2_slice import Exl2Unit
 
 
@@ -113,12 +113,12 @@ class WeightBrowser(ExlWidget):
         if original is None and known is not None and os.path.isdir(known):
             original = known
         where = None if original is None else _directory(original)
-        from exl2nb.model.inspect import Weights
+        from exl2nb.model.inspection import Weights
 
         self.weights: Weights = Weights(directory, where)
         self._keys: dict[int, dict[str, str]] = {}
         for matrix in self.weights.matrices.values():
-            self._keys.setdefault(OUTSIDE if matrix.layer is None else matrix.layer, {})[matrix.name] = matrix.key
+            self._keys.setdefault(OUTSIDE_LAYERS if matrix.layer is None else matrix.layer, {})[matrix.name] = matrix.key
         self._at: tuple[Any, ...] | None = None
         super().__init__(**kwargs)
         with self.hold_sync():
@@ -159,7 +159,7 @@ class WeightBrowser(ExlWidget):
         found = slices.unit(group, unit, self.column if column is None else column)
         original = self.weights.original(key, found.column)
         about = self.weights.matrices[key]
-        layer, matrix = OUTSIDE if about.layer is None else about.layer, about.name
+        layer, matrix = OUTSIDE_LAYERS if about.layer is None else about.layer, about.name
         self._at = (layer, matrix, group, unit, found.column)
         with self.hold_sync():
             self._slice = dict(_slice_of(found, original))
@@ -192,7 +192,7 @@ class WeightBrowser(ExlWidget):
         """A trait was set from Python: show that place, or stay where it was."""
         wanted = (self.layer, self.matrix, self.group, self.unit, self.column)
         at = getattr(self, "_at", None)
-        if at is None or wanted == at or change["new"] == at[_PLACE.index(change["name"])]:
+        if at is None or wanted == at or change["new"] == at[_PLACE_TRAITS.index(change["name"])]:
             return
         try:
             self.look()
@@ -250,7 +250,7 @@ class WeightBrowser(ExlWidget):
         return unit_table(self.title, self.key, self._slice)
 
 
-_PLACE = ("layer", "matrix", "group", "unit", "column")
+_PLACE_TRAITS = ("layer", "matrix", "group", "unit", "column")
 
 
 def _slice_of(found: Exl2Unit, original: Tensor | None) -> WeightSlice:

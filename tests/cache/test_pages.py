@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exl2nb.cache.pages import PageTable, PrefixIndex, chain_key, root_key
+from exl2nb.cache.pages import PageAllocator, PrefixIndex, chain_key, root_key
 from exl2nb.core.errors import OutOfPages
 
 
 def test_out_of_pages_names_the_numbers_and_takes_nothing():
-    pages = PageTable(3)
+    pages = PageAllocator(3)
     pages.allocate(1)
     with pytest.raises(OutOfPages, match="request needs 3 pages, 2 free of 3; lower max_tokens or raise cache_tokens"):
         pages.allocate(3)
@@ -19,7 +19,7 @@ def test_out_of_pages_names_the_numbers_and_takes_nothing():
 
 
 def test_double_free_and_share_of_a_free_page_are_assertions():
-    pages = PageTable(2)
+    pages = PageAllocator(2)
     ids = pages.allocate(1)
     pages.free(ids)
     with pytest.raises(AssertionError, match="double free of page 0"):
@@ -36,7 +36,7 @@ def test_double_free_and_share_of_a_free_page_are_assertions():
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 12), st.lists(st.tuples(st.sampled_from(["allocate", "share", "free"]), st.integers(0, 6)), max_size=60))
 def test_counts_agree_with_a_model_of_holders(num_pages, steps):
-    pages, holders = PageTable(num_pages), []
+    pages, holders = PageAllocator(num_pages), []
     for action, n in steps:
         free = num_pages - len({page for held in holders for page in held})
         if action == "allocate":
@@ -65,7 +65,7 @@ def test_counts_agree_with_a_model_of_holders(num_pages, steps):
 
 
 def test_kept_pages_count_as_free_and_the_oldest_goes_first():
-    pages, gone = PageTable(4), []
+    pages, gone = PageAllocator(4), []
     pages.on_evict = gone.append
     old, new = pages.allocate(2), pages.allocate(1)
     for page in (*old, *new):
@@ -107,7 +107,7 @@ def publish(index, table, ids):
 @given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=14), min_size=1, max_size=6), st.lists(st.integers(0, 1), max_size=14))
 @settings(max_examples=150, deadline=None)
 def test_match_is_the_longest_common_beginning(texts, wanted):
-    table = PageTable(64)
+    table = PageAllocator(64)
     index = PrefixIndex(table, SIZE)
     for text in texts:
         publish(index, table, text)
@@ -124,7 +124,7 @@ def test_other_salt_other_key():
 
 
 def test_evicted_and_overwritten_pages_are_forgotten():
-    table = PageTable(3)
+    table = PageAllocator(3)
     index = PrefixIndex(table, SIZE)
     text = random.Random(0).choices(range(9), k=10)
     publish(index, table, text)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from exl2nb.cache.pool import LARGE_BYTES, KVCache
-from exl2nb.cache.spec import MODES, STORAGES, CacheSpec, parse_mode, storages_of
+from exl2nb.cache.spec import CACHE_MODES, PAGE_STORAGES, CacheSpec, parse_mode, storages_of
 from exl2nb.core.errors import OptionError
 
 
@@ -30,7 +30,7 @@ def test_two_names_of_one_thing_are_one(given, name, stored):
 
 
 def test_every_mode_names_storages_that_exist():
-    assert all(kind in STORAGES for pair in MODES.values() for kind in pair)
+    assert all(kind in PAGE_STORAGES for pair in CACHE_MODES.values() for kind in pair)
 
 
 @pytest.mark.parametrize("wrong", ["q5", "k6v4", "k8", "v8k4", "", "k8v4 ", None, 4, "fp64"])

@@ -19,7 +19,7 @@ from exl2nb.core.show import size_text
 def test_help_of_every_command(cli):
     code, out, _ = cli("--help")
     assert code == 0
-    for name in commands.COMMANDS:
+    for name in commands.COMMAND_HELP:
         assert f"  {name}" in out
         code, text, _ = cli(name, "--help")
         assert code == 0
@@ -27,7 +27,7 @@ def test_help_of_every_command(cli):
 
 
 def test_help_loads_nothing_heavy():
-    helps = "".join(f"main([{name!r}, '--help']); " for name in commands.COMMANDS)
+    helps = "".join(f"main([{name!r}, '--help']); " for name in commands.COMMAND_HELP)
     code = f"import sys; from exl2nb.cli import main; {helps}print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.splitlines()[-1] == "False"
 

@@ -6,7 +6,7 @@ import pytest
 
 from exl2nb.converter.allocation import read_choices
 from exl2nb.core.errors import OptionError
-from tests.converter.test_job import TEXT, write_model
+from tests.converter.test_conversion_job import TEXT, write_model
 
 
 @pytest.fixture(scope="module")

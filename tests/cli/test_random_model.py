@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from exl2nb.model.batch import Batch, Span
+from exl2nb.model.batch import Batch, SequenceSlice
 from exl2nb.model.loader import load_model
 
 
@@ -22,7 +22,7 @@ def test_tokens_of_a_random_model_keep_their_own_logits(bpw: float, script: Any,
     model = load_model(tmp_path, device="cpu", context=64)
     cache = model.new_cache(model.cache_spec(256 * 32, mode="fp16"))
     with torch.inference_mode():
-        logits = model.forward(Batch.build([Span(ids=[3 + i], start=0, pages=[i]) for i in range(32)]), cache)
+        logits = model.forward(Batch.build([SequenceSlice(ids=[3 + i], start=0, pages=[i]) for i in range(32)]), cache)
     model.close()
     rows = F.normalize(logits, dim=1)
     alike = (rows @ rows.T - torch.eye(32)).abs().sum() / (32 * 31)

@@ -9,9 +9,9 @@ from html.parser import HTMLParser
 import pytest
 
 from exl2nb.cli import report
-from exl2nb.cli.console import BitMap, colour, ink, render_text
-from exl2nb.cli.report import DemoResult, Entry, size_against_kl
-from exl2nb.eval.comparison import EDGES
+from exl2nb.cli.console import BitTable, colour, ink, render_text
+from exl2nb.cli.report import DemoResult, ReportEntry, size_against_kl
+from exl2nb.eval.comparison import KL_BIN_EDGES_NATS
 
 MATRICES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 WORDS = "It was the <best> of times & it was the worst of times, and nobody knew which of the two it was."
@@ -26,9 +26,9 @@ def entry(name, target, bpw, size, ppl, kl, p99, top1, speed, seconds):
         for matrix in MATRICES
     }
     centre = math.log10(kl or 1)
-    weights = [math.exp(-((math.log10(max(edge, 3e-5)) - centre) ** 2)) for edge in EDGES]
-    histogram = [(a, b, w / sum(weights)) for a, b, w in zip(EDGES, [*EDGES[1:], math.inf], weights)]
-    return Entry(
+    weights = [math.exp(-((math.log10(max(edge, 3e-5)) - centre) ** 2)) for edge in KL_BIN_EDGES_NATS]
+    histogram = [(a, b, w / sum(weights)) for a, b, w in zip(KL_BIN_EDGES_NATS, [*KL_BIN_EDGES_NATS[1:], math.inf], weights)]
+    return ReportEntry(
         name=name,
         path=f"exl2nb-demo/{name.replace(' ', '')}",
         target_bpw=target,
@@ -158,25 +158,25 @@ BITS = {
 
 
 def test_layers_across_matrices_down():
-    grid = BitMap.of(BITS)
+    grid = BitTable.of(BITS)
     assert grid.matrices == ("q_proj", "down_proj")
     assert grid.layers == (0, 11)
     assert grid.bits == ((4.13, 2.04), (3.0, None))
 
 
 def test_plain_text():
-    assert render_text(BitMap.of(BITS)).splitlines() == ["layer        0  11", "q_proj     4.1 2.0", "down_proj  3.0"]
+    assert render_text(BitTable.of(BITS)).splitlines() == ["layer        0  11", "q_proj     4.1 2.0", "down_proj  3.0"]
 
 
 def test_narrow_terminals_break_lines():
-    grid = BitMap.of({f"model.layers.{i}.mlp.up_proj": 4.0 for i in range(80)})
+    grid = BitTable.of({f"model.layers.{i}.mlp.up_proj": 4.0 for i in range(80)})
     text = render_text(grid, columns=60)
     assert max(map(len, text.splitlines())) <= 60
     assert text.count("4") >= 80
 
 
 def test_colours_say_the_same_as_the_digits():
-    plain, coloured = (render_text(BitMap.of(BITS), colours=c) for c in (False, True))
+    plain, coloured = (render_text(BitTable.of(BITS), colours=c) for c in (False, True))
     assert re.sub(r"\033\[[0-9;]*m", "", coloured).split() == plain.split()
     assert coloured.count("\033[0m") == 3
 

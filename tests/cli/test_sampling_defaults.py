@@ -9,8 +9,8 @@ import pytest
 
 import exl2nb as ex
 from exl2nb.cli import serve
-from exl2nb.sampling.params import PRESETS
-from exl2nb.server.options import ServerOptions
+from exl2nb.sampling.params import SAMPLING_PRESETS
+from exl2nb.server.server_options import ServerOptions
 
 DEMO = Path(ex.__file__).parent / "demo_model"
 
@@ -35,7 +35,7 @@ WORDS = ("--template", "vicuna", "--message", "It was", "--max-tokens", "4")
         ((), {"temperature": 0.6, "top_p": 0.95, "top_k": 20}, "generation_config.json"),
         (("--temperature", "0.2"), {"temperature": 0.2, "top_p": 0.95, "top_k": 20}, "generation_config.json"),
         (("--no-generation-config",), {"temperature": 0.7, "top_p": 0.95}, "exl2nb"),
-        (("--preset", "balanced"), PRESETS["balanced"], ""),  # a preset is whole
+        (("--preset", "balanced"), SAMPLING_PRESETS["balanced"], ""),  # a preset is whole
         (("--preset", "neutral"), {}, ""),
     ],
 )
@@ -60,6 +60,6 @@ def test_serve_takes_the_flag():
     """It is an option of the server, so it holds for models that are loaded later, too."""
     parser = argparse.ArgumentParser()
     serve.add_arguments(parser)
-    assert "generation_config" in {field.name for field in fields(ServerOptions)}.difference(serve.LOADING)
+    assert "generation_config" in {field.name for field in fields(ServerOptions)}.difference(serve.LOADING_OPTIONS)
     assert parser.parse_args(["demo", "--no-generation-config"]).generation_config is False
     assert parser.parse_args(["demo"]).generation_config is None

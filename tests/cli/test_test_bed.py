@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from exl2nb.eval.rows import logits
-from exl2nb.model.layout import linears
+from exl2nb.model.layout import model_linears
 from exl2nb.model.loader import load_model, read_model_config
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
@@ -47,7 +47,7 @@ def test_transformers_and_exl2nb_agree(beds, name, biases, monkeypatch):
     import transformers
 
     config = read_model_config(beds / name)
-    assert {linear.role: linear.bias for linear in linears(config) if linear.layer == 0}["q"] is biases
+    assert {linear.role: linear.bias for linear in model_linears(config) if linear.layer == 0}["q"] is biases
     assert config.num_kv_heads < config.num_heads
     twin = transformers.AutoModelForCausalLM.from_pretrained(beds / name, dtype=torch.float32).eval()
     if biases:

@@ -25,7 +25,7 @@ from exl2nb.core.errors import OptionError
 from exl2nb.io.safetensors import SafetensorsFile, save
 from exl2nb.ops import _load, kernel_code, prefill_attention
 from exl2nb.ops.kernel_code import NoCompiler
-from exl2nb.sampling.defaults import NEUTRAL
+from exl2nb.sampling.defaults import NEUTRAL_VALUES
 from exl2nb.sampling.params import SamplingParams
 
 DATA = Path(__file__).parents[1] / "data"
@@ -225,7 +225,7 @@ def test_doctor_says_which_attention_prompts_use(monkeypatch):
 
 def test_doctor_says_what_the_kernels_lack(monkeypatch, tmp_path):
     """No compiler is a problem where there is a GPU; a cache that cannot be written is a warning with the reason."""
-    monkeypatch.setattr(_load, "hardware", lambda: True)
+    monkeypatch.setattr(_load, "has_nvidia_gpu", lambda: True)
 
     def no_compiler():
         raise NoCompiler("NVRTC was not found (tried)")
@@ -405,7 +405,7 @@ def test_names_and_values():
 
 
 def test_presets_and_overrides():
-    assert parse("--preset", "balanced", "--top-p", "0.5") == {**NEUTRAL, "temperature": 0.8, "top_p": 0.5}
+    assert parse("--preset", "balanced", "--top-p", "0.5") == {**NEUTRAL_VALUES, "temperature": 0.8, "top_p": 0.5}
 
 
 def test_files_are_read(tmp_path):

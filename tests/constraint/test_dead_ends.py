@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from exl2nb.constraint.dead_ends import find_dead_end, without_dead_ends
-from exl2nb.constraint.engine import byte_matcher, explained
+from exl2nb.constraint.mask_engine import byte_matcher, explained
 from exl2nb.constraint.structure import Structure, json_schema
 from exl2nb.core.errors import StructureError
 from tests.generator.fakes import TOKENIZER as WORDS
@@ -141,7 +141,7 @@ def test_what_the_engine_says_in_mid_answer_is_explained():
 
 def test_a_dead_end_in_mid_answer_is_a_structure_error(fresh_llm, monkeypatch):
     """The search is bounded, so that a dead end may be met all the same: the error then says what it is, and the engine goes on."""
-    monkeypatch.setattr("exl2nb.constraint.engine.MAX_BYTE_STEPS", 0)
+    monkeypatch.setattr("exl2nb.constraint.mask_engine.MAX_BYTE_STEPS", 0)
     with pytest.raises(StructureError, match="the grammar has a dead end"):
         fresh_llm.generate("x", grammar='start: "x" C\nC: /b/ & /c/', max_tokens=8)
     assert fresh_llm.generate("x", choice=["yes"]).parsed == "yes"

@@ -16,7 +16,7 @@ import tokenizers
 
 from exl2nb.constraint.structure import Structure, structure_of
 from exl2nb.core.errors import MissingDependency, OptionError, StructureError
-from exl2nb.sampling.constraint import FEW, Allowed, Constraint
+from exl2nb.sampling.constraint import SPARSE_MASK_RATIO, Allowed, Constraint
 from exl2nb.tokenizer.tokenizer import Tokenizer
 from tests.generator.fakes import TOKENIZER as WORDS
 from tests.generator.fakes import VOCAB, tokenizer
@@ -87,7 +87,7 @@ def test_masks_of_bits_and_of_ids_agree():
         assert some.tolist() == [i for i in range(VOCAB) if i in allowed]
         np.testing.assert_array_equal(Allowed.of(np.isin(np.arange(VOCAB), some)).bits, allowed.bits)
         few = allowed.few()
-        assert (few is None) == (len(some) * FEW > VOCAB)
+        assert (few is None) == (len(some) * SPARSE_MASK_RATIO > VOCAB)
         if few is not None:
             assert few.tolist() == some.tolist()
 

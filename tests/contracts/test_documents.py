@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import exl2nb as ex
-from exl2nb.cli.commands import COMMANDS
+from exl2nb.cli.commands import COMMAND_HELP
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 import api_reference
@@ -70,7 +70,7 @@ def test_readme_example_prints_its_output():
 
 def test_readme_names_commands_and_targets_that_exist():
     named = set(re.findall(r"`(?:exl2nb )?(convert|generate|chat|eval|inspect|logits|doctor|demo)\b", README))
-    assert {"convert", "generate", "chat", "eval", "inspect", "logits", "doctor"} <= named <= set(COMMANDS)
+    assert {"convert", "generate", "chat", "eval", "inspect", "logits", "doctor"} <= named <= set(COMMAND_HELP)
     targets = set(re.findall(r"(?:^    |`)make ([a-z-]+)", README, re.M))
     makefile = (ROOT / "Makefile").read_text()
     assert not [t for t in targets if not re.search(rf"^{t}:", makefile, re.M)]

@@ -32,17 +32,17 @@ def test_the_ops_page_lists_ops_that_exist():
 
 @pytest.mark.parametrize("name", sorted(set(NAMES) - set(GPU_ONLY)))
 def test_op_has_reference_and_fake(name):
-    assert name in _library.REFERENCES
+    assert name in _library.REFERENCE_OPS
     assert torch._C._dispatch_has_kernel_for_dispatch_key(f"exl2nb::{name}", "CompositeExplicitAutograd")
     assert torch._library.simple_registry.singleton.find(f"exl2nb::{name}").fake_impl.kernel is not None
 
 
 @pytest.mark.parametrize("name", GPU_ONLY)
 def test_gpu_op_answers_on_the_gpu_alone(name):
-    assert name not in _library.REFERENCES
+    assert name not in _library.REFERENCE_OPS
     assert not torch._C._dispatch_has_kernel_for_dispatch_key(f"exl2nb::{name}", "CompositeExplicitAutograd")
     assert not torch._C._dispatch_has_kernel_for_dispatch_key(f"exl2nb::{name}", "CPU")
-    assert torch._C._dispatch_has_kernel_for_dispatch_key(f"exl2nb::{name}", "CUDA") == ("cuda" in _load.load().loaded)
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(f"exl2nb::{name}", "CUDA") == ("cuda" in _load.load_libraries().loaded)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -54,7 +54,7 @@ def test_mutation_is_in_the_schema(name):
 
 
 def libraries() -> list[Path]:
-    found = _load.load()
+    found = _load.load_libraries()
     return [path for path in (found.cpu, found.cuda) if path is not None]
 
 
@@ -77,4 +77,4 @@ def test_library_needs_no_python_and_no_cuda_runtime(path):
 
 def test_compiled_library_is_in_use():
     """Without it every other test would quietly measure the torch references."""
-    assert "cpu" in _load.load().loaded
+    assert "cpu" in _load.load_libraries().loaded

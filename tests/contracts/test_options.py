@@ -7,13 +7,13 @@ from typing import get_args, get_origin
 
 import pytest
 
-from exl2nb.cli.sampling import FLAGS, add_options
-from exl2nb.converter.job import ConversionJob
-from exl2nb.converter.keywords import ConvertOptions, ConvertParams
+from exl2nb.cli.sampling import SAMPLING_FLAGS, add_options
+from exl2nb.converter.conversion_job import ConversionJob
+from exl2nb.converter.convert_keywords import ConvertOptions, ConvertParams
 from exl2nb.core.options import options_of
 from exl2nb.generator.request import Request
-from exl2nb.llm.keywords import LoadOptions, LoadParams
 from exl2nb.llm.load import load
+from exl2nb.llm.load_keywords import LoadOptions, LoadParams
 from exl2nb.sampling.filters import CHAIN
 from exl2nb.sampling.params import SamplingOptions, SamplingParams
 
@@ -71,7 +71,7 @@ def test_the_command_line_has_a_flag_for_every_number_and_switch():
     flags = {flag for action in parser._actions for flag in action.option_strings}
     numbers = {one.flag for one in options_of(SamplingParams).values() if one.kind is not None and one.name != "mirostat"}  # by its tau
     assert None not in numbers and numbers <= flags
-    assert {one.flag for one in FLAGS.values()} <= flags
+    assert {one.flag for one in SAMPLING_FLAGS.values()} <= flags
 
 
 def test_requests_to_the_server_take_every_number_and_switch():

@@ -59,7 +59,7 @@ import exl2nb, exl2nb.llm, exl2nb.model.loader, exl2nb.generator.engine
 found |= {"after": state(), "cuda": torch.cuda.is_initialized()}
 exl2nb.demo(device="cpu", progress=None).close()
 found["loaded"] = [name for name in sys.modules if name.startswith("exl2nb.")]
-import exl2nb.converter.job, exl2nb.model.gpu
+import exl2nb.converter.conversion_job, exl2nb.model.gpu_forward
 found["compiler"] = "torch._dynamo" in sys.modules
 print(json.dumps(found))
 """)
@@ -79,7 +79,17 @@ def test_the_engine_does_not_bring_torchs_compiler(engine):
 
 def test_loading_brings_what_the_model_uses(engine):
     """A text model neither sees nor has adapters: each of these modules would be a part of its time to load."""
-    unused = ("model.vision", "model.lora", "model.trace", "model.split", "llm.plan", "eval.", "generator.beams", "server", "widgets")
+    unused = (
+        "model.vision",
+        "model.lora",
+        "model.traced_forward",
+        "model.split",
+        "llm.plan",
+        "eval.",
+        "generator.beams",
+        "server",
+        "widgets",
+    )
     assert not [name for name in engine["loaded"] if name.removeprefix("exl2nb.").startswith(unused)]
     assert "exl2nb.generator.engine" in engine["loaded"]
 

@@ -5,7 +5,7 @@ import torch
 @pytest.fixture(scope="session")
 def source(tmp_path_factory):
     """The tiny random model of test_job.py, written once. Do not change its files: write your own with `write_model`."""
-    from tests.converter.test_job import write_model
+    from tests.converter.test_conversion_job import write_model
 
     return write_model(tmp_path_factory.mktemp("models") / "tiny")
 
@@ -13,7 +13,7 @@ def source(tmp_path_factory):
 @pytest.fixture(scope="session")
 def whole(source, tmp_path_factory):
     """Its conversion at 4 bits per weight with `OPTIONS`, in one run and in memory: other ways must write the same bytes."""
-    from tests.converter.test_job import convert
+    from tests.converter.test_conversion_job import convert
 
     return convert(source, tmp_path_factory.mktemp("out") / "whole")
 
@@ -33,7 +33,7 @@ def weights(source):
 @pytest.fixture
 def opened(tmp_path):
     """Architecture -> config and weights of a tiny random model of it."""
-    from exl2nb.model.sources import DenseWeights
+    from exl2nb.model.sources import ReconstructedWeights
     from exl2nb.model.store import open_store
     from tests.model.zoo import build, config_of, write
 
@@ -42,7 +42,7 @@ def opened(tmp_path):
     def make(name):
         config = config_of(write(name, build(name), tmp_path / name))
         stores.append(open_store(config, tmp_path / name))
-        return config, DenseWeights(config, stores[-1].__enter__())
+        return config, ReconstructedWeights(config, stores[-1].__enter__())
 
     yield make
     for store in stores:
@@ -58,7 +58,7 @@ def short_second_text():
 
     def shortened(tokenizer, given):
         text, name = read(tokenizer, given)
-        return (text[:20_000] if isinstance(given, str) and given in calibration.PACKAGED else text), name
+        return (text[:20_000] if isinstance(given, str) and given in calibration.PACKAGED_TEXTS else text), name
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline, "read_text", shortened)

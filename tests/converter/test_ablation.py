@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from .test_job import TEXT
+from .test_conversion_job import TEXT
 
 pytestmark = pytest.mark.usefixtures("short_second_text")
 

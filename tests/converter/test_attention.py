@@ -10,7 +10,7 @@ from tests.model.tiny import ids_of
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "gpt2", "qwen3", "mixtral"])
 def test_the_same_network_and_gradients(name, opened, monkeypatch):
     config, weights = opened(name)
-    monkeypatch.setattr(reference, "QUERIES", 16)  # several blocks of queries, the last one short
+    monkeypatch.setattr(reference, "QUERIES_PER_BLOCK", 16)  # several blocks of queries, the last one short
     ids, found = ids_of(config.vocab_size, 3, 40), []
     for past in (None, reference.DenseAttention(config, 40, torch.device("cpu"))):
         x = reference.embed(config, weights, ids).requires_grad_(True)

@@ -8,17 +8,17 @@ import torch
 
 from exl2nb.converter import blockwise, quantization, tuning
 from exl2nb.converter.blockwise import Metric
-from exl2nb.converter.job import ConversionJob
-from exl2nb.converter.memory import Asked, planned, planned_on_gpu
+from exl2nb.converter.conversion_job import ConversionJob
+from exl2nb.converter.memory_estimate import Asked, plan_cpu_memory, plan_gpu_memory
 from exl2nb.converter.quantization import Rounding
-from exl2nb.converter.tuning import Tuning, fitting
+from exl2nb.converter.tuning import Tuning, fit_to_device
 from exl2nb.core.errors import ConversionError, Interrupted, OptionError
 from exl2nb.io.shards import TensorStore
 from exl2nb.model.archs import parse_config
 from exl2nb.model.loader import read_model_config
 from exl2nb.model.reference import logits
 
-from .test_job import CONFIG, convert, output
+from .test_conversion_job import CONFIG, convert, output
 from .test_tuning import TEXT, read_back
 
 pytestmark = pytest.mark.usefixtures("short_second_text")
@@ -51,7 +51,7 @@ def test_what_an_error_costs(source):
     error = torch.randn(2, 5, 64, generator=generator)
     metric = Metric.of(config, 1, statistics, coupled=True, weighted=True)
     mean = products.diagonal(dim1=1, dim2=2).mean()
-    damped = (products[0] / mean + blockwise.DAMPING * torch.eye(64)) / (1 + blockwise.DAMPING)
+    damped = (products[0] / mean + blockwise.GRADIENT_DAMPING * torch.eye(64)) / (1 + blockwise.GRADIENT_DAMPING)
     each = torch.einsum("bsi,ij,bsj->bs", error, damped, error).flatten() / 64
     torch.testing.assert_close(metric.cost(error, 1), (each * tokens[5:]).sum(), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(metric.cost(error, 3), each.sum(), rtol=1e-4, atol=1e-4)  # rows without weights
@@ -113,7 +113,7 @@ def test_the_same_bytes_after_an_interruption(learned, source, tmp_path):
 
 
 def test_never_worse_than_rounding(source, tmp_path, monkeypatch):
-    monkeypatch.setattr(blockwise, "TRAVEL", {**blockwise.TRAVEL, "scales": 1e4})  # a way on which everything gets worse
+    monkeypatch.setattr(blockwise, "LEARNING_RATES", {**blockwise.LEARNING_RATES, "scales": 1e4})  # a way on which everything gets worse
     tuned = dataclasses.replace(LEARNED["tuning"], blocks=1)
     worse = convert(source, tmp_path / "worse", **{**LEARNED, "tuning": tuned}, work_dir=tmp_path / "work")
     plain = convert(source, tmp_path / "plain", **{**LEARNED, "tuning": Tuning(**NOTHING)}, work_dir=tmp_path / "work")
@@ -123,7 +123,7 @@ def test_never_worse_than_rounding(source, tmp_path, monkeypatch):
 
 def test_where_the_whole_model_does_not_fit_its_layers_learn(source, tmp_path, monkeypatch):
     monkeypatch.setattr(tuning, "PER_WEIGHT", 1 << 50)
-    monkeypatch.setattr(tuning, "ALONE", 2)
+    monkeypatch.setattr(tuning, "BLOCKWISE_ONLY_PASSES", 2)
     done = convert(source, tmp_path / "large", **{**OPTIONS, "rows": 12, "effort": "tuned"})
     assert done.tuned is None
     assert (done.blocks.passes, done.descent) == (2, 0)
@@ -131,12 +131,12 @@ def test_where_the_whole_model_does_not_fit_its_layers_learn(source, tmp_path, m
     assert "to learn all at once needs" in str(done)
     assert json.loads((done.path / "conversion.json").read_text())["blocks"]["alone"] == done.blocks.alone
     with pytest.raises(ConversionError, match="blocks is 0, and to tune all layers at once needs"):
-        fitting(Tuning(blocks=0), read_model_config(source), torch.device("cpu"), 32)
+        fit_to_device(Tuning(blocks=0), read_model_config(source), torch.device("cpu"), 32)
 
 
 def test_layers_that_learn_alone_take_the_rows_of_the_cpu(source, tmp_path, monkeypatch):
     monkeypatch.setattr(tuning, "PER_WEIGHT", 1 << 50)
-    monkeypatch.setattr(tuning, "ALONE", 1)
+    monkeypatch.setattr(tuning, "BLOCKWISE_ONLY_PASSES", 1)
     job = ConversionJob(source, tmp_path / "large", **{**OPTIONS, "effort": "tuned"})
     job.settings = dataclasses.replace(job.settings, rows=12, least_rows=6)  # as on a GPU
     assert job.run().calibration["split"]["hessians"] + job.result.calibration["split"]["sensitivity"] == 6
@@ -151,7 +151,7 @@ def test_both_stages_follow_each_other(source, tmp_path):
 
 def test_an_8b_shape_fits_24_gb():
     config, options = parse_config(EIGHT_B), {"rows": 128, "length": 512, "report_rows": 8, "descent": True}
-    for plan in (planned, planned_on_gpu):
+    for plan in (plan_cpu_memory, plan_gpu_memory):
         assert plan(config, Asked(**options)).nbytes < plan(config, Asked(**options, blocks=True)).nbytes < 24e9
 
 

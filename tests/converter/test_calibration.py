@@ -21,7 +21,7 @@ from exl2nb.converter.calibration import (
     tuning_rows,
     write_text,
 )
-from exl2nb.converter.sensitivity import sweep
+from exl2nb.converter.sensitivity import sweep_layers
 from exl2nb.converter.weights import DenseWeights
 from exl2nb.core.errors import CalibrationWarning, OptionError, TokenizerError
 from exl2nb.model.loader import read_model_config
@@ -29,7 +29,7 @@ from exl2nb.model.reference import logits
 from exl2nb.model.store import open_store
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
-from .test_job import ConversionJob, write_model
+from .test_conversion_job import ConversionJob, write_model
 
 DEMO_MODEL = Path(exl2nb.__file__).parent / "demo_model"
 MIXED = Path(exl2nb.__file__).parent / "calibration_text" / "mixed.jsonl.xz"
@@ -65,7 +65,7 @@ def test_seeded():
 @pytest.mark.parametrize("piece", [1, 40, 1 << 20])
 def test_a_text_that_is_encoded_in_pieces_comes_out_whole(monkeypatch, piece):
     """Also where it begins or ends with empty lines, has none, or is empty; special tokens come once."""
-    monkeypatch.setattr(calibration, "PIECE", piece)
+    monkeypatch.setattr(calibration, "ENCODE_CHARACTERS", piece)
     seen, encoder = [], Words()
     monkeypatch.setattr(encoder, "encode", lambda text, add_special=True: seen.append(text) or Words.encode(encoder, text, add_special))
     for text in ("\n\n12 13\n\n\n14 15 16\n\n" + "17 18\n\n" * 30 + "19", "12 13 14", "\n\n\n\n", ""):
@@ -77,7 +77,7 @@ def test_a_text_that_is_encoded_in_pieces_comes_out_whole(monkeypatch, piece):
 
 def test_pieces_have_the_ids_of_the_whole_text(monkeypatch):
     tokenizer, text = Tokenizer.load(DEMO_MODEL), (DEMO_MODEL / "calibration.txt").read_text()[:60000]
-    monkeypatch.setattr(calibration, "PIECE", 500)
+    monkeypatch.setattr(calibration, "ENCODE_CHARACTERS", 500)
     assert calibration.encode_in_pieces(tokenizer, text) == tokenizer.encode(text)
 
 
@@ -207,13 +207,13 @@ def test_likeness_is_measured_on_the_way(tmp_path):
         weights = DenseWeights(config, store)
         for text, unlike in ((read_calibration("demo")[0], False), (code[0], True)):
             ids = calibration_rows(encoder, text, rows=3, length=48)
-            head = next(iter(sweep(weights, ids, used=2, seed=0, step=lambda _: None)))
+            head = next(iter(sweep_layers(weights, ids, used=2, seed=0, step=lambda _: None)))
             every = {name: tensor for layer in range(config.num_layers) for name, tensor in weights.layer(layer).items()}
             logprobs = logits(config, {**every, **weights.ends()}, ids).log_softmax(-1)[:, :-1]
             loss = -logprobs.gather(-1, ids[:, 1:, None].long()).mean()
             entropy = -(logprobs.exp() * logprobs).sum(-1).mean()
             assert head.likeness == pytest.approx((float(loss), float(entropy)), rel=1e-3)
-            assert (head.likeness[0] - head.likeness[1] > calibration.UNLIKE) == unlike
+            assert (head.likeness[0] - head.likeness[1] > calibration.MAX_EXCESS_LOSS_NATS) == unlike
 
 
 def test_bad_sources_are_named(tmp_path):

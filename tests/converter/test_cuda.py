@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from exl2nb.converter.job import ConversionJob, measure
+from exl2nb.converter.conversion_job import ConversionJob, measure
 from exl2nb.core.errors import FormatError, Interrupted
 from exl2nb.io import safetensors
 from tests.model.tiny import edit
 
-from .test_job import OPTIONS, convert, output, write_model
+from .test_conversion_job import OPTIONS, convert, output, write_model
 from .test_tuning import TUNED, stop_in
 
 pytestmark = pytest.mark.gpu

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import exl2nb
-from exl2nb.converter import descent, gptq, memory
-from exl2nb.converter.hessian import couple, factorize
-from exl2nb.converter.job import ConversionJob
-from exl2nb.converter.sensitivity import sweep
+from exl2nb.converter import descent, memory_estimate, rounding
+from exl2nb.converter.conversion_job import ConversionJob
+from exl2nb.converter.hessian import couple_outputs, factorize
+from exl2nb.converter.sensitivity import sweep_layers
 from exl2nb.converter.tuning import Tuning
 from exl2nb.converter.weights import DenseWeights
 from exl2nb.core.errors import OptionError
@@ -19,9 +19,9 @@ from exl2nb.model.store import open_store
 from exl2nb.quant.exl2 import encode
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
-from .test_gptq import LAYOUTS, coupled_problem, loss_of, problem
-from .test_job import convert
-from .test_memory import Live
+from .test_conversion_job import convert
+from .test_memory_estimate import Live
+from .test_rounding import LAYOUTS, coupled_problem, loss_of, problem
 
 pytestmark = pytest.mark.usefixtures("short_second_text")
 DEMO = Path(exl2nb.__file__).parent / "demo_model"
@@ -37,7 +37,7 @@ def real():
     ids = Tokenizer.load(DEMO).encode((DEMO / "evaluation.txt").read_text()[:4000])[: 6 * 64]
     with open_store(config, DEMO) as store, torch.no_grad():
         weights = DenseWeights(config, store)
-        found = sweep(weights, torch.tensor(ids, dtype=torch.int32).view(6, 64), used=6, seed=0, step=lambda detail: None)
+        found = sweep_layers(weights, torch.tensor(ids, dtype=torch.int32).view(6, 64), used=6, seed=0, step=lambda detail: None)
         next(found)  # the head's
         last = next(found)
         found.close()
@@ -45,20 +45,20 @@ def real():
 
 
 def rounded(weight, factor, groups, coupling=None, sweeps=0):
-    return gptq.quantize_stored(factor.stored(weight), factor, groups, coupling=coupling, sweeps=sweeps)
+    return rounding.quantize_stored(factor.stored(weight), factor, groups, coupling=coupling, sweeps=sweeps)
 
 
 def test_a_real_matrix_comes_closer(real):
     tensors, statistics = real
     key = f"model.layers.{statistics.layer}.self_attn.k_proj"
-    weight, factor, coupling = tensors[f"{key}.weight"], factorize(statistics.hessians["q"]), couple(statistics.couplings[key])
+    weight, factor, coupling = tensors[f"{key}.weight"], factorize(statistics.hessians["q"]), couple_outputs(statistics.couplings[key])
     groups = [(3, 64), (3, 64), (2, 64), (2, 64)]
     losses = [rounded(weight, factor, groups, coupling, sweeps)[1] for sweeps in range(3)]
     assert losses == sorted(losses, reverse=True)
     assert losses[2] < 0.96 * losses[0]
     packed, loss = rounded(weight, factor, groups, coupling, 2)
     assert loss == losses[2], "the same every time"
-    d = (weight - gptq.dense(packed, len(weight))).double()
+    d = (weight - rounding.dense_weight(packed, len(weight))).double()
     g, h = statistics.couplings[key][0].double(), statistics.hessians["q"].double()
     g, h = (x + share * x.diagonal().mean() * torch.eye(len(x)) for x, share in ((g, 0.2), (h, 0.03)))
     assert loss == pytest.approx(float(((g @ d @ h) * d).sum()), rel=1e-2), "of what is stored"
@@ -76,10 +76,10 @@ def test_uncoupled_columns(groups, monkeypatch):
     packed, loss = rounded(weight, factor, groups, sweeps=2)
     damped = hessian + 0.03 * hessian.diagonal().mean() * torch.eye(96, dtype=torch.float64)
     assert loss < rounded(weight, factor, groups)[1]
-    assert loss == pytest.approx(float(loss_of(weight, gptq.dense(packed, 40), damped)), rel=1e-2)
+    assert loss == pytest.approx(float(loss_of(weight, rounding.dense_weight(packed, 40), damped)), rel=1e-2)
     monkeypatch.setattr(descent, "AT_ONCE", 96 * 7)  # 7 columns at a time, the last 5
     pieces, found = rounded(weight, factor, groups, sweeps=2)
-    assert found == pytest.approx(float(loss_of(weight, gptq.dense(pieces, 40), damped)), rel=1e-2)
+    assert found == pytest.approx(float(loss_of(weight, rounding.dense_weight(pieces, 40), damped)), rel=1e-2)
     assert torch.equal(pieces.q_scale_max, rounded(weight, factor, groups)[0].q_scale_max)
     assert found < rounded(weight, factor, groups)[1]
 
@@ -88,7 +88,7 @@ def test_uncoupled_columns(groups, monkeypatch):
 def test_strongly_coupled_columns(damping):
     """Where columns change together without regard for one another, this loss rises without bound."""
     weight, h, g = coupled_problem(96, 64)
-    factor, coupling = factorize(h), couple(torch.stack([g[:32, :32], g[32:, 32:]]), damping=damping)
+    factor, coupling = factorize(h), couple_outputs(torch.stack([g[:32, :32], g[32:, 32:]]), damping=damping)
     losses = [rounded(weight, factor, [(3, 32), (2, 64)], coupling, sweeps)[1] for sweeps in range(4)]
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < losses[0]
@@ -97,27 +97,31 @@ def test_strongly_coupled_columns(damping):
 @pytest.mark.parametrize("coupled", [False, True])
 def test_what_is_alive_at_once_is_below_the_stated_bound(coupled, monkeypatch):
     weight, h, g = coupled_problem(128, 512)
-    factor, coupling = factorize(h), couple(torch.stack([g[:64, :64]] * 8)) if coupled else None
+    factor, coupling = factorize(h), couple_outputs(torch.stack([g[:64, :64]] * 8)) if coupled else None
     stored, groups = factor.stored(weight), [(3, 64), (2, 64)]
-    made = gptq.run(weight, factor, groups, coupling=coupling)
+    made = rounding.run_rounding(weight, factor, groups, coupling=coupling)
     monkeypatch.setattr(descent, "AT_ONCE", 128 * 64)
     with Live() as live:
         descent.descend(stored, made, factor, groups, coupling, 1)
     numbers = stored.numel() if coupled else 2 * 128 * 64
-    assert 0.3 * memory.PER_DESCENT * numbers < live.peak < memory.PER_DESCENT * numbers + memory.FACTOR * 128**2 + 24 * 512 * 64
+    assert (
+        0.3 * memory_estimate.PER_DESCENT * numbers
+        < live.peak
+        < memory_estimate.PER_DESCENT * numbers + memory_estimate.FACTOR_BYTES * 128**2 + 24 * 512 * 64
+    )
 
 
 def test_nothing_is_better_than_no_error():
     weight, hessian = problem()
     factor, groups = factorize(hessian), [(4, 96)]
-    made = gptq.run(weight, factor, groups)
-    exact = gptq.dense(encode(made.codes, made.scale_index, made.scale_max, groups, factor.perm), 40)
+    made = rounding.run_rounding(weight, factor, groups)
+    exact = rounding.dense_weight(encode(made.codes, made.scale_index, made.scale_max, groups, factor.perm), 40)
     again = descent.descend(factor.stored(exact), made, factor, groups, None, 2)
     assert float(again.loss) == 0
     for name in ("codes", "scale_index", "scale_max"):
         assert torch.equal(getattr(again, name), getattr(made, name)), name
     nothing, loss = rounded(torch.zeros_like(weight), factor, groups, sweeps=2)
-    assert not gptq.dense(nothing, 40).any()
+    assert not rounding.dense_weight(nothing, 40).any()
     assert loss == 0
 
 

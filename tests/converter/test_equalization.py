@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from exl2nb.converter.equalization import MOST, equalize
+from exl2nb.converter.equalization import MAX_CHANNEL_SCALE, equalize
 from exl2nb.converter.quantization import Rounding
 from exl2nb.converter.weights import DenseWeights
 from exl2nb.io import safetensors
@@ -14,7 +14,7 @@ from exl2nb.model.loader import read_model_config
 from exl2nb.model.store import open_store
 from tests.model.tiny import edit
 
-from .test_job import convert, output, write_model
+from .test_conversion_job import convert, output, write_model
 
 IDS = torch.randint(3, 90, (6, 24), generator=torch.Generator().manual_seed(0))
 MIXTRAL = {
@@ -43,7 +43,7 @@ def test_the_model_computes_the_same(tmp_path, changes):
         found = logits(weights)
     assert len(steps) == 3
     torch.testing.assert_close(found, wanted, rtol=1e-3, atol=2e-3)  # biases are stored in fp16
-    assert all(float(f.min()) > 0 and 1 / MOST <= float(f.max()) <= MOST for f in factors.values())
+    assert all(float(f.min()) > 0 and 1 / MAX_CHANNEL_SCALE <= float(f.max()) <= MAX_CHANNEL_SCALE for f in factors.values())
     assert not any("q_proj" in name or "k_proj" in name or "gate" in name for name in factors)
     assert any("o_proj" in name for name in factors)
     assert max(float(f.max()) for f in factors.values()) > 1.05

@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from exl2nb.converter.job import ConversionJob
+from exl2nb.converter.conversion_job import ConversionJob
 from exl2nb.core.errors import ConversionError, FormatError, Interrupted, OptionError
 from exl2nb.io import safetensors
 from tests.model.tiny import edit
 
-from .test_job import OPTIONS, TEXT, convert, output, write_model
+from .test_conversion_job import OPTIONS, TEXT, convert, output, write_model
 
 CHILD = """
 import os, signal, sys, threading, time
-from exl2nb.converter.job import ConversionJob
+from exl2nb.converter.conversion_job import ConversionJob
 src, dst, text, event, delay, device = sys.argv[1:]
 count = 0
 def sink(_):

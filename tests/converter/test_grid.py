@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from exl2nb.converter.grid import Adam, shares
+from exl2nb.converter.grid import Adam, learning_rate_shares
 
 
 def walk(gradients, pooled, far=0.5, damping=1.0):
     """Where numbers stand that begin at 0, after one step for each of the gradients f32 `(steps, n)`."""
     learning = torch.zeros(gradients.shape[1])
-    adam, way = Adam([(learning, far)], pooled=1 if pooled else 0, damping=damping), shares(len(gradients))
+    adam, way = Adam([(learning, far)], pooled=1 if pooled else 0, damping=damping), learning_rate_shares(len(gradients))
     with torch.no_grad():
         for step, (share, gradient) in enumerate(zip(way, gradients)):
             adam.pace(step, share)
@@ -35,7 +35,7 @@ def test_what_hardly_matters_and_what_is_unsure_go_less_far_where_numbers_are_po
 
 
 def test_a_higher_power_makes_steps_short_sooner():
-    plain, sharp = shares(100), shares(100, 2)
+    plain, sharp = learning_rate_shares(100), learning_rate_shares(100, 2)
     assert sum(plain) == pytest.approx(1) == sum(sharp)
     assert sum(sharp[50:]) < 0.5 * sum(plain[50:])
 

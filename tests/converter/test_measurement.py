@@ -7,13 +7,13 @@ import random
 import numpy as np
 import pytest
 
-from exl2nb.converter.allocation import allocate, group_rows, pareto_fronts
-from exl2nb.converter.measurement import ANCHORS, Measured, Measurement
-from exl2nb.converter.peer import RECIPES, PeerMeasurement
+from exl2nb.converter.allocation import allocate_bits, group_rows, pareto_fronts
+from exl2nb.converter.measurement import ANCHOR_CODINGS, Measured, Measurement
+from exl2nb.converter.peer import EXLLAMAV2_RECIPES, PeerMeasurement
 from exl2nb.converter.sizes import CacheShape, Other, parse_bytes
 from exl2nb.core.errors import ConversionError, OptionError
 from exl2nb.model.archs import parse_config
-from exl2nb.model.layout import linears
+from exl2nb.model.layout import model_linears
 from exl2nb.quant.bits import group_layout, stored_bits
 
 CONFIG = {
@@ -35,7 +35,7 @@ def measured(linear):
     scale = 1e-3 * (1 + linear.layer) * linear.in_features / 64
     anchors = {
         (bits, size): [scale * 3.7**-bits * (1 + size / 512) * 0.8**g for g in range(len(group_rows(linear.in_features, size)))]
-        for bits, size in ANCHORS
+        for bits, size in ANCHOR_CODINGS
     }
     return Measured(linear.in_features, linear.out_features, 0.5, anchors, linear.role, linear.layer, linear.bias)
 
@@ -44,7 +44,7 @@ def measured(linear):
 def found():
     config = parse_config(CONFIG)
     others = (Other("model.layers.0.input_layernorm.weight", (128,), True), Other("model.embed_tokens.weight", (200, 128), False))
-    table = {linear.key: measured(linear) for linear in linears(config)}
+    table = {linear.key: measured(linear) for linear in model_linears(config)}
     return Measurement(key="k", linears=table, fingerprint="f", others=others, cache=CacheShape(2, 2, 32))
 
 
@@ -125,7 +125,7 @@ def test_the_other_reader_finds_what_it_needs(found, tmp_path):
     for module, options in content["measurement"].items():
         if options is None:
             continue
-        assert len(options) == len(RECIPES)
+        assert len(options) == len(EXLLAMAV2_RECIPES)
         for option in options:
             assert 1e-6 <= option["accuracy"] < 1
             parts = {name: part for name, part in option.items() if isinstance(part, dict)}
@@ -150,15 +150,15 @@ def test_the_other_reader_finds_what_it_needs(found, tmp_path):
 
 
 def test_the_packaged_measurement_is_of_the_packaged_model():
-    from exl2nb.converter.job import DEMO, demo_measurement
+    from exl2nb.converter.conversion_job import DEMO_MEASUREMENT_FILE, demo_measurement
     from exl2nb.converter.weights import DenseWeights
     from exl2nb.model.loader import read_model_config
     from exl2nb.model.store import open_store
 
-    found, config = demo_measurement(), read_model_config(DEMO.parent)
-    with open_store(config, DEMO.parent) as store:
+    found, config = demo_measurement(), read_model_config(DEMO_MEASUREMENT_FILE.parent)
+    with open_store(config, DEMO_MEASUREMENT_FILE.parent) as store:
         assert found.fingerprint == DenseWeights(config, store).fingerprint()
-    assert DEMO.stat().st_size < 320_000
+    assert DEMO_MEASUREMENT_FILE.stat().st_size < 320_000
     allocations = [found.solve(bpw, head_bits="auto") for bpw in (2.5, 3, 4, 6)]
     predicted = [allocation.predicted_kl for allocation in allocations]
     assert predicted == sorted(predicted, reverse=True)
@@ -178,15 +178,15 @@ def test_equals_brute_force(seed):
     ]
     least, most = sum(min(o[0] for o in m) for m in options), sum(max(o[0] for o in m) for m in options)
     budget = rng.randint(least, most)
-    picks = allocate(options, budget)
+    picks = allocate_bits(options, budget)
     assert sum(m[i][0] for m, i in zip(options, picks)) <= budget
     assert sum(m[i][1] for m, i in zip(options, picks)) == pytest.approx(brute(options, budget), rel=1e-12)
-    assert picks == allocate(options, budget)
+    assert picks == allocate_bits(options, budget)
 
 
 def test_equal_errors_and_zero_errors_are_fine():
     options = [[(10, 0.0), (20, 0.0)], [(5, 1.0), (6, 1.0)]]
-    assert allocate(options, 15) == [0, 0]
+    assert allocate_bits(options, 15) == [0, 0]
 
 
 def test_large_instances_stay_exact_enough_and_fast():
@@ -194,14 +194,14 @@ def test_large_instances_stay_exact_enough_and_fast():
     sizes = range(2, 9)
     options = [[(b * 1000 + rng.randint(0, 300), rng.uniform(0.5, 2) * 4.0**-b) for b in sizes for _ in range(12)] for _ in range(200)]
     budget = 4_100_000 // 4
-    picks = allocate(options, budget)
+    picks = allocate_bits(options, budget)
     bits = sum(m[i][0] for m, i in zip(options, picks))
     assert budget - 300 <= bits <= budget
 
 
 def test_out_of_reach_names_the_range():
     with pytest.raises(ConversionError, match="at least 12 .up to 25"):
-        allocate([[(10, 1.0), (20, 0.1)], [(2, 1.0), (5, 0.0)]], 11)
+        allocate_bits([[(10, 1.0), (20, 0.1)], [(2, 1.0), (5, 0.0)]], 11)
 
 
 def anchors(k, seed=0):

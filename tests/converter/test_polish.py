@@ -8,12 +8,12 @@ import torch
 
 from exl2nb.converter import polish as stage
 from exl2nb.converter.calibration import Rows
-from exl2nb.converter.job import ConversionJob
+from exl2nb.converter.conversion_job import ConversionJob
 from exl2nb.converter.polish import corrections_of, polish, true_kl
 from exl2nb.converter.work import Context, Work
 from exl2nb.core.errors import Interrupted, OptionError
 
-from .test_job import OPTIONS, convert, output, write_model
+from .test_conversion_job import OPTIONS, convert, output, write_model
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def test_the_best_plan_within_the_budget_wins_and_is_found_again(weights, measur
     events = []
     allocation, found = tried(weights, Work(tmp_path), measurement, events.append)
     assert found.allocation.bpw <= 4.5
-    assert 1 <= len(found.kl) <= 1 + len(stage.STRENGTHS)
+    assert 1 <= len(found.kl) <= 1 + len(stage.CORRECTION_STRENGTHS)
     assert found.swapped == (found.allocation.groups() != allocation.groups())
     assert set(found.corrections) >= {"v", "o", "gate", "up", "down", "head"}
     assert all(0.2 < value < 5 for value in found.corrections.values())

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from exl2nb.converter.calibration import read_calibration
-from exl2nb.converter.job import ConversionJob
+from exl2nb.converter.conversion_job import ConversionJob
 from exl2nb.converter.publish import card, push
 from exl2nb.core.errors import ConversionError, FormatError, ModelNotFound, OptionError
 from exl2nb.io import hub
 
-from .test_job import OPTIONS, write_model
+from .test_conversion_job import OPTIONS, write_model
 
 CLIENT = """
 import json, sys

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from exl2nb.converter.sensitivity import KeptStreams, Probe, kept_spacing, sweep
+from exl2nb.converter.sensitivity import KeptStreams, Probe, kept_spacing, sweep_layers
 
 
 @pytest.fixture
 def run(weights):
-    return lambda ids, used: list(sweep(weights, ids, used=used, seed=0, step=lambda detail: None))
+    return lambda ids, used: list(sweep_layers(weights, ids, used=used, seed=0, step=lambda detail: None))
 
 
 def rows(seed, count):

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from exl2nb.converter import pipeline
-from exl2nb.converter.job import ConversionJob
+from exl2nb.converter.conversion_job import ConversionJob
 from exl2nb.converter.measurement import Measurement
 from exl2nb.core.errors import ConversionError, OptionError
 from exl2nb.model.writer import write_model as write_directory
 
 from .power_loss import Disk, put
-from .test_job import OPTIONS, convert, output
+from .test_conversion_job import OPTIONS, convert, output
 
 
 class Stop(Exception):

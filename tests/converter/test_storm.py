@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from .test_job import TEXT, write_model
+from .test_conversion_job import TEXT, write_model
 
 SCRIPT = textwrap.dedent(
     '''

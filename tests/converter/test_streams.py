@@ -8,21 +8,21 @@ import torch
 
 from exl2nb.converter import sensitivity, streams
 from exl2nb.converter.quantization import Rounding
-from exl2nb.converter.streams import DiskStream, new_stream, on_disk
+from exl2nb.converter.streams import DiskStream, copy_to_disk, new_stream
 from exl2nb.converter.weights import DenseWeights, Prefetcher
 from exl2nb.core.errors import ConversionError, FormatError
 from exl2nb.io import safetensors
 from exl2nb.model.loader import read_model_config
 from exl2nb.model.store import open_store
 
-from .test_job import convert, output
+from .test_conversion_job import convert, output
 
 CPU = torch.device("cpu")
 
 
 def test_rows_come_back(tmp_path):
     x = torch.randn(5, 3, 8)
-    made = on_disk(x, tmp_path)
+    made = copy_to_disk(x, tmp_path)
     assert list(tmp_path.iterdir()) == []  # it has no name
     assert (len(made), made.shape, made.nbytes, made.is_cuda) == (5, x.shape, x.nbytes, False)
     assert torch.equal(made[:], x)
@@ -31,7 +31,7 @@ def test_rows_come_back(tmp_path):
     made[3:] = 2 * x[3:]
     made[0:1] = x.transpose(1, 2).contiguous().transpose(1, 2)[2:3]
     assert torch.equal(made[:], torch.cat([x[2:3], x[1:3], 2 * x[3:]]))
-    assert on_disk(made, tmp_path) is made
+    assert copy_to_disk(made, tmp_path) is made
     made.file.truncate(100)
     with pytest.raises(ConversionError, match=r"found 4 bytes of rows 1 to 2, expected 96"):
         made[1:2]

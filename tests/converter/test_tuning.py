@@ -8,24 +8,24 @@ import pytest
 import torch
 
 from exl2nb.cli import main
-from exl2nb.converter import job as job_module
+from exl2nb.converter import conversion_job as job_module
 from exl2nb.converter import pipeline, quantization
 from exl2nb.converter import tuning as stage
 from exl2nb.converter.calibration import calibration_rows, tuning_rows
+from exl2nb.converter.conversion_job import ConversionJob
 from exl2nb.converter.grid import Grid
-from exl2nb.converter.job import ConversionJob
-from exl2nb.converter.tuning import Tuning, kl_of, needed_bytes, rows_per_step, seeing
+from exl2nb.converter.tuning import Tuning, mean_kl, needed_bytes, rows_per_step, with_rows_seen
 from exl2nb.core.errors import Interrupted, OptionError
 from exl2nb.io.shards import TensorStore
 from exl2nb.model import reference
-from exl2nb.model.layout import linears, vectors
+from exl2nb.model.layout import model_linears, vector_shapes
 from exl2nb.model.loader import read_model_config
-from exl2nb.ops import gpu, memory
+from exl2nb.ops import gpu, memory_ops
 from exl2nb.ops.gpu import fast_products
 from exl2nb.quant.exl2 import Exl2Tensors, encode
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
-from .test_job import CONFIG, OPTIONS, convert, output, write_model
+from .test_conversion_job import CONFIG, OPTIONS, convert, output, write_model
 
 pytestmark = pytest.mark.usefixtures("short_second_text")
 TEXT = [" ".join(f"w{(i * i + 7 * i + i // 90) % 90}" for i in range(9000))]
@@ -104,8 +104,8 @@ def test_tuned_is_closer_on_rows_that_nobody_learned_from(tuned, source, tmp_pat
 def read_back(path, config):
     """All tensors of a converted model, f32, as the loader computes them."""
     with TensorStore(path) as store:
-        made = {name: store.read(name).float() for name in vectors(config)}
-        for linear in linears(config):
+        made = {name: store.read(name).float() for name in vector_shapes(config)}
+        for linear in model_linears(config):
             matrix = Exl2Tensors.read(store, linear.key, in_features=linear.in_features, out_features=linear.out_features)
             made[f"{linear.key}.weight"] = matrix.reconstruct()[:, : linear.out_features].T.float()
             if linear.bias:
@@ -119,11 +119,13 @@ def test_the_report_is_about_what_is_on_disk(tuned, source):
         dense = {name: store.read(name).float() for name in store.names()}
     made = read_back(tuned.path, config)
     tokenizer = Tokenizer.load(source)
-    _, learned, choosing, report = tuning_rows(tokenizer, "\n".join(TEXT), rows=12, tuning=128, choosing=stage.CHOOSING, extra=8, length=32)
-    assert kl_of(config, dense, made, report) == pytest.approx(tuned.quality.kl, rel=1e-3)
-    assert kl_of(config, dense, made, choosing) == pytest.approx(tuned.tuned.history[tuned.tuned.chosen][2], rel=1e-3)
+    _, learned, choosing, report = tuning_rows(
+        tokenizer, "\n".join(TEXT), rows=12, tuning=128, choosing=stage.VALIDATION_ROWS, extra=8, length=32
+    )
+    assert mean_kl(config, dense, made, report) == pytest.approx(tuned.quality.kl, rel=1e-3)
+    assert mean_kl(config, dense, made, choosing) == pytest.approx(tuned.tuned.history[tuned.tuned.chosen][2], rel=1e-3)
     assert not {tuple(row) for row in learned.tolist()} & {tuple(row) for row in (*choosing.tolist(), *report.tolist())}
-    assert kl_of(config, dense, made, ids) > 0
+    assert mean_kl(config, dense, made, ids) > 0
 
 
 def stop_in(stage_name, job):
@@ -167,7 +169,7 @@ def test_parts_can_be_turned_off(tuned, source, tmp_path, monkeypatch):
         assert torch.equal(some.read(embedding), least.read(embedding))
         assert not torch.equal(some.read(embedding), all_of_it.read(embedding))
         assert not torch.equal(some.read("model.layers.0.self_attn.q_proj.bias"), least.read("model.layers.0.self_attn.q_proj.bias"))
-    monkeypatch.setitem(stage.TRAVEL, "scales", 1e6)  # a way on which everything gets worse
+    monkeypatch.setitem(stage.LEARNING_RATES, "scales", 1e6)  # a way on which everything gets worse
     worse = convert(
         source, tmp_path / "worse", **{**TUNED, "tuning": dataclasses.replace(quick, vectors=False, rows=64)}, work_dir=tmp_path / "work"
     )
@@ -210,11 +212,11 @@ def test_a_gpu_rounds_on_more_rows(source, tmp_path, monkeypatch):
 
 def test_a_large_model_sees_fewer_rows_on_a_gpu(source, monkeypatch):
     config, cpu, gpu = read_model_config(source), torch.device("cpu"), torch.device("cuda")
-    weights = sum(linear.in_features * linear.out_features for linear in linears(config))
-    assert [seeing(Tuning(), config, device, 32).seen for device in (cpu, gpu)] == [5760, 18432]
-    monkeypatch.setattr(stage, "WORK", 100.5 * 32 * weights)
-    assert [seeing(Tuning(), config, device, 32).seen for device in (cpu, gpu)] == [5760, 100]
-    assert seeing(Tuning(seen=7), config, gpu, 32).to_write(3, gpu) == 4
+    weights = sum(linear.in_features * linear.out_features for linear in model_linears(config))
+    assert [with_rows_seen(Tuning(), config, device, 32).seen for device in (cpu, gpu)] == [5760, 18432]
+    monkeypatch.setattr(stage, "MAX_WORK", 100.5 * 32 * weights)
+    assert [with_rows_seen(Tuning(), config, device, 32).seen for device in (cpu, gpu)] == [5760, 100]
+    assert with_rows_seen(Tuning(seen=7), config, gpu, 32).to_write(3, gpu) == 4
     with pytest.raises(OptionError, match="seen is 0"):
         Tuning(seen=0)
 
@@ -282,7 +284,7 @@ def test_the_cpu_measures_rounds_and_judges_with_fast_products(source, tmp_path,
         kept = getattr(module, name)
 
         def seen(*args, name=name, kept=kept, **options):
-            users.append((name, gpu.fast_product_kinds(), memory.memory_is_kept()))
+            users.append((name, gpu.fast_product_kinds(), memory_ops.memory_is_kept()))
             return kept(*args, **options)
 
         monkeypatch.setattr(module, name, seen)
@@ -290,7 +292,7 @@ def test_the_cpu_measures_rounds_and_judges_with_fast_products(source, tmp_path,
     assert {name for name, _, _ in users} == {"measure_linear", "quantize_stored", "row_divergence"}
     assert all(kinds == ["cpu"] for _, kinds, _ in users)
     assert all(kept == (name == "row_divergence") for name, _, kept in users), "memory is kept while it learns"
-    assert not gpu.fast_product_kinds() and not memory.memory_is_kept()
+    assert not gpu.fast_product_kinds() and not memory_ops.memory_is_kept()
     with gpu.fast_products_on_cpu(torch.device("cuda")):
         assert not gpu.fast_product_kinds()
 
@@ -371,7 +373,7 @@ def test_the_price_of_an_error_is_the_kl_that_it_causes(weights, larger):
     table[5:9] *= larger
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, 90, (48, 32), generator=generator)
-    found = stage.prices(config, weights, ids, seed=0)
+    found = stage.stream_prices(config, weights, ids, seed=0)
     assert len(found) == config.num_layers
     for layer, price in enumerate(found):
         x = reference.embed(config, weights, ids)
@@ -386,7 +388,7 @@ def test_the_price_of_an_error_is_the_kl_that_it_causes(weights, larger):
         kl = float((wanted.exp() * (wanted - got)).sum(-1).mean())
         told = float(stage.priced_error(relative, price)) / ids.numel()
         assert told == pytest.approx(kl, rel=0.25), layer
-    assert all(torch.equal(one, other) for one, other in zip(found, stage.prices(config, weights, ids, seed=0)))
+    assert all(torch.equal(one, other) for one, other in zip(found, stage.stream_prices(config, weights, ids, seed=0)))
 
 
 def test_what_a_cpu_does_otherwise():
@@ -406,7 +408,7 @@ def test_what_a_cpu_does_otherwise():
     ("length", "kind", "pieces", "each"), [(512, "cpu", 2, 256), (512, "cuda", 1, 512), (32, "cpu", 1, 32), (515, "cpu", 3, 171)]
 )
 def test_rows_are_cut_into_equal_pieces(length, kind, pieces, each):
-    assert stage.cut(length, torch.device(kind)) == (pieces, each)
+    assert stage.row_pieces(length, torch.device(kind)) == (pieces, each)
     text = torch.arange(3 * length).view(3, length)
     found = stage.learned_rows(text, 5, text[:1] + 10000, torch.device(kind))
     assert found.shape == (6 * pieces, each)
@@ -440,8 +442,8 @@ def test_no_token_counts_for_more_than_the_mean():
 
 
 def test_codes_are_damped_less_where_tokens_are_many(source, tmp_path, monkeypatch):
-    assert [stage.damping_of(tokens) for tokens in (0, 1000, 10**7)] == [1, 1, stage.DAMPING]
-    assert stage.damping_of(int(stage.DAMPING_TOKENS / 2)) == pytest.approx(2 * stage.DAMPING, rel=1e-5)
+    assert [stage.damping_of(tokens) for tokens in (0, 1000, 10**7)] == [1, 1, stage.CODE_DAMPING]
+    assert stage.damping_of(int(stage.DAMPING_TOKENS / 2)) == pytest.approx(2 * stage.CODE_DAMPING, rel=1e-5)
 
     class Enough(Exception):
         pass
@@ -458,7 +460,7 @@ def test_codes_are_damped_less_where_tokens_are_many(source, tmp_path, monkeypat
         quick = Tuning(rows=32, passes=passes, written=0)
         with pytest.raises(Enough):
             convert(source, tmp_path / str(passes), **{**TUNED, "tuning": quick}, work_dir=tmp_path / "work")
-    assert found == pytest.approx([4 * stage.DAMPING, stage.DAMPING, stage.DAMPING])
+    assert found == pytest.approx([4 * stage.CODE_DAMPING, stage.CODE_DAMPING, stage.CODE_DAMPING])
 
 
 def test_memory_grows_with_the_model(source):
@@ -473,7 +475,7 @@ def test_memory_grows_with_the_model(source):
 
 
 def test_command_line(source, tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(stage.SEEN, "cpu", 64)
+    monkeypatch.setitem(stage.MAX_ROWS_SEEN, "cpu", 64)
     text = tmp_path / "text.txt"
     text.write_text(TEXT[0][:4000])
     options = ["--bpw", "3", "--effort", "tuned", "--calibration", str(text), "--rows", "8", "--length", "16", "--device", "cpu"]

@@ -42,7 +42,7 @@ def test_samples_of_the_model(opened, monkeypatch):
     assert torch.equal(write_rows(config, weights, begin, 4, seed=0), made)
     assert not torch.equal(write_rows(config, weights, begin, 4, seed=1), made)
     assert len(write_rows(config, weights, begin[:0], 4, seed=0)) == 0
-    monkeypatch.setitem(writing.BYTES, "cpu", 1 << 20)
+    monkeypatch.setitem(writing.WRITING_BYTES, "cpu", 1 << 20)
     rows, steps = rows_at_once(config, 4, torch.device("cpu")), []
     assert 1 < rows < 1000
     assert writing_bytes(config, 4, torch.device("cpu")) <= 1 << 20
@@ -58,8 +58,8 @@ def test_without_noise_the_best_token_every_time(name, device, opened, monkeypat
     config, weights = opened(name)
     on_device = {key: tensor.float().to(device) for key, tensor in weights.items()}
     monkeypatch.setattr(torch.Tensor, "exponential_", lambda noise, generator: noise.fill_(1))
-    monkeypatch.setattr(writing, "PLACES", 16)
-    monkeypatch.setattr(writing, "MOST", 4)
+    monkeypatch.setattr(writing, "CACHE_STEP_TOKENS", 16)
+    monkeypatch.setattr(writing, "MAX_CONCURRENT_ROWS", 4)
     ids = write_rows(config, on_device, ids_of(config.vocab_size, 11, 3), 40, 0)
     found = reference.logits(config, on_device, ids.to(device))[:, 2:-1]
     chosen = found.gather(-1, ids[:, 3:, None].long().to(device))[..., 0]

@@ -32,7 +32,7 @@ def test_the_table_is_all_of_them():
     build = {"EXL2NB_CUDA", "EXL2NB_TORCH_DIR", "EXL2NB_X86"}
     files = [p for folder in ("exl2nb", "csrc") for p in (ROOT / folder).rglob("*") if p.suffix in (".py", ".cpp", ".h", ".inc", ".cu")]
     read = {m for p in files for m in re.findall(r"""(?:getenv\(|environ\[|environ\.get\(|env\.get\()\s*"(EXL2NB_\w+)""", p.read_text())}
-    assert read - build <= set(env.VARIABLES)
+    assert read - build <= set(env.ENV_VARIABLES)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

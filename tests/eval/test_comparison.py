@@ -9,7 +9,7 @@ import torch
 
 from exl2nb.core.errors import OptionError
 from exl2nb.eval import rows as rows_module
-from exl2nb.eval.comparison import EDGES, Comparison, compare_many, compare_models, perplexity
+from exl2nb.eval.comparison import KL_BIN_EDGES_NATS, Comparison, compare_many, compare_models, perplexity
 
 from .fakes import TableModel, random_table
 
@@ -40,7 +40,7 @@ def test_frame():
 
 def test_histogram_counts_every_token_once():
     bins = make().histogram()
-    assert [low for low, _, _ in bins] == list(EDGES)
+    assert [low for low, _, _ in bins] == list(KL_BIN_EDGES_NATS)
     assert bins[-1][1] == math.inf
     assert sum(share for _, _, share in bins) == pytest.approx(1)
     assert bins[0][2] == pytest.approx(2 / 6), "0 and 0.00005"

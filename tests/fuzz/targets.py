@@ -33,7 +33,7 @@ from exl2nb.io import safetensors
 from exl2nb.io.shards import TensorStore
 from exl2nb.llm.conversation import Conversation
 from exl2nb.model.loader import load_model, read_model_config
-from exl2nb.model.lora import SETTINGS, WEIGHTS, changes, read_lora, save_lora
+from exl2nb.model.lora import ADAPTER_SETTINGS_FILE, ADAPTER_WEIGHTS_FILE, adapter_changes, read_lora, save_lora
 from exl2nb.quant.exl2 import Exl2Tensors
 from exl2nb.sampling.params import SamplingParams
 from exl2nb.tokenizer import template as chat_templates
@@ -192,13 +192,13 @@ def index(data: bytes) -> None:
 
 @cache
 def adapters() -> tuple[dict[str, Any], Path, bytes, bytes]:
-    """What `changes` wants of a model; the folder of an adapter; its two files."""
+    """What `adapter_changes` wants of a model; the folder of an adapter; its two files."""
     model = load_model(DEMO)
     network, program = model.network_and_program
     layer, hidden, kv = "model.layers.0", model.config.hidden_size, model.config.num_kv_heads * model.config.head_dim
     pairs = {f"{layer}.self_attn.q_proj": hidden, f"{layer}.self_attn.v_proj": kv}
     save_lora(folder() / "adapter", {name: (torch.ones(1, hidden), torch.ones(n, 1)) for name, n in pairs.items()}, alpha=2)
-    settings, weights = ((folder() / "adapter" / name).read_bytes() for name in (SETTINGS, WEIGHTS))
+    settings, weights = ((folder() / "adapter" / name).read_bytes() for name in (ADAPTER_SETTINGS_FILE, ADAPTER_WEIGHTS_FILE))
     return {"config": model.config, "network": network, "program": program}, folder() / "adapter", settings, weights
 
 
@@ -206,10 +206,12 @@ def adapters() -> tuple[dict[str, Any], Path, bytes, bytes]:
 def adapter(data: bytes) -> None:
     """adapter_config.json or adapter_model.safetensors of a LoRA, by the first byte; the other one is good."""
     wants, place, settings, weights = adapters()
-    files = {SETTINGS: settings, WEIGHTS: weights} | ({(SETTINGS, WEIGHTS)[data[0] % 2]: data[1:]} if data else {})
+    files = {ADAPTER_SETTINGS_FILE: settings, ADAPTER_WEIGHTS_FILE: weights} | (
+        {(ADAPTER_SETTINGS_FILE, ADAPTER_WEIGHTS_FILE)[data[0] % 2]: data[1:]} if data else {}
+    )
     for name, content in files.items():
         written(f"adapter/{name}", content)
-    changes(read_lora(place, wants["config"]), **wants)
+    adapter_changes(read_lora(place, wants["config"]), **wants)
 
 
 @cache
@@ -307,7 +309,7 @@ def tokenizer_config(data: bytes) -> None:
 
 @cache
 def renderer() -> tuple[Sandbox, Helper]:
-    return Sandbox(), Helper("exl2nb.tokenizer.sandbox", dataclasses.replace(chat_templates.LIMITS, cpu_s=0.3))
+    return Sandbox(), Helper("exl2nb.tokenizer.sandbox", dataclasses.replace(chat_templates.SANDBOX_LIMITS, cpu_s=0.3))
 
 
 @target(
@@ -438,7 +440,7 @@ def served() -> Callable[[str, bytes], tuple[int, bytes]]:
     import asyncio
 
     from exl2nb.server.app import application
-    from exl2nb.server.options import ServerOptions
+    from exl2nb.server.server_options import ServerOptions
     from exl2nb.server.state import State
 
     loop = asyncio.new_event_loop()

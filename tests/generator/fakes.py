@@ -21,13 +21,13 @@ from exl2nb.cache.pool import KVCache
 from exl2nb.cache.spec import CacheSpec
 from exl2nb.generator.engine import Engine
 from exl2nb.generator.request import Request
-from exl2nb.generator.sequence import Sequence
+from exl2nb.generator.sequence import RunningRequest
 from exl2nb.generator.speculation import Proposer
-from exl2nb.model.batch import Batch, Span
+from exl2nb.model.batch import Batch, SequenceSlice
 from exl2nb.model.runner import Capabilities
 from exl2nb.ops.placement import Placement
 from exl2nb.sampling.chain import sample_row
-from exl2nb.sampling.state import SamplerState
+from exl2nb.sampling.sampler_state import SamplerState
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
 DEMO = Path(exl2nb.__file__).parent / "demo_model"
@@ -176,7 +176,7 @@ class FakeProposer:
         return future[len(ids) :]
 
 
-def run(sequence: Sequence, rule, *, guesser=None, rng: random.Random | None = None, steps: int = 5000):
+def run(sequence: RunningRequest, rule, *, guesser=None, rng: random.Random | None = None, steps: int = 5000):
     """Until it ends; prompts and forks in pieces chosen by `rng`. The completion."""
     guesses = sequence.proposer
     for _ in range(steps):
@@ -200,7 +200,7 @@ def run(sequence: Sequence, rule, *, guesser=None, rng: random.Random | None = N
 
 
 def complete(prompt, rule, *, guesser=None, rng=None, **options):
-    made = Sequence(request(prompt, **options), TOKENIZER, context=CONTEXT)
+    made = RunningRequest(request(prompt, **options), TOKENIZER, context=CONTEXT)
     if made.request.speculation.kind == "ngram" or guesser is not None:
         made.proposer = Proposer.ngram(made.request.speculation)
     return run(made, rule, guesser=guesser, rng=rng)
@@ -303,7 +303,9 @@ class FakeRounds:
         found = [[] for _ in places]
         for step in range(steps):
             spans = [
-                Span(ids=[*place.ids, *mine][0 if step == 0 else -1 :], start=place.start + (step + 1 if step else 0), pages=place.pages)
+                SequenceSlice(
+                    ids=[*place.ids, *mine][0 if step == 0 else -1 :], start=place.start + (step + 1 if step else 0), pages=place.pages
+                )
                 for place, mine in zip(places, found)
             ]
             with torch.inference_mode():

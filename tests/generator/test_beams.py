@@ -6,7 +6,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from exl2nb.core.errors import OptionError
-from exl2nb.generator.beams import Beams, Guided, guided
+from exl2nb.generator.beams import Beams, Guided, mix_guidance
 from exl2nb.generator.request import Request
 
 from . import fakes
@@ -83,7 +83,7 @@ def test_guidance_is_that_of_transformers():
     for scale in (0.0, 0.5, 1.0, 1.5, 3.0):
         theirs = Theirs(scale, model=None)
         theirs.get_unconditional_logits = lambda _: torch.from_numpy(n)[None, None]
-        assert np.allclose(guided(p, n, scale), theirs(None, torch.from_numpy(p)[None])[0].numpy(), atol=1e-5)
+        assert np.allclose(mix_guidance(p, n, scale), theirs(None, torch.from_numpy(p)[None])[0].numpy(), atol=1e-5)
 
 
 @pytest.mark.parametrize("banned", [(), ("e",)])
@@ -96,7 +96,7 @@ def test_two_prompts_in_step(banned):
     assert len(done.tokens) == 12
     new = []
     for token in done.tokens:
-        row = guided(fakes.RULE(prompt + new), fakes.RULE(negative + new), 1.7)
+        row = mix_guidance(fakes.RULE(prompt + new), fakes.RULE(negative + new), 1.7)
         if not banned:
             assert token.id == int(row.argmax())
         new.append(token.id)

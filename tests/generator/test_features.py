@@ -8,7 +8,7 @@ import pytest
 
 import exl2nb as ex
 from exl2nb.core.errors import ContextOverflow, Exl2Error, OptionError
-from exl2nb.generator.engine import sequences_for
+from exl2nb.generator.engine import make_requests
 from exl2nb.generator.request import Request
 from exl2nb.generator.speculation import Speculation
 
@@ -19,7 +19,7 @@ from . import fakes
 @pytest.mark.parametrize("options", [{"beams": 3, "n": 3}, {"cfg_scale": 1.5, "negative_ids": (9, 8, 7)}])
 def test_beams_and_guidance_as_without_an_engine(running, options, length):
     request = fakes.request(fakes.prompt(1, length), max_tokens=12, temperature=0, **options)
-    wanted = fakes.run(sequences_for(request, fakes.TOKENIZER, context=4096)[0], fakes.RULE)
+    wanted = fakes.run(make_requests(request, fakes.TOKENIZER, context=4096)[0], fakes.RULE)
     engine = running()
     got = engine.submit(request).result(20)
     assert (got.text, fakes.ids(got), got.score) == (wanted.text, fakes.ids(wanted), wanted.score)

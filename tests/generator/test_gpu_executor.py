@@ -10,22 +10,22 @@ import torch
 import exl2nb as ex
 from exl2nb.core.errors import OutOfMemory
 from exl2nb.generator import gpu_executor
-from exl2nb.generator.executor import Draw
+from exl2nb.generator.executor import DrawRequest
 from exl2nb.generator.gpu_executor import (
     IN_PROMPT,
     CapturedSteps,
     StepKind,
-    biased,
+    can_write_bias,
     captured_sizes,
-    penalised,
-    writable,
+    has_bias,
+    has_penalties,
     write_bias,
     write_counts,
 )
 from exl2nb.generator.speculation import Speculation
 from exl2nb.sampling.filters import ALL_TOKENS
 from exl2nb.sampling.params import SamplingParams
-from exl2nb.sampling.state import SamplerState
+from exl2nb.sampling.sampler_state import SamplerState
 
 PROMPT = "The rain fell on the old town, and the rain fell on the new town, and the rain"
 KINDS = [
@@ -51,8 +51,8 @@ def test_counts(seed):
         state = SamplerState(SamplingParams(**kwargs), prompt)
         for token in new:
             state.push(token)
-        draws.append(Draw(state, len(new), 0))
-        assert penalised(state.params) == bool(kwargs)
+        draws.append(DrawRequest(state, len(new), 0))
+        assert has_penalties(state.params) == bool(kwargs)
         if kwargs:
             for token, times in Counter(new).items():
                 wanted[row, token] += times
@@ -67,7 +67,7 @@ def test_counts(seed):
 
 def test_nothing_to_count():
     counts = torch.ones(2, 8, dtype=torch.int16)
-    write_counts(counts, [Draw(SamplerState(SamplingParams(), [1]), 0, 0)], None)
+    write_counts(counts, [DrawRequest(SamplerState(SamplingParams(), [1]), 0, 0)], None)
     assert not counts.any()
 
 
@@ -82,10 +82,10 @@ def test_bias_is_what_masks_and_logit_bias_do():
     ]
     states = [SamplerState(SamplingParams(**kwargs)) for kwargs in kinds]
     bias = torch.full((6, 50), 9.0)
-    write_bias(bias, [Draw(state, 0, 0) for state in states])
+    write_bias(bias, [DrawRequest(state, 0, 0) for state in states])
     row = torch.linspace(-2, 2, 50)
     for r, (state, kwargs) in enumerate(zip(states, kinds)):
-        assert biased(state.params) == bool(kwargs)
+        assert has_bias(state.params) == bool(kwargs)
         wanted = row.numpy()
         for link in state.chain.penalties:
             wanted = link.apply(wanted, state, ALL_TOKENS)
@@ -94,9 +94,9 @@ def test_bias_is_what_masks_and_logit_bias_do():
 
 
 def test_ids_that_a_device_must_not_be_given():
-    assert writable(SamplingParams(banned_tokens=[49], logit_bias={3: 1.0}), 50)
+    assert can_write_bias(SamplingParams(banned_tokens=[49], logit_bias={3: 1.0}), 50)
     for options in ({"banned_tokens": [50]}, {"logit_bias": {50: 1.0}}, {"allowed_tokens": [50]}, {"banned_tokens": range(50)}):
-        assert not writable(SamplingParams(**options), 50)
+        assert not can_write_bias(SamplingParams(**options), 50)
 
 
 # ---- on a GPU

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exl2nb.generator.output import Alternatives, Output, StopMatcher
-from exl2nb.generator.request import Alternative
+from exl2nb.generator.request import TokenAlternative
 from exl2nb.sampling.draw import Sampled
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
@@ -96,7 +96,7 @@ def test_alternatives_are_made_when_read():
 
     found = Alternatives([(3, -0.5), (9, -2.0)], piece)
     assert (len(found), bool(found), asked) == (2, True, [])
-    made = (Alternative(3, "<3>", -0.5, math.exp(-0.5)), Alternative(9, "<9>", -2.0, math.exp(-2.0)))
+    made = (TokenAlternative(3, "<3>", -0.5, math.exp(-0.5)), TokenAlternative(9, "<9>", -2.0, math.exp(-2.0)))
     assert tuple(found) == made == found
     assert found == Alternatives([(3, -0.5), (9, -2.0)], piece) != Alternatives([(3, -0.5)], piece)
     assert (found[1], found[:1], repr(found), hash(found)) == (made[1], made[:1], repr(made), hash(made))

@@ -6,7 +6,7 @@ import pytest
 
 from exl2nb.cache.spec import PAGE_SIZE
 from exl2nb.core.errors import GenerationError
-from exl2nb.generator.sequence import Sequence
+from exl2nb.generator.sequence import RunningRequest
 
 from . import fakes
 from .fakes import greedy, ids, prompt
@@ -105,7 +105,7 @@ def test_pages_of_a_failed_request_are_not_reused(running):
 def test_another_salt_shares_no_pages(running):
     engine, text = running(), prompt(1, 300)
     right(engine, text)
-    sequence = Sequence(greedy(text, 3), engine.tokenizer, context=engine.context)
+    sequence = RunningRequest(greedy(text, 3), engine.tokenizer, context=engine.context)
     sequence.salt = "adapter"
     (handle,) = engine.submit_all([sequence])
     assert handle.result().timings.reused_tokens == 0

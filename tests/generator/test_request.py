@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from exl2nb.core.errors import OptionError
-from exl2nb.generator.request import Alternative, Completion, Request, Timings, Token
+from exl2nb.generator.request import Completion, Request, Timings, Token, TokenAlternative
 
 TIMINGS = Timings(prompt_tokens=10, new_tokens=5, queue_s=0.0, first_token_s=0.5, prefill_s=0.5, decode_s=0.02)
 
@@ -69,7 +69,7 @@ def test_completion_reads_as_text_and_as_a_table():
     assert "<script" not in page
     assert list(completion.to_frame().columns) == ["id", "text", "logprob", "prob", "rank", "source"]
     asked = replace(
-        completion, tokens=(tokens[0]._replace(top=(Alternative(1, "a<", -0.1, 0.9), Alternative(5, "c", -3.0, 0.05))), tokens[1])
+        completion, tokens=(tokens[0]._replace(top=(TokenAlternative(1, "a<", -0.1, 0.9), TokenAlternative(5, "c", -3.0, 0.05))), tokens[1])
     )
     assert list(asked.to_frame().top) == [(("a<", 0.9), ("c", 0.05)), ()]
     assert (completion.tokens_per_second, completion.ttft_s) == (200.0, 0.5)

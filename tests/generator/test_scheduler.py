@@ -4,11 +4,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exl2nb.generator.batch import BatchBuilder
+from exl2nb.generator.batch_buffers import BatchBuilder
 from exl2nb.generator.pager import Pager
 from exl2nb.generator.request import Request
 from exl2nb.generator.scheduler import MIN_CHUNK, Scheduler
-from exl2nb.generator.sequence import Sequence
+from exl2nb.generator.sequence import RunningRequest
 from exl2nb.model import batch as model_batch
 from exl2nb.model.runner import GPU_CHUNKS, HOST_CHUNKS
 from exl2nb.sampling.draw import Sampled
@@ -24,7 +24,7 @@ def pager_of(num_pages):
 
 
 def sequence(length, count, context=10_000):
-    return Sequence(Request.of(range(3, 3 + length), where="test", max_tokens=count, ignore_eos=True), TOKENIZER, context=context)
+    return RunningRequest(Request.of(range(3, 3 + length), where="test", max_tokens=count, ignore_eos=True), TOKENIZER, context=context)
 
 
 @given(data=st.data())
@@ -71,7 +71,7 @@ def check_batch(builder, spans, changes):
     ours = builder.build(spans, changes).batch
     theirs = model_batch.Batch.build(
         [
-            model_batch.Span(
+            model_batch.SequenceSlice(
                 ids=s.sequence.ids[s.start : s.start + s.length],
                 start=s.start,
                 pages=s.sequence.pages,
@@ -134,5 +134,5 @@ def test_prompts_of_one_step():
     for chunks, want in ((HOST_CHUNKS, [32, 32]), (GPU_CHUNKS, [1024, 1024])):
         scheduler = Scheduler(pager_of(2000), max_sequences=8, chunks=chunks)
         for i in range(4):
-            scheduler.add(Sequence(Request.of(range(3 + i, 2003 + i), where="test", max_tokens=1), TOKENIZER, context=10_000))
+            scheduler.add(RunningRequest(Request.of(range(3 + i, 2003 + i), where="test", max_tokens=1), TOKENIZER, context=10_000))
         assert [span.length for span in scheduler.schedule()] == want

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exl2nb.core.errors import GenerationError
-from exl2nb.generator.sequence import Pieces, heal
+from exl2nb.generator.sequence import VocabularyIndex, heal_prompt
 
 from . import fakes
 
@@ -136,10 +136,10 @@ def test_a_banned_text_is_never_streamed():
     for seed in range(20):
         free = fakes.complete([5], wordy, max_tokens=30, seed=seed).text
         at = rng.randrange(len(free) - 8)
-        from exl2nb.generator.sequence import Sequence
+        from exl2nb.generator.sequence import RunningRequest
 
         request = fakes.request([5], max_tokens=30, seed=seed, banned_strings=[free[at : at + 5]])
-        sequence = Sequence(request, fakes.TOKENIZER, context=1000)
+        sequence = RunningRequest(request, fakes.TOKENIZER, context=1000)
         done = fakes.run(sequence, wordy)
         shown = []
         while not sequence.channel.items.empty():
@@ -194,7 +194,7 @@ def test_a_healed_prompt_goes_on_where_it_ends(text, seed):
     prompt = fakes.TOKENIZER.encode("It" + text)
     shown = fakes.TOKENIZER.decode(prompt)
     done = fakes.complete(prompt, fakes.RULE, max_tokens=6, seed=seed, token_healing=True)
-    healed = heal(prompt, fakes.TOKENIZER)
+    healed = heal_prompt(prompt, fakes.TOKENIZER)
     if healed is None:
         assert done.timings.prompt_tokens == len(prompt)
         return
@@ -203,7 +203,7 @@ def test_a_healed_prompt_goes_on_where_it_ends(text, seed):
     whole = fakes.TOKENIZER.decode([*healed.ids, *fakes.ids(done)])
     assert whole == shown + done.text
     assert first in healed.allowed
-    assert Pieces.of(fakes.TOKENIZER).text(first).startswith(Pieces.of(fakes.TOKENIZER).text(prompt[-1]))
+    assert VocabularyIndex.of(fakes.TOKENIZER).text(first).startswith(VocabularyIndex.of(fakes.TOKENIZER).text(prompt[-1]))
 
 
 def test_healing_finds_the_longer_token():
@@ -212,10 +212,10 @@ def test_healing_finds_the_longer_token():
     prompt = [*encode("The"), *ids]
     water = encode(" water")
     if len(water) == 1 and len(ids) == 1:
-        assert water[0] in heal(prompt, fakes.TOKENIZER).allowed
+        assert water[0] in heal_prompt(prompt, fakes.TOKENIZER).allowed
 
 
 def test_nothing_to_heal():
-    assert heal([5], fakes.TOKENIZER) is None
-    assert heal([5, 2], fakes.TOKENIZER) is None  # a special token
-    assert heal([5, encode("🎉")[0]], fakes.TOKENIZER) is None  # the first byte of a character
+    assert heal_prompt([5], fakes.TOKENIZER) is None
+    assert heal_prompt([5, 2], fakes.TOKENIZER) is None  # a special token
+    assert heal_prompt([5, encode("🎉")[0]], fakes.TOKENIZER) is None  # the first byte of a character

@@ -24,15 +24,15 @@ from exl2nb.cache.pool import KVCache
 from exl2nb.cache.spec import CacheSpec
 from exl2nb.core.errors import OptionError
 from exl2nb.generator import prompt_cache as cache_file
-from exl2nb.generator.batch import BatchBuilder
+from exl2nb.generator.batch_buffers import BatchBuilder
 from exl2nb.generator.loop import StepLoop
 from exl2nb.generator.pager import Pager
 from exl2nb.generator.request import Request
 from exl2nb.generator.scheduler import Scheduler
-from exl2nb.generator.sequence import Sequence
+from exl2nb.generator.sequence import RunningRequest
 from exl2nb.model.runner import HOST_CHUNKS
 from exl2nb.sampling.chain import sample_row
-from exl2nb.sampling.state import SamplerState
+from exl2nb.sampling.sampler_state import SamplerState
 
 from . import fakes
 
@@ -65,7 +65,7 @@ def expected(request, seed, back=()):
     return ids[len(request.prompt_ids) :]
 
 
-class Rewinding(Sequence):
+class Rewinding(RunningRequest):
     """Takes tokens back once or twice, as a banned text makes it."""
 
     back: list
@@ -85,7 +85,7 @@ class Rewinding(Sequence):
         return "length" if self.new_tokens >= self.limit else None
 
 
-class Guessing(Sequence):
+class Guessing(RunningRequest):
     """Proposes draft tokens behind its last token, some right, some wrong."""
 
     host_only = True
@@ -142,7 +142,7 @@ class Life(RuleBasedStateMachine):
         builder = BatchBuilder(max_tokens=HOST_CHUNKS.max_tokens + 4 * 32, max_sequences=4, max_pages=PAGES + 4, page_size=SIZE)
         self.loop = StepLoop(scheduler, builder, self.executor)
         self.loop.speculator = Speculator()
-        self.alive: list[tuple[Sequence, list]] = []
+        self.alive: list[tuple[RunningRequest, list]] = []
         self.folder = tempfile.TemporaryDirectory()
         self.file = Path(self.folder.name, "cache.safetensors")
 
@@ -155,7 +155,7 @@ class Life(RuleBasedStateMachine):
         self.run(2)
 
     def _arrive(self, chance):
-        kind, count = chance.choice([Sequence, Sequence, Rewinding, Guessing]), chance.choice([1, 5, 20, 40])
+        kind, count = chance.choice([RunningRequest, RunningRequest, Rewinding, Guessing]), chance.choice([1, 5, 20, 40])
         common = chance.choice([0, 7, 8, 9, 24, 50])
         prompt = BEGINNINGS[chance.randrange(3)][:common] + chance.choices(range(3, VOCAB), k=chance.randrange(20) + (common == 0))
         request = Request.of(
@@ -199,7 +199,7 @@ class Life(RuleBasedStateMachine):
     def fork(self, which, seed):
         """Another request that continues where this one stands."""
         self.run(1)
-        able = [s for s, _ in self.alive if type(s) is Sequence and s.pages and not s.in_flight]
+        able = [s for s, _ in self.alive if type(s) is RunningRequest and s.pages and not s.in_flight]
         if not able:
             return
         source = able[which % len(able)]
@@ -207,7 +207,7 @@ class Life(RuleBasedStateMachine):
         if left < 2:
             return
         request = Request.of(source.ids, where="test", max_tokens=min(9, left), temperature=1.0, seed=seed, ignore_eos=True, stream=False)
-        target = Sequence(request, fakes.TOKENIZER, context=SIZE * PAGES)
+        target = RunningRequest(request, fakes.TOKENIZER, context=SIZE * PAGES)
         self.loop.scheduler.fork(source, target)
         if target.pending == 0:
             target.computed -= 1

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exl2nb.generator.suffixes import END, EarlierTexts, SuffixAutomaton
+from exl2nb.generator.suffixes import TEXT_SEPARATOR, EarlierTexts, SuffixAutomaton
 
 TOKENS = st.lists(st.integers(0, 3), max_size=40)
 
@@ -36,7 +36,7 @@ def test_the_longest_end_that_is_in_other_texts(texts, ids):
         if place[1]:
             at = seen.index.end_of(place[0])
             assert seen.index.text[at - place[1] : at] == ids[n - place[1] : n]
-            assert END not in seen.index.after(at, 5)
+            assert TEXT_SEPARATOR not in seen.index.after(at, 5)
 
 
 def test_old_texts_are_dropped_together():

@@ -24,10 +24,10 @@ _shared: dict[str, int] = {}
 def cli_help() -> str:
     """`--help` of `exl2nb` and of every command."""
     os.environ["COLUMNS"] = str(HELP_COLUMNS)
-    from exl2nb.cli.commands import COMMANDS, build_parser
+    from exl2nb.cli.commands import COMMAND_HELP, build_parser
 
     texts = [build_parser("").format_help()]
-    for name in COMMANDS:
+    for name in COMMAND_HELP:
         commands = next(action.choices for action in build_parser(name)._actions if isinstance(action.choices, dict))
         texts.append(f"==== {name}\n{commands[name].format_help()}")
     return "\n".join(texts).replace(str(Path.home()), "~")
@@ -38,7 +38,7 @@ def openapi() -> str:
     from types import SimpleNamespace
 
     from exl2nb.server.app import application
-    from exl2nb.server.options import ServerOptions
+    from exl2nb.server.server_options import ServerOptions
 
     document = application(SimpleNamespace(options=ServerOptions())).openapi()  # type: ignore[arg-type]
     lines = [f"{document['info']['title']}: {document['info']['description']}"]
@@ -59,7 +59,7 @@ def openapi() -> str:
 def signatures() -> str:
     """Signatures of what `exl2nb.__all__` holds, of its modules and of the public methods of its classes."""
     import exl2nb
-    from exl2nb.llm.options import SamplingOptions
+    from exl2nb.llm.request_options import SamplingOptions
 
     global SHARED
     SHARED = dict.fromkeys(sorted(SamplingOptions.__annotations__))

@@ -18,7 +18,7 @@ from exl2nb.converter.quantization import Rounding
 from exl2nb.core.errors import ConfigError, ConversionError, OptionError, UnknownArchitecture
 from exl2nb.integrations import hf_quantizer
 from exl2nb.integrations.hf_quantizer import Exl2Config, Exl2Linear, register
-from tests.converter.test_job import TEXT, output, write_model
+from tests.converter.test_conversion_job import TEXT, output, write_model
 from tests.model.zoo import write_tokenizer
 
 pytestmark = pytest.mark.cpu
@@ -155,7 +155,7 @@ def test_a_model_and_its_quantised_twin_share_16_bits_of_memory(stored, tmp_path
     with torch.no_grad():
         before, linears = model(IDS[:1]).logits, generic.find_linears(model, IDS[:1])
         weights = [one.weight for one in linears]
-        twin = generic.Twin(model, linears, IDS[:1])
+        twin = generic.HubWeights(model, linears, IDS[:1])
         assert torch.equal(twin.logits(IDS[:1], quantised=False), before)
         assert {one.module.weight.dtype for one in linears[:-1]} == {stored}  # the head's is the embedding's
         assert linears[-1].module.weight.dtype == torch.float32

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from exl2nb.core.errors import ConfigError, ModelNotFound
-from exl2nb.io.hf_config import LIMIT_BYTES, READ, foreign_format, read_config, read_json, refuse, with_quantization
+from exl2nb.io.hf_config import LIMIT_BYTES, READABLE_METHODS, foreign_format, read_config, read_json, refuse, with_quantization
 
 
 def put(directory, value):
@@ -199,4 +199,4 @@ def test_tensors_give_formats_away():
     assert foreign_format(["a.weight", "model.layers.0.mlp.up_proj.weight_packed"]) == "compressed-tensors"
     assert foreign_format(["a.weight.absmax"]) == "bitsandbytes"
     assert foreign_format(["a.weight", "a.qweight"]) is None
-    assert all(refuse("x", method) is None for method in READ)
+    assert all(refuse("x", method) is None for method in READABLE_METHODS)

@@ -10,7 +10,7 @@ import torch
 from exl2nb.core.errors import ConversionError, FormatError, ModelNotFound
 from exl2nb.io import atomic
 from exl2nb.io import safetensors as reader
-from exl2nb.io.safetensors import DTYPES, SafetensorsFile, save, stream
+from exl2nb.io.safetensors import DTYPE_OF_TAG, SafetensorsFile, save, stream
 
 
 def tensors(seed=0):
@@ -68,10 +68,10 @@ def test_read_back(tmp_path):
         file.read("w")
 
 
-@pytest.mark.parametrize("tag", DTYPES)
+@pytest.mark.parametrize("tag", DTYPE_OF_TAG)
 def test_every_dtype(tmp_path, tag):
     raw = torch.arange(48, dtype=torch.uint8) % 2 if tag == "BOOL" else torch.arange(48, dtype=torch.uint8)
-    tensor = raw.view(DTYPES[tag]).reshape(2, -1)
+    tensor = raw.view(DTYPE_OF_TAG[tag]).reshape(2, -1)
     save(tmp_path / "a.safetensors", {"t": tensor})
     read = SafetensorsFile(tmp_path / "a.safetensors").read("t")
     assert read.dtype == tensor.dtype and torch.equal(read.view(torch.uint8), tensor.view(torch.uint8))

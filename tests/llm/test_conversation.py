@@ -13,7 +13,7 @@ from exl2nb.core.errors import ConfigError, ContextOverflow, OptionError, Tokeni
 from exl2nb.generator.handle import Channel, Handle
 from exl2nb.generator.request import Completion, Timings
 from exl2nb.llm import conversation
-from exl2nb.llm.chat import rendered
+from exl2nb.llm.chat_prompt import rendered
 from exl2nb.llm.conversation import Conversation, Tree
 
 EXL2 = Path(__file__).parents[1] / "data" / "demo-exl2-4.0bpw"

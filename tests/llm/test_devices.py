@@ -22,7 +22,7 @@ from exl2nb.llm.plan import Budget, SplitPlan, place_layers, read_devices
 from exl2nb.llm.split_plan import KindFormula
 from exl2nb.model.batch import Batch
 from exl2nb.model.loader import load_model
-from exl2nb.model.split import Span, SplitModel
+from exl2nb.model.split import LayerRange, SplitModel
 from exl2nb.ops.placement import Placement
 
 DEMO = Path(ex.__file__).parent / "demo_model"
@@ -61,7 +61,7 @@ def _texts(llm: ex.LLM, prompts: list[str], **options: object) -> list[str]:
 def test_bits_do_not_depend_on_the_cuts(whole: ex.LLM) -> None:
     expected = _logits(whole.model)
     for cuts in ((0, 1, LAYERS), (0, 11, LAYERS), range(LAYERS + 1)):
-        model = load_model(DEMO, spans=[Span("cpu", a, b) for a, b in pairwise(cuts)])
+        model = load_model(DEMO, spans=[LayerRange("cpu", a, b) for a, b in pairwise(cuts)])
         assert isinstance(model, SplitModel)
         assert torch.equal(_logits(model), expected)
         model.close()
@@ -137,9 +137,12 @@ def test_cache_pools_lie_by_layer() -> None:
 
 def test_budgets_are_filled_from_both_ends() -> None:
     budgets = [Budget("cuda:0", 50 + 5 + 3 * 11), Budget("cpu"), Budget("cuda:1", 70 + 5 + 4 * 11 + 10)]
-    assert place_layers(budgets, SIZES, LAYERS) == [Span("cuda:0", 0, 3), Span("cpu", 3, 8), Span("cuda:1", 8, LAYERS)]
-    assert place_layers([Budget("cpu"), Budget("cuda", layers=5)], SIZES, LAYERS) == [Span("cpu", 0, 7), Span("cuda", 7, LAYERS)]
-    assert place_layers([Budget("cpu"), Budget("cuda", 10)], SIZES, LAYERS) == [Span("cpu", 0, LAYERS)]
+    assert place_layers(budgets, SIZES, LAYERS) == [LayerRange("cuda:0", 0, 3), LayerRange("cpu", 3, 8), LayerRange("cuda:1", 8, LAYERS)]
+    assert place_layers([Budget("cpu"), Budget("cuda", layers=5)], SIZES, LAYERS) == [
+        LayerRange("cpu", 0, 7),
+        LayerRange("cuda", 7, LAYERS),
+    ]
+    assert place_layers([Budget("cpu"), Budget("cuda", 10)], SIZES, LAYERS) == [LayerRange("cpu", 0, LAYERS)]
     with pytest.raises(OptionError, match=r"layers 3 to 11 find no room in devices: 174 bytes are missing"):
         place_layers([Budget("cuda:0", 50 + 5 + 3 * 11)], SIZES, LAYERS)
 
@@ -163,7 +166,7 @@ def test_any_budgets_leave_no_gap() -> None:
 
 def test_shares_follow_free_memory() -> None:
     spans = place_layers([Budget("cuda:0", share=0.75), Budget("cuda:1", share=0.25)], SIZES, LAYERS)
-    assert spans == [Span("cuda:0", 0, 9), Span("cuda:1", 9, LAYERS)]
+    assert spans == [LayerRange("cuda:0", 0, 9), LayerRange("cuda:1", 9, LAYERS)]
 
 
 def test_devices_are_read() -> None:
@@ -260,10 +263,10 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 ON_GPU = {
-    "layers on the host": [Span("cpu", 0, 5), Span("cuda", 5, LAYERS)],
-    "two parts of one GPU": [Span("cuda:0", 0, 4), Span("cuda:0", 4, LAYERS)],
-    "the head on the host": [Span("cuda", 0, 9), Span("cpu", 9, LAYERS)],
-    "host, GPU, host": [Span("cpu", 0, 2), Span("cuda", 2, 10), Span("cpu", 10, LAYERS)],
+    "layers on the host": [LayerRange("cpu", 0, 5), LayerRange("cuda", 5, LAYERS)],
+    "two parts of one GPU": [LayerRange("cuda:0", 0, 4), LayerRange("cuda:0", 4, LAYERS)],
+    "the head on the host": [LayerRange("cuda", 0, 9), LayerRange("cpu", 9, LAYERS)],
+    "host, GPU, host": [LayerRange("cpu", 0, 2), LayerRange("cuda", 2, 10), LayerRange("cpu", 10, LAYERS)],
 }
 
 

@@ -17,7 +17,7 @@ import torch
 
 import exl2nb as ex
 from exl2nb.core.errors import EngineClosed, GenerationError, OptionError
-from exl2nb.model.parallel import COPY, ParallelModel
+from exl2nb.model.parallel import COPY_PAGE_COMMAND, ParallelModel
 
 DEMO = Path(ex.__file__).parent / "demo_model"
 QUANTISED = Path(__file__).parents[1] / "data" / "demo-exl2-4.0bpw"
@@ -98,7 +98,7 @@ def test_a_killed_rank_ends_in_a_named_error_and_leaves_nothing() -> None:
 def test_a_rank_that_fails_says_why() -> None:
     with ex.load(QUANTISED, devices=["cpu", "cpu"], parallel="tensor", progress=None) as llm:
         assert isinstance(llm.model, ParallelModel)
-        llm.model.tell(COPY, 99, 0, 0)  # of a cache that no rank has
+        llm.model.tell(COPY_PAGE_COMMAND, 99, 0, 0)  # of a cache that no rank has
         with pytest.raises(GenerationError, match=r"tensor parallel: rank 1 ended \(KeyError: 99\)"):
             _until(time.monotonic() + 60, llm)
 

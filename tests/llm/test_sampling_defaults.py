@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 import exl2nb as ex
 from exl2nb import LLM
 from exl2nb.core.errors import OptionError
-from exl2nb.llm.sampling_defaults import FILE, read_defaults, with_defaults
-from exl2nb.sampling.defaults import CHAT_DEFAULTS, NAMES, NEUTRAL, NO_DEFAULTS, SamplingDefaults
+from exl2nb.llm.sampling_defaults import DEFAULTS_FILE, read_defaults, with_defaults
+from exl2nb.sampling.defaults import CHAT_DEFAULTS, DEFAULT_NAMES, NEUTRAL_VALUES, NO_DEFAULTS, SamplingDefaults
 from exl2nb.sampling.params import SamplingParams
 
 DEMO = Path(ex.__file__).parent / "demo_model"
 QWEN3 = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "bos_token_id": 1, "eos_token_id": [2]}
-FROM_QWEN3 = SamplingDefaults(temperature=0.6, top_k=20, top_p=0.95, source=FILE)
+FROM_QWEN3 = SamplingDefaults(temperature=0.6, top_k=20, top_p=0.95, source=DEFAULTS_FILE)
 CHAT = {"template": "vicuna", "max_tokens": 6, "seed": 3}
 
 
@@ -28,15 +28,15 @@ def model_with(folder, config):
     """A copy of the demo model with this generation_config.json; None = without the file."""
     folder.mkdir(exist_ok=True)
     for path in DEMO.iterdir():
-        if path.name != FILE:
+        if path.name != DEFAULTS_FILE:
             (folder / path.name).symlink_to(path)
     if config is not None:
-        (folder / FILE).write_text(json.dumps({"eos_token_id": 2, **config}))
+        (folder / DEFAULTS_FILE).write_text(json.dumps({"eos_token_id": 2, **config}))
     return folder
 
 
 def read(folder, config):
-    (folder / FILE).write_text(config if isinstance(config, str) else json.dumps(config))
+    (folder / DEFAULTS_FILE).write_text(config if isinstance(config, str) else json.dumps(config))
     return read_defaults(folder)
 
 
@@ -65,7 +65,7 @@ def test_what_the_file_names(tmp_path, config, values):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found = read(tmp_path, config)
-    assert (found.values, found.source) == (values, FILE)
+    assert (found.values, found.source) == (values, DEFAULTS_FILE)
 
 
 @pytest.mark.parametrize("config", [{}, {"do_sample": True}, {"eos_token_id": 2, "temperature": None, "max_new_tokens": 2048}, None])
@@ -102,7 +102,7 @@ def test_a_value_that_cannot_be_used_is_named_and_ignored(tmp_path, key, value, 
 JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5), lambda one: st.lists(one, max_size=2))
 
 
-@given(st.dictionaries(st.sampled_from([*NAMES, "do_sample"]), JSON))
+@given(st.dictionaries(st.sampled_from([*DEFAULT_NAMES, "do_sample"]), JSON))
 @settings(max_examples=300, deadline=None)
 def test_no_file_breaks_a_chat(tmp_path_factory, config):
     folder = tmp_path_factory.getbasetemp() / "any_config"
@@ -134,14 +134,14 @@ def test_options_win(qwen, options, added):
     """An option that is given, or that excludes a default, wins without an error."""
     answer = qwen.chat("It was", **CHAT, **options)
     assert answer.sampling_defaults.values == added
-    for name in NAMES:
-        wanted = options.get(name, added.get(name, 0 if name == "temperature" and "beams" in options else NEUTRAL[name]))
+    for name in DEFAULT_NAMES:
+        wanted = options.get(name, added.get(name, 0 if name == "temperature" and "beams" in options else NEUTRAL_VALUES[name]))
         assert getattr(answer.sampling, name) == wanted, name
 
 
 def test_a_penalty_stays_for_a_greedy_request():
     """As in vLLM; beam search refuses it."""
-    defaults = SamplingDefaults(temperature=0.7, top_p=0.8, repetition_penalty=1.05, source=FILE)
+    defaults = SamplingDefaults(temperature=0.7, top_p=0.8, repetition_penalty=1.05, source=DEFAULTS_FILE)
     assert defaults.beside({"temperature": 0.0}).values == {"repetition_penalty": 1.05}
     assert defaults.beside({"mirostat": True}).values == {"repetition_penalty": 1.05}
     assert defaults.beside({"order": []}) == defaults.beside({"beams": 2}) == NO_DEFAULTS

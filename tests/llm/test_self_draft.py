@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 import exl2nb as ex
-from exl2nb.converter.job import ConversionJob
+from exl2nb.converter.conversion_job import ConversionJob
 from exl2nb.core.errors import OptionError
 from exl2nb.llm import self_draft
-from tests.converter.test_job import OPTIONS, write_model
+from tests.converter.test_conversion_job import OPTIONS, write_model
 
 DATA = Path(__file__).parents[1] / "data"
 
@@ -19,7 +19,7 @@ DATA = Path(__file__).parents[1] / "data"
 def kept(tmp_path, monkeypatch):
     """An empty folder of copies; small conversions, at 4 bits, which a model of this size reaches."""
     monkeypatch.setenv("EXL2NB_DRAFTS", str(tmp_path / "drafts"))
-    monkeypatch.setattr(self_draft, "BPW", 4.0)
+    monkeypatch.setattr(self_draft, "DRAFT_BPW", 4.0)
     whole = ConversionJob.__init__
     monkeypatch.setattr(ConversionJob, "__init__", lambda self, *args, **more: whole(self, *args, **{**more, **OPTIONS}))
     return tmp_path / "drafts"

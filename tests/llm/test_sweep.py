@@ -17,7 +17,7 @@ import pytest
 import exl2nb as ex
 from exl2nb.core.errors import ConversionError, OptionError
 from exl2nb.llm import sweep as sweeps
-from tests.converter.test_job import OPTIONS, TEXT, write_model
+from tests.converter.test_conversion_job import OPTIONS, TEXT, write_model
 
 RATES, MODES = [3.0, 5.0], ["fp16", "q4"]
 ASKED = {"cache": MODES, "text": TEXT[0], "text_rows": 2, "text_length": 64, "progress": None, **OPTIONS}

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from exl2nb.io.safetensors import save as save_tensors
 from exl2nb.model.archs import parse_config
-from exl2nb.model.layout import linears
+from exl2nb.model.layout import model_linears
 from exl2nb.model.store import open_store
 
 
@@ -154,7 +154,7 @@ def write_gptq(dense: Path, directory: Path, recipe: Recipe, *, shards: int = 1,
     """Quantise the layers (and the head) of a dense checkpoint whose weights lie on the grid."""
     raw = json.loads((dense / "config.json").read_text())
     config = parse_config(raw)
-    keys = {linear.key for linear in linears(config) if linear.role != "head" or head}
+    keys = {linear.key for linear in model_linears(config) if linear.role != "head" or head}
     source: dict[str, Tensor] = {}
     for path in sorted(dense.glob("*.safetensors")):
         source |= load_file(path)

@@ -11,11 +11,11 @@ from exl2nb.core.errors import FormatError, OptionError
 from exl2nb.io.safetensors import save as save_tensors
 from exl2nb.model import reference
 from exl2nb.model.archs import ARCHS
-from exl2nb.model.batch import Batch, Span
-from exl2nb.model.inspect import inspect
-from exl2nb.model.layout import linears
+from exl2nb.model.batch import Batch, SequenceSlice
+from exl2nb.model.inspection import inspect
+from exl2nb.model.layout import model_linears
 from exl2nb.model.loader import load_model
-from exl2nb.model.sources import DenseWeights
+from exl2nb.model.sources import ReconstructedWeights
 from exl2nb.model.store import open_store
 
 from .test_model import error, run, same
@@ -37,7 +37,7 @@ def test_logits_equal_transformers(name, seed, tmp_path):
     assert error(run(model, ids[0]), want) < 1e-4
     assert error(run(model, ids[0], mode="fp16", pages=[3, 1]), want) < 5e-3
     with open_store(model.config, tmp_path) as store, torch.no_grad():
-        assert error(reference.logits(model.config, DenseWeights(model.config, store), ids)[0], want) < 1e-4
+        assert error(reference.logits(model.config, ReconstructedWeights(model.config, store), ids)[0], want) < 1e-4
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def test_any_cut_gives_the_same_bits(name, quantised):
 @pytest.mark.parametrize("name", ZOO)
 def test_any_batch_gives_the_same_bits(name, quantised):
     model, ids, once = quantised(name)
-    spans = [Span(ids=ids[:n], start=0, pages=[page], logit_rows="all") for page, n in enumerate((20, 1, 33))]
+    spans = [SequenceSlice(ids=ids[:n], start=0, pages=[page], logit_rows="all") for page, n in enumerate((20, 1, 33))]
     for logits in model.forward(Batch.build(spans), KVCache(model.cache_spec(768))).split([20, 1, 33]):
         assert same(logits, once[: len(logits)])
 
@@ -81,8 +81,8 @@ def test_fused_steps_on_threads_give_the_same_bits(name, quantised):
     texts = [ids[: 3 + i] for i in range(6)]
     alone = [model.forward(Batch.single(text, start=0, pages=[0]), KVCache(model.cache_spec(256))) for text in texts]
     cache = KVCache(model.cache_spec(6 * 256))
-    model.forward(Batch.build([Span(ids=text[:-1], start=0, pages=[page]) for page, text in enumerate(texts)]), cache)
-    batch = Batch.build([Span(ids=text[-1:], start=len(text) - 1, pages=[page]) for page, text in enumerate(texts)])
+    model.forward(Batch.build([SequenceSlice(ids=text[:-1], start=0, pages=[page]) for page, text in enumerate(texts)]), cache)
+    batch = Batch.build([SequenceSlice(ids=text[-1:], start=len(text) - 1, pages=[page]) for page, text in enumerate(texts)])
     assert same(model.forward(batch, cache), torch.cat(alone))
     if model.capabilities.draws_ahead:
         step = model.draw_ahead(batch, cache, (torch.tensor([[0.0, 0, 1, 0, 0]] * 6, dtype=torch.float64), 0, None))
@@ -97,13 +97,13 @@ def test_exl2_equals_the_reconstructed_weights(name, tmp_path):
     model, config = load_model(directory), config_of(directory)
     ids = ids_of(config.vocab_size, 1, 60)
     with open_store(config, directory) as store, torch.no_grad():
-        want = reference.logits(config, DenseWeights(config, store), ids)[0]
+        want = reference.logits(config, ReconstructedWeights(config, store), ids)[0]
     # reconstructing rounds every weight once more to fp16; norms behind each half magnify that
     assert error(run(model, ids[0]), want) < (6e-3 if config.post_norm else 2e-3)
     assert error(run(load_model(directory, weights="fp32"), ids[0]), want) < 1e-4
     found = inspect(directory)
     assert found.layers == config.num_layers
-    assert {matrix.key for matrix in found.decoder} == {linear.key for linear in linears(config) if linear.role != "head"}
+    assert {matrix.key for matrix in found.decoder} == {linear.key for linear in model_linears(config) if linear.role != "head"}
 
 
 @pytest.mark.parametrize("name", ZOO)
@@ -111,7 +111,7 @@ def test_inspect_sees_every_matrix_of_a_checkpoint(name, tmp_path):
     directory = write(name, build(name), tmp_path)
     config, found = config_of(directory), inspect(directory)
     assert found.layers == config.num_layers
-    assert {matrix.key for matrix in found.decoder} == {linear.key for linear in linears(config) if linear.role != "head"}
+    assert {matrix.key for matrix in found.decoder} == {linear.key for linear in model_linears(config) if linear.role != "head"}
 
 
 @pytest.mark.parametrize("context", [128, 512])
@@ -122,7 +122,10 @@ def test_longrope_takes_its_factors_from_the_length(context, tmp_path):
     assert model.rope_switch == (128 if context > 128 else None)
     rows = [ids_of(131, 1, length, 2)[0] for length in (100, 128, 129, 300) if length <= context]
     wants = [truth(twin, row[None])[0] for row in rows]
-    spans = [Span(ids=row.tolist(), start=0, pages=[2 * i, 2 * i + 1], logit_rows="all", long=len(row) > 128) for i, row in enumerate(rows)]
+    spans = [
+        SequenceSlice(ids=row.tolist(), start=0, pages=[2 * i, 2 * i + 1], logit_rows="all", long=len(row) > 128)
+        for i, row in enumerate(rows)
+    ]
     for name in ("forward", "forward_by_ops"):
         logits = getattr(model, name)(Batch.build(spans), KVCache(model.cache_spec(8 * 256, mode="fp32")))
         for got, want in zip(logits.split([len(row) for row in rows]), wants):
@@ -135,7 +138,7 @@ def test_longrope_takes_its_factors_from_the_length(context, tmp_path):
     assert same(torch.cat(parts), logits[-len(last) :])
     with open_store(model.config, tmp_path) as store, torch.no_grad():
         for row, want in zip(rows, wants):
-            assert error(reference.logits(model.config, DenseWeights(model.config, store), row[None])[0], want) < 1e-4
+            assert error(reference.logits(model.config, ReconstructedWeights(model.config, store), row[None])[0], want) < 1e-4
     if context > 128:  # the factors do differ
         assert error(run(model, rows[0]), wants[0]) > 1e-2
 

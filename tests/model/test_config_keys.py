@@ -9,9 +9,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from exl2nb.core.errors import ConfigError, UnknownArchitecture
 from exl2nb.model.archs import ARCHS, parse_config
-from exl2nb.model.archs.base import Wrapped
-from exl2nb.model.config import LIMITS
-from exl2nb.model.fields import ROPE_KEYS
+from exl2nb.model.archs.architecture import Wrapped
+from exl2nb.model.config import SIZE_LIMITS
+from exl2nb.model.config_fields import ROPE_KEYS
 from exl2nb.model.loader import load_model
 from exl2nb.model.rope import RopeOverride
 from exl2nb.model.vision.families import VISION_KEYS, read_vision
@@ -78,7 +78,7 @@ def test_absent_keys_mean_what_transformers_assumes(name, arch, kind, inner):
     kind = ALONE.get(name, kind)
     decoder = written(kind, **({"text_config": {"model_type": inner}} if inner else {}))
     full = {**decoder, "architectures": [name]}
-    sizes = {key for key, _, _ in LIMITS.values()} | {"n_embd", "n_layer", "n_head", "d_model", "n_layers", "n_heads"}
+    sizes = {key for key, _, _ in SIZE_LIMITS.values()} | {"n_embd", "n_layer", "n_head", "d_model", "n_layers", "n_heads"}
     needed = sizes - {"head_dim", "num_key_value_heads", "max_position_embeddings"} - set(arch.defaults)
     if inner:
         text = full["text_config"]

@@ -6,17 +6,17 @@ from functools import partial
 import pytest
 import torch
 
-from exl2nb.converter.experts import SAMPLE_TOKENS, Sample, level, share_of_sample
-from exl2nb.converter.hessian import input_of
-from exl2nb.converter.job import ConversionJob
+from exl2nb.converter.conversion_job import ConversionJob
+from exl2nb.converter.experts import SAMPLE_TOKENS, RoutedSample, level_expert_gradients, share_of_sample
+from exl2nb.converter.hessian import role_inputs
 from exl2nb.converter.peer import PeerMeasurement
 from exl2nb.io.shards import TensorStore
 from exl2nb.model import reference
 from exl2nb.model.archs import parse_config
-from exl2nb.model.inspect import inspect
-from exl2nb.model.layout import layer_linears, linears, vectors
+from exl2nb.model.inspection import inspect
+from exl2nb.model.layout import layer_linears, model_linears, vector_shapes
 from exl2nb.model.loader import load_model
-from exl2nb.model.sources import DenseWeights
+from exl2nb.model.sources import ReconstructedWeights
 from exl2nb.model.store import open_store
 
 from .test_model import error, run
@@ -30,7 +30,7 @@ def dense_weights(directory):
     """Its config and weights in fp32."""
     config = config_of(directory)
     with open_store(config, directory) as store, torch.no_grad():
-        return config, {key: value.float() for key, value in DenseWeights(config, store).items()}
+        return config, {key: value.float() for key, value in ReconstructedWeights(config, store).items()}
 
 
 def tolerance(config):
@@ -115,9 +115,9 @@ def test_there_and_back(name, tmp_path):
     if config.files.passed:  # the vision tower, bit for bit
         _check_passed(source, done.path)
         stored = {key: shape for key, shape in stored.items() if not key.startswith(TOWERS)}
-    biases = {f"{linear.key}.bias": (linear.out_features,) for linear in linears(config) if linear.bias}
-    assert stored == {**vectors(config), **biases}
-    assert quantised == {linear.key for linear in linears(config)}
+    biases = {f"{linear.key}.bias": (linear.out_features,) for linear in model_linears(config) if linear.bias}
+    assert stored == {**vector_shapes(config), **biases}
+    assert quantised == {linear.key for linear in model_linears(config)}
     assert inspect(done.path).layers == config.num_layers
 
     # another seed for experts: with 0, rounding decides which of two equally probable experts the second token gets
@@ -184,7 +184,7 @@ def test_experts_without_a_calibration_token(tmp_path):
 
 def test_inputs_of_a_sparse_layer():
     config = config_of_zoo("qwen2_moe")
-    names = input_of(layer_linears(config, 1))
+    names = role_inputs(layer_linears(config, 1))
     assert names["up.3"] == "gate.3" and names["down.3"] == "down.3" and names["shared_up"] == "shared_gate" and names["v"] == "q"
     stages = reference.stages(config, 1)
     assert [stage[0] for stage in stages] == ["q", "o", "router", "shared_gate", "shared_down"]
@@ -205,7 +205,7 @@ def test_the_sample_completes_missing_hessians():
     g = torch.Generator().manual_seed(0)
     weights = {f"{linear.key}.weight": torch.randn(linear.shape, generator=g) for linear in layer_linears(config, 0).values()}
     x = torch.randn(2 * SAMPLE_TOKENS, config.hidden_size, generator=g)
-    sample = Sample(config, 0, len(x))
+    sample = RoutedSample(config, 0, len(x))
     sample.see({config.names.at(0, "router"): x})
     own = torch.eye(config.hidden_size, dtype=torch.float64)
     found = sample.complete(weights, {"q": own, "gate.1": own}, {"gate.1": 1000})
@@ -218,6 +218,6 @@ def test_the_sample_completes_missing_hessians():
 
 def test_every_expert_counts():
     roles = {"a": "gate.0", "b": "gate.1", "c": "q"}
-    found = level({"a": torch.zeros(3), "b": torch.ones(3), "c": torch.ones(2)}, roles)
+    found = level_expert_gradients({"a": torch.zeros(3), "b": torch.ones(3), "c": torch.ones(2)}, roles)
     assert (found["a"] > 0).all() and torch.equal(found["c"], torch.ones(2))
     assert found["b"].sum() > found["a"].sum() * 20

@@ -12,14 +12,14 @@ import torch
 import exl2nb as ex
 from exl2nb.cache.pool import KVCache
 from exl2nb.core.errors import OptionError
+from exl2nb.llm.llm import LLM
 from exl2nb.llm.load import Tokenizer, load
-from exl2nb.llm.model import LLM
-from exl2nb.llm.plan import experts_apart, kind_formula
+from exl2nb.llm.plan import experts_on_cpu, kind_formula
 from exl2nb.model.batch import Batch
 from exl2nb.model.gpu_memory import kept_by_layer
-from exl2nb.model.inspect import inspect
+from exl2nb.model.inspection import inspect
 from exl2nb.model.loader import load_model
-from exl2nb.model.split import Piece, Span, SplitModel
+from exl2nb.model.split import LayerRange, ModelPiece, SplitModel
 from exl2nb.ops import RoutedOp
 
 from .zoo import build, build_wide, config_of, write, write_exl2, write_tokenizer
@@ -42,7 +42,7 @@ def directory(request, tmp_path_factory):
 
 def spans_of(config, *cuts):
     ends = [0, *cuts, config.num_layers]
-    return [Span("cpu", a, b) for a, b in pairwise(ends)]
+    return [LayerRange("cpu", a, b) for a, b in pairwise(ends)]
 
 
 def logits(model, mode="fp16"):
@@ -74,13 +74,13 @@ def test_coded_caches_too(tmp_path):
 def test_every_sparse_layer_is_cut_behind_its_attention(tmp_path):
     directory = dense_and_sparse(tmp_path)
     model = load_model(directory, spans=spans_of(config_of(directory)), experts=True)
-    span = Span("cpu", 0, 3)
-    assert model.pieces == [Piece(span, 0, 1, cut=True), Piece(span, 1, 3, cut=True), Piece(span, 3, 3)]
+    span = LayerRange("cpu", 0, 3)
+    assert model.pieces == [ModelPiece(span, 0, 1, cut=True), ModelPiece(span, 1, 3, cut=True), ModelPiece(span, 3, 3)]
     logits(model)
     assert [[op for op in part.program.steps if isinstance(op, RoutedOp)] for part in model.parts] == [[]] * 3
     ends_dense = write("qwen3_moe", build("qwen3_moe", num_hidden_layers=2), tmp_path / "dense")
     model = load_model(ends_dense, spans=spans_of(config_of(ends_dense)), experts=True)
-    assert model.pieces == [Piece(Span("cpu", 0, 2), 0, 1, cut=True), Piece(Span("cpu", 0, 2), 1, 2)]
+    assert model.pieces == [ModelPiece(LayerRange("cpu", 0, 2), 0, 1, cut=True), ModelPiece(LayerRange("cpu", 0, 2), 1, 2)]
 
 
 def test_observers_see_every_point(directory):
@@ -167,7 +167,7 @@ def test_a_plan_says_so_in_words(tmp_path):
 @pytest.mark.parametrize("devices", [{"cpu": "experts"}, {"cuda:0": "experts", "cpu": "rest"}, {"cuda:0": "experts", "cpu": "experts"}])
 def test_experts_are_for_the_cpu_beside_gpus(devices):
     with pytest.raises(OptionError, match="'experts' is for the CPU, with GPUs for the rest"):
-        experts_apart(devices)
+        experts_on_cpu(devices)
 
 
 def test_dense_models_are_refused_by_name():
@@ -176,4 +176,4 @@ def test_dense_models_are_refused_by_name():
         with pytest.raises(OptionError, match="puts experts on the CPU, and demo_model has none: it is dense"):
             refuse(demo, devices={"cuda:0": "rest", "cpu": "experts"})
     with pytest.raises(OptionError, match="experts apart from their layers, and this model has none"):
-        load_model(demo, spans=[Span("cpu", 0, 12)], experts=True)
+        load_model(demo, spans=[LayerRange("cpu", 0, 12)], experts=True)

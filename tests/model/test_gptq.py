@@ -12,10 +12,10 @@ from exl2nb.cli import main
 from exl2nb.core.errors import ConfigError, ConversionError, FormatError
 from exl2nb.io.safetensors import save as save_tensors
 from exl2nb.model import reference
-from exl2nb.model.inspect import inspect
-from exl2nb.model.layout import linears
+from exl2nb.model.inspection import inspect
+from exl2nb.model.layout import model_linears
 from exl2nb.model.loader import load_model, read_model_config
-from exl2nb.model.sources import DenseWeights
+from exl2nb.model.sources import ReconstructedWeights
 from exl2nb.model.store import open_store
 
 from .gptq_maker import Recipe, on_grid, put_on_grid, split_experts, write_gptq
@@ -48,7 +48,7 @@ def test_gptq_equals_transformers(name, recipe, tmp_path):
     assert error(run(loaded, ids[0]), want) < (2e-3 if loaded.config.post_norm else 1e-3)
     assert error(run(load_model(directory, weights="fp32"), ids[0]), want) < 1e-4
     assert {matrix.key for matrix in inspect(directory).decoder if matrix.format == "gptq"} == {
-        linear.key for linear in linears(loaded.config) if linear.role != "head"
+        linear.key for linear in model_linears(loaded.config) if linear.role != "head"
     }
 
 
@@ -64,8 +64,8 @@ def test_every_recipe_on_llama(recipe, tmp_path):
     assert torch.equal(run(loaded, ids[0], mode="fp16", forward="forward_by_ops"), once)
     config = read_model_config(directory)
     with open_store(config, directory) as store, torch.no_grad():
-        weights = DenseWeights(config, store)
-        assert set(weights) == {f"{linear.key}.weight" for linear in linears(config)} | {
+        weights = ReconstructedWeights(config, store)
+        assert set(weights) == {f"{linear.key}.weight" for linear in model_linears(config)} | {
             name for name in store.names() if name.endswith((".bias", "norm.weight", "embed_tokens.weight"))
         }
         assert error(reference.logits(config, weights, ids)[0], want) < 1e-4

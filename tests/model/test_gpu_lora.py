@@ -1,6 +1,6 @@
 """Adapters in steps on the GPU: step kernels and prefill against the fp32 reference that merges them, bits alone and beside others, room.
 
-The tests on the CPU are in tests/ops/test_lora.py.
+The tests on the CPU are in tests/ops/test_lora_table.py.
 
 Marked gpu: `make test-gpu` on a machine that has one.
 """
@@ -13,13 +13,13 @@ import torch
 from exl2nb import ops
 from exl2nb.cache.pool import KVCache
 from exl2nb.cache.spec import CacheSpec
-from exl2nb.model.batch import Batch, Span
-from exl2nb.model.gpu import GpuForward
+from exl2nb.model.batch import Batch, SequenceSlice
+from exl2nb.model.gpu_forward import GpuForward
 from exl2nb.ops import kernel_code
-from exl2nb.ops._library import REFERENCES
-from exl2nb.ops.lora import LoraChange, LoraPart, LoraTable, blend
+from exl2nb.ops._library import REFERENCE_OPS
+from exl2nb.ops.lora_table import LoraChange, LoraPart, LoraTable, blend_adapters
 from tests.ops.cases import Net
-from tests.ops.test_lora import adapter
+from tests.ops.test_lora_table import adapter
 
 pytestmark = pytest.mark.gpu
 PAGES = 16  # one of each sequence
@@ -84,7 +84,9 @@ class Pair:
 
     def batch(self, counts, adapters, rows="all"):
         spans = [
-            Span(ids=[(7 * i + 3 + 11 * page) % self.net.vocab for i in range(n)], start=0, pages=[page], logit_rows=rows, adapter=of)
+            SequenceSlice(
+                ids=[(7 * i + 3 + 11 * page) % self.net.vocab for i in range(n)], start=0, pages=[page], logit_rows=rows, adapter=of
+            )
             for page, (n, of) in enumerate(zip(counts, adapters))
         ]
         return Batch.build(spans)
@@ -97,7 +99,7 @@ class Pair:
         b = self.batch(counts, adapters, rows)
         tensors = (b.input_ids, b.positions, b.slot_mapping, b.block_table, b.cu_seqlens, b.context_lens, b.logit_rows)
         lora = (None, None) if b.adapters is None else (self.table.words, b.adapters)
-        return REFERENCES["decode_step"](self.plain.program.code, *tensors, *self.plain.pools(), *lora)
+        return REFERENCE_OPS["decode_step"](self.plain.program.code, *tensors, *self.plain.pools(), *lora)
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -147,7 +149,7 @@ def test_inside_the_products(name, rank, step, monkeypatch):
         without = pair.wanted(counts, [-1] * len(counts), rows)
         assert float((want - without).norm() / want.norm()) > 0.03, "the adapters change the logits"
     if torch.cuda.get_device_capability()[0] == 9:
-        made = [one.name for one in kernel_code.noted(lambda: pair.found(counts, adapters))]
+        made = [one.name for one in kernel_code.kernels_of_run(lambda: pair.found(counts, adapters))]
         assert any(one.startswith(kernel) for one in made), made
         assert len(counts) < 9 or "lora_expand" not in made
         assert ("lora_sums" in made) == (sum(counts) > 16), "up to 16 rows x a is in the products, too"
@@ -160,7 +162,7 @@ def test_code_for_two_bits_where_there_are_some(bits, kernel, monkeypatch):
     got, want = pair.found([1], [1]), pair.wanted([1], [1])
     assert float((got - want).norm() / want.norm()) < 5e-3
     if torch.cuda.get_device_capability()[0] == 9:
-        made = [one.name for one in kernel_code.noted(lambda: pair.found([1], [1]))]
+        made = [one.name for one in kernel_code.kernels_of_run(lambda: pair.found([1], [1]))]
         assert {one for one in made if one.startswith("persistent_lora")} == {kernel}
 
 
@@ -172,7 +174,7 @@ def test_sixteen_adapters(name, rank, monkeypatch):
     pair = Pair(INSIDE[name], inside=True)
     program = pair.plain.program
     made = [small(plain(program, seed, rank), 0.15 * rank**-0.5) for seed in range(15)]
-    made.append(blend([(made[0], 0.7), (made[1], -0.4)], program))
+    made.append(blend_adapters([(made[0], 0.7), (made[1], -0.4)], program))
     pair.table, table = LoraTable(program, tuple(made)), pair.moved(made)
     assert table.fits_inside
     counts, adapters = [1] * 16, [(5 * row) % 16 for row in range(16)]
@@ -196,7 +198,7 @@ def test_few_rows_of_a_large_layer(monkeypatch):
     assert float((within - behind).norm() / behind.norm()) < 5e-3
     assert float((pair.found(counts, [-1, -1, -1]) - behind).norm() / behind.norm()) > 0.02, "the adapters change the logits"
     if torch.cuda.get_device_capability()[0] == 9:
-        made = [one.name for one in kernel_code.noted(lambda: pair.found(counts, adapters))]
+        made = [one.name for one in kernel_code.kernels_of_run(lambda: pair.found(counts, adapters))]
         assert "stream_k_lora<2>" in made, made
 
 

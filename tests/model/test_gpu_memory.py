@@ -8,12 +8,12 @@ from exl2nb.cache.pool import KVCache
 from exl2nb.core.progress import Meter
 from exl2nb.model import gpu_memory
 from exl2nb.model.batch import Batch
-from exl2nb.model.gpu_memory import ALIGN, Arena, aligned, blob_bytes, kept_bytes
-from exl2nb.model.inspect import Matrix, inspect
+from exl2nb.model.gpu_memory import ARENA_ALIGN_BYTES, Arena, align_size, blob_bytes, kept_bytes
+from exl2nb.model.inspection import StoredMatrix, inspect
 from exl2nb.model.loader import Builder, load_model
 from exl2nb.model.model import Model, Network
 from exl2nb.model.sources import find_sources
-from exl2nb.model.split import Span
+from exl2nb.model.split import LayerRange
 from exl2nb.model.store import open_store
 
 from .zoo import build, config_of, write, write_exl2
@@ -35,24 +35,24 @@ def storages(model):
 
 
 def test_arena():
-    arena = Arena(3 * ALIGN, "cpu")
+    arena = Arena(3 * ARENA_ALIGN_BYTES, "cpu")
     first, second = arena.keep(torch.arange(5.0)), arena.keep(torch.ones(3, 4, dtype=torch.float16).T)
     assert first.tolist() == [0, 1, 2, 3, 4]
     assert second.shape == (4, 3)
     assert second.is_contiguous()
-    assert second.data_ptr() - first.data_ptr() == ALIGN
-    large = torch.zeros(ALIGN)
+    assert second.data_ptr() - first.data_ptr() == ARENA_ALIGN_BYTES
+    large = torch.zeros(ARENA_ALIGN_BYTES)
     assert arena.keep(large) is large, "no room: it stays where it is"
 
 
 def test_every_tensor_that_stays_goes_into_the_arena(folder):
     """With the sizes that the CPU's tensors have; the loaded model computes the same bits."""
     plain, config = load_model(folder), config_of(folder)
-    arena = Arena(sum(aligned(tensor.nbytes) for tensor in plain.network.tensors()), "cpu")
+    arena = Arena(sum(align_size(tensor.nbytes) for tensor in plain.network.tensors()), "cpu")
     with open_store(config, folder) as store:
         builder = Builder(config, store, find_sources(config, store), widen=False, device="cpu", arena=arena)
         with Meter("load", total=config.num_layers + 2, unit="layers", sink=None) as meter:
-            embedding, layers, head = builder.span(Span("cpu", 0, config.num_layers), meter)
+            embedding, layers, head = builder.span(LayerRange("cpu", 0, config.num_layers), meter)
         model = Model(config, Network(embedding, tuple(layers), head), context=64)
     assert storages(model) == {arena.memory.untyped_storage().data_ptr()}
     batch = Batch.single(list(range(1, 20)), start=0, pages=[0], logit_rows="all")
@@ -66,12 +66,12 @@ def test_the_headers_tell_every_tensor(folder, monkeypatch):
     monkeypatch.setattr(gpu_memory, "blob_bytes", lambda parts: blobs.extend([parts] if parts else []) or 0)
     said = kept_bytes(config_of(folder), inspect(folder))
     tensors = list(model.network.tensors())
-    assert said == sum(aligned(tensor.nbytes) for tensor in tensors if tensor.dtype != torch.uint8)
+    assert said == sum(align_size(tensor.nbytes) for tensor in tensors if tensor.dtype != torch.uint8)
     assert len(blobs) == sum(tensor.dtype == torch.uint8 for tensor in tensors)
 
 
 def matrix(groups, columns, kind="exl2", rows=0):
-    return Matrix("", None, "", kind, rows or sum(n for _, n in groups), columns, tuple(groups), 0.0, 0)
+    return StoredMatrix("", None, "", kind, rows or sum(n for _, n in groups), columns, tuple(groups), 0.0, 0)
 
 
 def test_sizes_of_blobs():

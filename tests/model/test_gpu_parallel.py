@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from exl2nb.model.batch import Batch, Span
+from exl2nb.model.batch import Batch, SequenceSlice
 from exl2nb.model.loader import load_model
 from exl2nb.model.parallel import load_parallel
 
@@ -24,7 +24,8 @@ def batches(vocab: int) -> list[Batch]:
     ids = [(7 * i + 3) % vocab for i in range(60)]
     found = [Batch.single(ids[a:b], start=a, pages=[1, 0], logit_rows="all") for a, b in ((0, 40), (40, 45), (45, 46))]
     return found + [
-        Batch.build([Span(ids=[ids[i % 60]], start=0, pages=[2 + i], logit_rows="last") for i in range(count)]) for count in (3, 6, 12, 40)
+        Batch.build([SequenceSlice(ids=[ids[i % 60]], start=0, pages=[2 + i], logit_rows="last") for i in range(count)])
+        for count in (3, 6, 12, 40)
     ]
 
 

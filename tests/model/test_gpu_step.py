@@ -13,9 +13,9 @@ import torch
 
 from exl2nb.cache.pool import KVCache
 from exl2nb.cache.spec import CacheSpec
-from exl2nb.model.batch import Batch, Span
-from exl2nb.model.gpu import GpuForward, formats_of
-from exl2nb.ops._library import REFERENCES
+from exl2nb.model.batch import Batch, SequenceSlice
+from exl2nb.model.gpu_forward import GpuForward, cache_formats
+from exl2nb.ops._library import REFERENCE_OPS
 from tests.ops.cases import Net, single
 
 pytestmark = pytest.mark.gpu
@@ -53,13 +53,13 @@ class Steps:
         """Logits of one sequence in pieces of these lengths."""
         cache, out = KVCache(self.spec, "cuda"), []
         for first, end in itertools.pairwise([0, *itertools.accumulate(lengths)]):
-            span = Span(ids=self.ids[first:end], start=first, pages=[2, 0], logit_rows="all")
+            span = SequenceSlice(ids=self.ids[first:end], start=first, pages=[2, 0], logit_rows="all")
             out.append(self.forward.run(Batch.build([span]), cache).cpu())
         return torch.cat(out)
 
     def beside(self, lengths, rows="all"):
         """Logits of new sequences of these lengths in one step, each in a page of its own."""
-        spans = [Span(ids=self.ids[:n], start=0, pages=[page], logit_rows=rows) for page, n in enumerate(lengths)]
+        spans = [SequenceSlice(ids=self.ids[:n], start=0, pages=[page], logit_rows=rows) for page, n in enumerate(lengths)]
         return self.forward.run(Batch.build(spans), KVCache(self.spec, "cuda")).cpu()
 
 
@@ -68,7 +68,7 @@ def test_steps_are_their_mathematics(name):
     """A prompt at once, in steps of eight, token by token; over the border of a page; the first token alone and the last of a full page."""
     cpu, steps = made(CASES[name], "cpu"), Steps(made(CASES[name]))
     k, v = cpu.pools()
-    want = REFERENCES["decode_step"](cpu.program.code, *single(0, steps.ids[:270], [2, 0]), k, v)
+    want = REFERENCE_OPS["decode_step"](cpu.program.code, *single(0, steps.ids[:270], [2, 0]), k, v)
     ways = {
         "at once": [270],
         "by eights": [8] * 33 + [6],
@@ -172,9 +172,9 @@ def test_memory_of_larger_steps():
 
 def arguments(steps, cache, count):
     """Of a step of so many sequences at their first token, and its logits."""
-    spans = [Span(ids=steps.ids[page : page + 1], start=0, pages=[page], logit_rows="all") for page in range(count)]
+    spans = [SequenceSlice(ids=steps.ids[page : page + 1], start=0, pages=[page], logit_rows="all") for page in range(count)]
     i, out = steps.forward.inputs(Batch.build(spans), None), torch.zeros(count, steps.forward.vocab, device="cuda")
-    inputs = i.ids, i.positions, i.block_table, i.cu_seqlens, i.context_lens, i.logit_rows, cache.k, cache.v, formats_of(cache)
+    inputs = i.ids, i.positions, i.block_table, i.cu_seqlens, i.context_lens, i.logit_rows, cache.k, cache.v, cache_formats(cache)
     return (*inputs, (cache.spec.num_kv_heads, cache.spec.head_dim), out), out
 
 

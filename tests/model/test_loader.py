@@ -15,7 +15,7 @@ from exl2nb.io.safetensors import SafetensorsFile
 from exl2nb.model import loader
 from exl2nb.model.batch import Batch
 from exl2nb.model.loader import load_model, small_model_memory
-from exl2nb.ops.memory import large_pages
+from exl2nb.ops.memory_ops import large_pages
 
 from .tiny import configure, edit, ids_of, save, save_exl2, truth, twin
 

@@ -11,13 +11,13 @@ from exl2nb.cache.pool import KVCache
 from exl2nb.core.errors import ConfigError, Exl2Error, FormatError, ModelNotFound, OptionError
 from exl2nb.io.safetensors import SafetensorsFile
 from exl2nb.io.safetensors import save as save_tensors
-from exl2nb.model.batch import Batch, Span
-from exl2nb.model.fields import Fields
+from exl2nb.model.batch import Batch, SequenceSlice
+from exl2nb.model.config_fields import Fields
 from exl2nb.model.loader import load_model
-from exl2nb.model.lora import adapter_bytes, change_sizes, changes, read_lora
+from exl2nb.model.lora import adapter_bytes, adapter_changes, change_sizes, read_lora
 from exl2nb.model.lora_merge import merge
-from exl2nb.model.lora_settings import scales
-from exl2nb.ops.lora import INSIDE, LoraStrips
+from exl2nb.model.lora_settings import read_scales
+from exl2nb.ops.lora_table import FUSED_LORA_OPS, LoraStrips
 
 from .test_model import error, run
 from .tiny import ids_of, truth
@@ -80,10 +80,10 @@ def test_logits_equal_peft(kind, tmp_path):
     model = load_model(tmp_path / "model")
     ids = ids_of(model.config.vocab_size, 1, 40)
     network, program = model.network_and_program
-    made = changes(read_lora(tmp_path / "lora", model.config), model.config, network, program)
+    made = adapter_changes(read_lora(tmp_path / "lora", model.config), model.config, network, program)
     assert adapter_bytes(tmp_path / "lora", model.config) == sum(change.nbytes for change in made.values()), "as planned"
     second = adapter_bytes(tmp_path / "lora", model.config, strips=True) - adapter_bytes(tmp_path / "lora", model.config)
-    inside = {op: change for op, change in made.items() if change.is_plain and isinstance(program.steps[op], INSIDE)}
+    inside = {op: change for op, change in made.items() if change.is_plain and isinstance(program.steps[op], FUSED_LORA_OPS)}
     copied = [
         LoraStrips.of(part, torch.arange(len(part.a)), [(part.first, part.b.shape[1])])
         for change in inside.values()
@@ -93,7 +93,7 @@ def test_logits_equal_peft(kind, tmp_path):
     if all(change.norm is None and change.norm_bias is None for change in made.values()):
         assert second == sum(copy.nbytes for copy in copied)
     model.set_adapters([made])
-    span = Span(ids=ids[0].tolist(), start=0, pages=[0], logit_rows="all", adapter=0)
+    span = SequenceSlice(ids=ids[0].tolist(), start=0, pages=[0], logit_rows="all", adapter=0)
     found = model.forward(Batch.build([span]), KVCache(model.cache_spec(256, mode="fp32")))
     want = truth(twin, ids)[0]
     plain = run(model, ids[0])
@@ -141,13 +141,13 @@ def test_logits_on_the_gpu_equal_peft(kind, tmp_path):
     model = load_model(tmp_path / "model", device="cuda")
     ids = ids_of(model.config.vocab_size, 1, 40)
     network, program = model.network_and_program
-    made = changes(read_lora(tmp_path / "lora", model.config), model.config, network, program)
+    made = adapter_changes(read_lora(tmp_path / "lora", model.config), model.config, network, program)
     model.set_adapters([{op: change.to("cuda") for op, change in made.items()}])
     want = truth(twin, ids)[0]
     for each in (40, 8, 1):
         cache, found = KVCache(model.cache_spec(256, mode="fp16"), "cuda"), []
         for first in range(0, 40, each):
-            span = Span(ids=ids[0, first : first + each].tolist(), start=first, pages=[0], logit_rows="all", adapter=0)
+            span = SequenceSlice(ids=ids[0, first : first + each].tolist(), start=first, pages=[0], logit_rows="all", adapter=0)
             found.append(model.forward(Batch.build([span]), cache).cpu())
         assert error(torch.cat(found), want) < 0.02, each
 
@@ -242,7 +242,7 @@ def test_hostile_files_are_named_errors(files, settings, tensors, error_type, wo
 )
 def test_patterns_of_alpha_choose_modules(pattern, module, fits):
     fields = Fields({"peft_type": "LORA", "lora_alpha": 1, "alpha_pattern": {pattern: 2, ".*_proj": 1}}, "test")
-    assert scales(fields)(module, 1) == (2 if fits else 1)
+    assert read_scales(fields)(module, 1) == (2 if fits else 1)
     assert bool(re.fullmatch(rf"(.*\.)?({pattern})", module)) == fits, "as PEFT matches them"
 
 

@@ -8,7 +8,7 @@ import torch
 from exl2nb.core.errors import ConfigError, FormatError
 from exl2nb.model.loader import load_model
 from exl2nb.model.lora import adapter_bytes, read_lora
-from exl2nb.model.lora_settings import CHANGED_BASE, FOLLOWED, PLAIN_INITS, REFUSED, WITHOUT_EFFECT
+from exl2nb.model.lora_settings import CHANGED_BASE, FOLLOWED_SETTINGS, PLAIN_INITS, REFUSED_SETTINGS, WITHOUT_EFFECT
 
 from .test_lora import LLAMA, Q, adapted, edited
 
@@ -55,7 +55,7 @@ def without(*parts):
         ({"init_lora_weights": "pissa_niter_16"}, "pissa_niter_16.*path_initial_model_for_weight_conversion"),
         ({"init_lora_weights": "OLoRA"}, "changes the base model"),
         ({"init_lora_weights": "something_new"}, "'something_new', which is not known"),
-        *(({name: {"a": 1}}, f"{name} is set") for name in REFUSED),
+        *(({name: {"a": 1}}, f"{name} is set") for name in REFUSED_SETTINGS),
         ({"use_something": True}, "use_something is set"),
         ({"something_config": {"alpha": 1}}, "something_config is set"),
         *(({"peft_type": name}, name) for name in ("ADALORA", "LOHA", "LOKR", "VERA", "OFT", "X")),
@@ -72,8 +72,8 @@ def test_options_that_the_file_does_not_follow(tmp_path, settings, words):
     [
         *({"init_lora_weights": name} for name in (True, False, *PLAIN_INITS)),
         *({name: {"alpha": 1}} for name in WITHOUT_EFFECT),
-        *({name: None} for name in (*REFUSED, *FOLLOWED, "r", "target_modules", "modules_to_save", "bias")),
-        *({name: False} for name in REFUSED if name.startswith("use_")),
+        *({name: None} for name in (*REFUSED_SETTINGS, *FOLLOWED_SETTINGS, "r", "target_modules", "modules_to_save", "bias")),
+        *({name: False} for name in REFUSED_SETTINGS if name.startswith("use_")),
         {"modules_to_save": ["classifier", "score"]},  # PEFT names them for classifiers, which this model has not
         {"exclude_modules": ["o_proj"]},
         {"target_modules": [*ATTENTION, "no_such_module"]},

@@ -7,21 +7,21 @@ import random
 import pytest
 import torch
 
-from exl2nb.cache.pages import PageTable
+from exl2nb.cache.pages import PageAllocator
 from exl2nb.cache.pool import KVCache
 from exl2nb.core.errors import ContextOverflow, EngineClosed, OptionError
 from exl2nb.io.shards import TensorStore
 from exl2nb.model import reference
 from exl2nb.model.archs import parse_config
-from exl2nb.model.batch import Batch, Span
-from exl2nb.model.layout import linears
+from exl2nb.model.batch import Batch, SequenceSlice
+from exl2nb.model.layout import model_linears
 from exl2nb.model.loader import load_model, read_model_config
-from exl2nb.model.sources import DenseWeights
+from exl2nb.model.sources import ReconstructedWeights
 from exl2nb.ops import _load
 
 from .tiny import CASES, ids_of, raw_config, save, save_exl2, truth, twin
 
-COMPILED = "cpu" in _load.load().loaded
+COMPILED = "cpu" in _load.load_libraries().loaded
 
 
 def same(got, want):
@@ -140,7 +140,7 @@ def test_exl2_equals_transformers_on_the_reconstructed_weights(case, tmp_path):
     assert error(run(load_model(directory, weights="fp32"), ids[0]), want) < 1e-4
     config = read_model_config(directory)
     with TensorStore(directory) as store:
-        weights = DenseWeights(config, store)
+        weights = ReconstructedWeights(config, store)
         assert set(weights) >= {"model.layers.1.mlp.down_proj.weight", "model.norm.weight"}
         assert not any(".q_weight" in name for name in weights)
         assert error(reference.logits(config, weights, ids)[0], want) < 1e-4
@@ -196,7 +196,7 @@ def test_any_schedule_gives_the_same_logits(seed, mode, tmp_path):
     model = load_model(save_exl2(twin("llama", seed=seed, num_hidden_layers=1, vocab_size=64), tmp_path))
     lengths = [choice.choice([1, 40, 256, 257, 300, 511]) for _ in range(3)]
     texts = [ids_of(64, 1, n, seed=seed + n)[0].tolist() for n in lengths]
-    pages, cache = PageTable(8), KVCache(model.cache_spec(8 * 256, mode=mode))
+    pages, cache = PageAllocator(8), KVCache(model.cache_spec(8 * 256, mode=mode))
     done, tables, seen = [0] * 3, [[] for _ in range(3)], [[] for _ in range(3)]
     while any(a < n for a, n in zip(done, lengths)):
         spans, who = [], []
@@ -204,7 +204,7 @@ def test_any_schedule_gives_the_same_logits(seed, mode, tmp_path):
             n = min(choice.choice([1, 1, 7, 64, 130]), lengths[i] - done[i])
             if n > 0:
                 tables[i] += pages.allocate(-(-(done[i] + n) // 256) - len(tables[i]))
-                spans.append(Span(ids=texts[i][done[i] : done[i] + n], start=done[i], pages=tables[i], logit_rows="all"))
+                spans.append(SequenceSlice(ids=texts[i][done[i] : done[i] + n], start=done[i], pages=tables[i], logit_rows="all"))
                 who.append(i)
                 done[i] += n
         if spans:
@@ -237,7 +237,7 @@ def test_batch_of_one_sequence():
 
 
 def test_batch_pads_short_block_tables():
-    batch = Batch.build([Span(ids=[1], start=300, pages=[7, 8]), Span(ids=[2, 3], start=0, pages=[1], logit_rows="none")])
+    batch = Batch.build([SequenceSlice(ids=[1], start=300, pages=[7, 8]), SequenceSlice(ids=[2, 3], start=0, pages=[1], logit_rows="none")])
     assert batch.block_table.tolist() == [[7, 8], [1, 0]]
     assert batch.cu_seqlens.tolist() == [0, 1, 3]
     assert batch.logit_rows.tolist() == [0]
@@ -255,10 +255,10 @@ def test_wrong_batches_are_assertions():
 
 def test_selected_spans_of_a_batch():
     spans = [
-        Span(ids=[5, 6, 7], start=0, pages=[1], logit_rows="all"),
-        Span(ids=[8], start=300, pages=[2, 3]),
-        Span(ids=[9, 10], start=4, pages=[4], logit_rows="none", long=False),
-        Span(ids=[11], start=9, pages=[5]),
+        SequenceSlice(ids=[5, 6, 7], start=0, pages=[1], logit_rows="all"),
+        SequenceSlice(ids=[8], start=300, pages=[2, 3]),
+        SequenceSlice(ids=[9, 10], start=4, pages=[4], logit_rows="none", long=False),
+        SequenceSlice(ids=[11], start=9, pages=[5]),
     ]
     whole, want = Batch.build(spans), Batch.build([spans[0], spans[3]])
     got, tokens, rows = whole.select([0, 3])
@@ -273,14 +273,18 @@ def test_selected_spans_of_a_batch():
 def test_a_batch_cut_by_tokens_is_the_spans_cut():
     long = [*range(20)]
     spans = [
-        Span(ids=long, start=250, pages=[1, 3]),
-        Span(ids=[8], start=300, pages=[2, 3], adapter=2),
-        Span(ids=long, start=0, pages=[4], logit_rows="all"),
+        SequenceSlice(ids=long, start=250, pages=[1, 3]),
+        SequenceSlice(ids=[8], start=300, pages=[2, 3], adapter=2),
+        SequenceSlice(ids=long, start=0, pages=[4], logit_rows="all"),
     ]
     want = [
-        [Span(ids=long[:16], start=250, pages=[1, 3], logit_rows="none")],
-        [Span(ids=long[16:], start=266, pages=[1, 3]), spans[1], Span(ids=long[:11], start=0, pages=[4, 0], logit_rows="all")],
-        [Span(ids=long[11:], start=11, pages=[4, 0], logit_rows="all")],
+        [SequenceSlice(ids=long[:16], start=250, pages=[1, 3], logit_rows="none")],
+        [
+            SequenceSlice(ids=long[16:], start=266, pages=[1, 3]),
+            spans[1],
+            SequenceSlice(ids=long[:11], start=0, pages=[4, 0], logit_rows="all"),
+        ],
+        [SequenceSlice(ids=long[11:], start=11, pages=[4, 0], logit_rows="all")],
     ]
     whole, seen = Batch.build(spans), []
     for (first, end), expected in zip(((0, 16), (16, 32), (32, 41)), want, strict=True):
@@ -310,7 +314,7 @@ def test_reference_captures_the_input_of_every_linear():
         for layer in range(config.num_layers):
             x = reference.block(config, layer, weights, x, capture=seen.__setitem__)
         reference.head(config, weights, reference.final_norm(config, weights, x), capture=seen.__setitem__)
-    assert list(seen) == [linear.key for linear in linears(config)] == list(want)
+    assert list(seen) == [linear.key for linear in model_linears(config)] == list(want)
     for name, value in want.items():
         torch.testing.assert_close(seen[name], value, atol=1e-4, rtol=1e-4)
 

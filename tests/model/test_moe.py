@@ -12,9 +12,9 @@ from exl2nb.io.shards import TensorStore
 from exl2nb.llm.plan import plan
 from exl2nb.model.archs import parse_config
 from exl2nb.model.batch import Batch
-from exl2nb.model.inspect import inspect
+from exl2nb.model.inspection import inspect
 from exl2nb.model.layers import RoutedMLP
-from exl2nb.model.layout import layer_linears, linears, modules
+from exl2nb.model.layout import layer_linears, model_linears, role_groups
 from exl2nb.model.loader import load_model
 
 from .test_model import run
@@ -41,7 +41,7 @@ def test_a_token_reads_its_experts_and_no_others(tmp_path):
     token = torch.tensor([5])
     good = run(model, token)
     visited = _visited(model, token)
-    experts = linears(config)
+    experts = model_linears(config)
     idle = [e for e in experts if "." in e.role and int(e.role.partition(".")[2]) not in visited[e.layer]]
     edit(directory, {f"{expert.key}.weight": torch.full(expert.shape, torch.nan) for expert in idle})
     assert len(idle) == 3 * sum(moe.num_experts - len(chosen) for chosen in visited)
@@ -114,7 +114,7 @@ def test_inspect_folds_experts(tmp_path):
 
 def test_modules_of_a_layer():
     config = parse_config({**BASE, "architectures": ["Qwen2MoeForCausalLM"], "num_experts": 3, "num_experts_per_tok": 1})
-    assert modules(layer_linears(config, 0)) == [
+    assert role_groups(layer_linears(config, 0)) == [
         ["q", "k", "v", "o"],
         *([f"gate.{i}", f"up.{i}", f"down.{i}"] for i in range(3)),
         ["shared_gate", "shared_up", "shared_down"],

@@ -18,7 +18,7 @@ from exl2nb.cache.pool import KVCache
 from exl2nb.core.errors import OptionError
 from exl2nb.model.batch import Batch
 from exl2nb.model.loader import load_model
-from exl2nb.model.parallel import HOST, RankModel, bounds, cuts, meeting_place, read_part
+from exl2nb.model.parallel import RENDEZVOUS_HOST, RankModel, channel_bounds, make_store, read_part, slice_bounds
 from exl2nb.model.rope import RopeOverride
 from exl2nb.ops.gpu import unpack_half
 from exl2nb.quant.exl2 import Exl2Tensors
@@ -30,7 +30,7 @@ REFUSED = {"olmo2": "a norm over all heads"}
 
 
 class Threads:
-    """The exchanges of `model.parallel.Group` among threads of one process."""
+    """The exchanges of `model.parallel.RankGroup` among threads of one process."""
 
     def __init__(self, size: int) -> None:
         self.size, self._barrier = size, threading.Barrier(size, timeout=60)
@@ -129,30 +129,30 @@ def test_columns_and_rows_of_a_matrix() -> None:
 
 
 def test_bounds() -> None:
-    assert bounds(10, 3) == [0, 3, 6, 10]
-    assert bounds(131, 2, 32) == [0, 64, 131]
-    assert bounds(96, 3, 32) == [0, 32, 64, 96]
+    assert slice_bounds(10, 3) == [0, 3, 6, 10]
+    assert slice_bounds(131, 2, 32) == [0, 64, 131]
+    assert slice_bounds(96, 3, 32) == [0, 32, 64, 96]
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_channels_are_divided_by_bits_between_groups(size: int) -> None:
     """Those of Llama-2-70B at 2.55 bits: the first part has fewer, since its rows of down are wider."""
     groups = [(6, 32)] * 45 + [(3, 64)] * 90 + [(2, 64)] * 335 + [(2, 32)]
-    limits, beside = cuts(groups, size, 4.4), 4.4
+    limits, beside = channel_bounds(groups, size, 4.4), 4.4
     starts = [0, *accumulate(rows for _, rows in groups)]
     assert limits[0] == 0 and limits[-1] == starts[-1] == 28672
     assert set(limits) <= set(starts), "every part begins with a group"
     bits = [bits for bits, rows in groups for _ in range(rows)]
     parts = [sum(bits[a:b]) + beside * (b - a) for a, b in pairwise(limits)]
     assert max(parts) <= 1.02 * sum(parts) / size
-    even = [sum(bits[a:b]) + beside * (b - a) for a, b in pairwise(bounds(28672, size, 32))]
+    even = [sum(bits[a:b]) + beside * (b - a) for a, b in pairwise(slice_bounds(28672, size, 32))]
     assert max(even) > 1.05 * sum(even) / size, "what equal numbers of channels would cost"
 
 
 def test_large_groups_are_divided_within() -> None:
-    assert cuts([(4, 768)], 2, 8.0) == [0, 384, 768]
-    assert cuts([(8, 128), (2, 128)], 4, 0.5) == [0, 32, 96, 128, 256]
-    assert cuts([(8, 32), (2, 96)], 4, 0.0) == [0, 32, 64, 96, 128], "a unit for each rank at least"
+    assert channel_bounds([(4, 768)], 2, 8.0) == [0, 384, 768]
+    assert channel_bounds([(8, 128), (2, 128)], 4, 0.5) == [0, 32, 96, 128, 256]
+    assert channel_bounds([(8, 32), (2, 96)], 4, 0.0) == [0, 32, 64, 96, 128], "a unit for each rank at least"
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -171,7 +171,7 @@ def test_parts_that_begin_within_a_group(size: int, device: str) -> None:
         q_groups=torch.tensor([value for (bits, _), at in zip(table, starts) for value in (bits, at)], dtype=torch.int16),
         q_invperm=torch.randperm(28672, generator=rng).int(),
     )
-    expected, limits = whole.reconstruct()[whole.perm].float(), bounds(28672, size, 32)
+    expected, limits = whole.reconstruct()[whole.perm].float(), slice_bounds(28672, size, 32)
     for first, last in pairwise(limits):
         part = whole.rows(first, last)
         blob = ops.pack_exl2(
@@ -194,11 +194,11 @@ def test_counts_that_do_not_divide(tmp_path: Path) -> None:
 
 
 def test_ranks_meet_on_this_machine_alone() -> None:
-    store = meeting_place()
+    store = make_store()
     store.set("a", "1")
     listening = []
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         rows = [line.split() for line in Path(table).read_text().splitlines()[1:]] if Path(table).exists() else []
         listening += [row[1] for row in rows if row[3] == "0A" and int(row[1].rpartition(":")[2], 16) == store.port]
     assert listening == [f"0100007F:{store.port:04X}"]
-    assert TCPStore(HOST, store.port, is_master=False, timeout=timedelta(seconds=30)).get("a") == b"1"
+    assert TCPStore(RENDEZVOUS_HOST, store.port, is_master=False, timeout=timedelta(seconds=30)).get("a") == b"1"

@@ -15,7 +15,7 @@ from exl2nb.generator.engine import Engine
 from exl2nb.generator.request import Request
 from exl2nb.model.archs import parse_config
 from exl2nb.model.loader import load_model
-from exl2nb.model.rope import RopeOverride, frequencies, rope_tables
+from exl2nb.model.rope import RopeOverride, rope_frequencies, rope_tables
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
 from .tiny import BASE, ids_of, truth
@@ -59,7 +59,7 @@ def both(parameters, head_dim=64, max_positions=16384, style="new"):
 def test_frequencies_and_tables_equal_transformers(case, head_dim, style):
     config, theirs = both(CASES[case], head_dim, style=style)
     rotary = LlamaRotaryEmbedding(theirs)
-    inverse, factor = frequencies(config.rope)
+    inverse, factor = rope_frequencies(config.rope)
     assert torch.equal(inverse, rotary.inv_freq), (inverse - rotary.inv_freq).abs().max()
     assert factor == pytest.approx(rotary.attention_scaling, abs=0)
     cos, sin = rope_tables(config, 9000)
@@ -75,7 +75,7 @@ def test_frequencies_and_tables_equal_transformers(case, head_dim, style):
 def test_dynamic_follows_the_context_the_model_is_loaded_with(context):
     config, theirs = both(CASES["dynamic"], max_positions=512)
     want, _ = ROPE_INIT_FUNCTIONS["dynamic"](theirs, None, seq_len=context)
-    got, _ = frequencies(config.rope, context=context)
+    got, _ = rope_frequencies(config.rope, context=context)
     torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
     if context > 512:
         cos, _ = rope_tables(config, context, context=context)
@@ -87,7 +87,7 @@ def test_yarn_null_factor_is_the_ratio_of_contexts():
     config, theirs = both(YARN | {"factor": None, "original_max_position_embeddings": 2048})
     assert config.rope.factor == 8.0
     want, scaling = ROPE_INIT_FUNCTIONS["yarn"](theirs, None)
-    got, factor = frequencies(config.rope)
+    got, factor = rope_frequencies(config.rope)
     assert torch.equal(got, want)
     assert factor == scaling
 
@@ -117,7 +117,7 @@ def test_what_a_caller_changes_is_what_transformers_makes_of_such_a_config(case)
     plain, theirs = both(parameters, max_positions=512)
     plain = {**BASE, "head_dim": 64, "max_position_embeddings": 512, "architectures": ["LlamaForCausalLM"], "rope_theta": 10000.0}
     config = change.apply(parse_config(change.raw(plain)))
-    got, _ = frequencies(config.rope)
+    got, _ = rope_frequencies(config.rope)
     torch.testing.assert_close(got, LlamaRotaryEmbedding(theirs).inv_freq, rtol=1e-6, atol=0)
     assert config.max_position_embeddings == {"scale": 1280, "theta": 512, "alpha": 2048, "yarn": 1024}[case]
 

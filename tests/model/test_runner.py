@@ -7,7 +7,7 @@ import pytest
 import exl2nb as ex
 from exl2nb.core.errors import OptionError
 from exl2nb.model.loader import load_model
-from exl2nb.model.model import Span
+from exl2nb.model.model import LayerRange
 from exl2nb.model.parallel import load_parallel
 from exl2nb.model.runner import GPU_CHUNKS, HOST_CHUNKS, Capabilities
 from exl2nb.ops.placement import Placement
@@ -27,7 +27,7 @@ def test_a_model_on_the_cpu():
 
 
 def test_a_split_model_draws_on_the_host_and_refuses_by_name():
-    model = load_model(DEMO, spans=[Span("cpu", 0, 5), Span("cpu", 5, 12)])
+    model = load_model(DEMO, spans=[LayerRange("cpu", 0, 5), LayerRange("cpu", 5, 12)])
     can = model.capabilities
     assert can.placement == Placement.on("cpu", 12)
     assert can.fused_draw and not can.draws_ahead and not can.captures_drafts

@@ -26,13 +26,23 @@ from exl2nb.core.errors import OptionError
 from exl2nb.llm.load import _streaming
 from exl2nb.model import split, streaming
 from exl2nb.model.batch import Batch
-from exl2nb.model.batch import Span as Tokens
-from exl2nb.model.layers import tensors_of
+from exl2nb.model.batch import SequenceSlice as Tokens
+from exl2nb.model.layers import field_tensors
 from exl2nb.model.loader import load_model
-from exl2nb.model.model import Model, Span
+from exl2nb.model.model import LayerRange, Model
 from exl2nb.model.runner import GPU_CHUNKS, HOST_CHUNKS
 from exl2nb.model.split import SplitModel
-from exl2nb.model.streaming import Buffers, Image, Lanes, LayerStream, Streaming, lent_layers, together, with_lent, worth
+from exl2nb.model.streaming import (
+    Buffers,
+    Lanes,
+    LayerStream,
+    PinnedLayer,
+    Streaming,
+    min_streamed_rows,
+    pack_layer,
+    streamed_layers,
+    with_streamed,
+)
 
 from .zoo import build, build_wide, config_of, write, write_exl2
 
@@ -43,7 +53,7 @@ ROWS = 65
 def halves(directory: Path, rows: int = ROWS, *, device: str = "cpu", lanes: Lanes | None = None) -> SplitModel:
     """The first half of the layers on the host. device: of the second, and of long prompts."""
     layers = config_of(directory).num_layers
-    spans = [Span("cpu", 0, (layers + 1) // 2), Span(device, (layers + 1) // 2, layers)]
+    spans = [LayerRange("cpu", 0, (layers + 1) // 2), LayerRange(device, (layers + 1) // 2, layers)]
     how = Streaming(device, rows, lanes=Lanes if lanes is None else lambda device: lanes)
     model = load_model(directory, spans=spans, streaming=how)
     assert isinstance(model, SplitModel)
@@ -108,29 +118,29 @@ def test_few_tokens_stay_on_the_cpu() -> None:
 def lending(lent: Sequence[int], *, rows: int = ROWS, lanes: Lanes | None = None) -> SplitModel:
     """The demo model with ten layers on the host, of which these are lent."""
     how = Streaming("cpu", rows, lent=lent, lanes=Lanes if lanes is None else lambda device: lanes)
-    model = load_model(DEMO, spans=[Span("cpu", 0, 10), Span("cpu", 10, 12)], streaming=how)
+    model = load_model(DEMO, spans=[LayerRange("cpu", 0, 10), LayerRange("cpu", 10, 12)], streaming=how)
     assert isinstance(model, SplitModel)
     return model
 
 
 def test_which_layers_are_lent() -> None:
     """An even number, one behind the other in the two buffers, and none where the host has few."""
-    assert [[*lent_layers(count)] for count in (0, 7, 8, 16, 24)] == [[], [], [2, 5], [2, 5, 8, 11], [2, 5, 8, 11, 14, 17]]
+    assert [[*streamed_layers(count)] for count in (0, 7, 8, 16, 24)] == [[], [], [2, 5], [2, 5, 8, 11], [2, 5, 8, 11, 14, 17]]
     for count in range(200):
-        lent = lent_layers(count)
+        lent = streamed_layers(count)
         assert len(lent) % 2 == 0 and all(b - a == 3 for a, b in pairwise(lent)) and count / 4 - 2 < len(lent) <= count / 4
         assert not lent or lent[-1] < count - 1
-    gpu = Span("cuda:0", 8, 9)
-    assert with_lent([Span("cpu", 0, 8), gpu], Streaming("cuda:0")) == [
-        Span("cpu", 0, 2),
-        Span("cuda:0", 2, 3, lent=True),
-        Span("cpu", 3, 5),
-        Span("cuda:0", 5, 6, lent=True),
-        Span("cpu", 6, 8),
+    gpu = LayerRange("cuda:0", 8, 9)
+    assert with_streamed([LayerRange("cpu", 0, 8), gpu], Streaming("cuda:0")) == [
+        LayerRange("cpu", 0, 2),
+        LayerRange("cuda:0", 2, 3, lent=True),
+        LayerRange("cpu", 3, 5),
+        LayerRange("cuda:0", 5, 6, lent=True),
+        LayerRange("cpu", 6, 8),
         gpu,
     ]
-    for spans in ([gpu, Span("cpu", 9, 30)], [Span("cpu", 0, 30)], [Span("cpu", 0, 7), gpu]):
-        assert with_lent(spans, Streaming("cuda:0")) == spans
+    for spans in ([gpu, LayerRange("cpu", 9, 30)], [LayerRange("cpu", 0, 30)], [LayerRange("cpu", 0, 7), gpu]):
+        assert with_streamed(spans, Streaming("cuda:0")) == spans
 
 
 @pytest.mark.parametrize("lent", [[2, 5], [1, 4, 5, 8], [1, 2, 3, 4, 5, 6]], ids=str)
@@ -168,7 +178,7 @@ def test_prompts_through_lent_layers(mode: str) -> None:
 def test_lent_layers_on_a_gpu(lent: list[int]) -> None:
     """Close to the model on the GPU alone, the same bits however often; captured steps give those of launched ones, in any order."""
     whole = load_model(DEMO, device="cuda")
-    model = load_model(DEMO, spans=[Span("cpu", 0, 10), Span("cuda", 10, 12)], streaming=Streaming("cuda", ROWS, lent=lent))
+    model = load_model(DEMO, spans=[LayerRange("cpu", 0, 10), LayerRange("cuda", 10, 12)], streaming=Streaming("cuda", ROWS, lent=lent))
     assert isinstance(model, SplitModel) and "lent to cuda" in model.where
     for mode in ("fp16", "q4"):
         expected, found = logits(whole, mode).cpu(), logits(model, mode)
@@ -194,12 +204,12 @@ def test_a_lent_layer_is_there_while_its_step_is_captured(monkeypatch: pytest.Mo
     logits(model)
     seen = []
 
-    def held(part: split.Part, *_: object) -> None:
+    def held(part: split.PieceProgram, *_: object) -> None:
         stream, number = model.streamed[part.piece]
         image, buffer = stream.images[number], stream.buffers.memory[number % 2]
         seen.append(torch.equal(buffer[: image.size], image.memory))
 
-    monkeypatch.setattr(split, "capture", held)
+    monkeypatch.setattr(split, "capture_piece", held)
     cache = model.new_cache(model.cache_spec(512))
     for part in model.parts:
         if part.span.lent:
@@ -240,7 +250,7 @@ def test_a_plan_counts_lent_layers() -> None:
             for streams in (True, False)
         )
         assert "cuda computes layers 2, 5 of the CPU's" in str(plan_split(DEMO, devices={"cuda": f"{held} layers", "cpu": "rest"}))
-        host, count = with_[0].last, len(lent_layers(with_[0].last))
+        host, count = with_[0].last, len(streamed_layers(with_[0].last))
         assert count == 2
         cache = without[0].cache // host
         assert [share.cache for share in with_] == [without[0].cache - 2 * cache, without[1].cache + 2 * cache]
@@ -277,12 +287,12 @@ def test_layers_of_every_kind(name: str, tmp_path: Path) -> None:
 def test_a_layer_lies_together() -> None:
     model = load_model(DEMO)
     layer = model.network_and_program[0].layers[3]
-    moved = together(layer)
-    assert all(torch.equal(a, b) and a.data_ptr() != b.data_ptr() for a, b in zip(tensors_of(layer), tensors_of(moved)))
-    image = Image(moved, torch.device("cpu"))
-    assert sum(tensor.nbytes for tensor in tensors_of(moved)) <= image.size
+    moved = pack_layer(layer)
+    assert all(torch.equal(a, b) and a.data_ptr() != b.data_ptr() for a, b in zip(field_tensors(layer), field_tensors(moved)))
+    image = PinnedLayer(moved, torch.device("cpu"))
+    assert sum(tensor.nbytes for tensor in field_tensors(moved)) <= image.size
     buffer = image.memory.clone()
-    for tensor in tensors_of(moved):
+    for tensor in field_tensors(moved):
         place = image.place(tensor, buffer)
         assert place is not None and torch.equal(place, tensor)
     assert image.place(torch.zeros(1), buffer) is None
@@ -295,7 +305,7 @@ def test_experts_apart(name: str, tmp_path: Path) -> None:
         directory = write_exl2(write("mixtral", build_wide("mixtral"), tmp_path / "dense"), tmp_path / "exl2")
     else:
         directory = write(name, build(name), tmp_path)
-    spans = [Span("cpu", 0, config_of(directory).num_layers)]
+    spans = [LayerRange("cpu", 0, config_of(directory).num_layers)]
     model = load_model(directory, spans=spans, experts=True, streaming=Streaming("cpu", 20))
     whole, lanes = load_model(directory), Late()
     ids = [5 + i % 60 for i in range(90)]
@@ -317,7 +327,7 @@ def test_experts_apart(name: str, tmp_path: Path) -> None:
 def test_experts_that_are_too_large_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = write("mixtral", build("mixtral"), tmp_path)
     monkeypatch.setattr(streaming, "MOST_EXPERTS", 1000)
-    spans = [Span("cpu", 0, config_of(directory).num_layers)]
+    spans = [LayerRange("cpu", 0, config_of(directory).num_layers)]
     model, whole = load_model(directory, spans=spans, experts=True, streaming=Streaming("cpu", 20)), load_model(directory)
     batch = Batch.single([5 + i % 60 for i in range(90)], start=0, pages=[0], logit_rows="all")
     assert torch.equal(*(one.forward(batch, one.new_cache(one.cache_spec(256))) for one in (model, whole)))
@@ -362,8 +372,8 @@ def test_bits_do_not_depend_on_when_copies_happen() -> None:
 
 def test_a_buffer_is_copied_into_when_its_last_layer_has_been_computed() -> None:
     """Image i + 1 is copied while image i is computed, after everything that read image i - 1."""
-    layers = [together(layer) for layer in load_model(DEMO).network_and_program[0].layers[:5]]
-    images, lanes, free, copies = [Image(layer, torch.device("cpu")) for layer in layers], Late(), {}, []
+    layers = [pack_layer(layer) for layer in load_model(DEMO).network_and_program[0].layers[:5]]
+    images, lanes, free, copies = [PinnedLayer(layer, torch.device("cpu")) for layer in layers], Late(), {}, []
     buffers = Buffers(images, torch.device("cpu"), lanes)
     buffers.begin()
     buffers.load(0)
@@ -386,20 +396,24 @@ def test_a_buffer_is_copied_into_when_its_last_layer_has_been_computed() -> None
 
 
 def test_worth_is_arithmetic() -> None:
-    assert worth(110 << 20, 218 << 20) == 65  # 4 bits: 21 rows by arithmetic; the kernels of few rows end at 64
-    assert worth(2 * 218 << 20, 218 << 20) == 84  # fp16
-    assert worth(0, 0) == 65
-    stream = LayerStream([together(load_model(DEMO).network_and_program[0].layers[0])], [], Streaming("cpu"))
-    assert stream.rows == worth(stream.buffers.images[0].size, sum(a * b for a, b in map(streaming.ops.shape, _blobs(stream))))
+    assert min_streamed_rows(110 << 20, 218 << 20) == 65  # 4 bits: 21 rows by arithmetic; the kernels of few rows end at 64
+    assert min_streamed_rows(2 * 218 << 20, 218 << 20) == 84  # fp16
+    assert min_streamed_rows(0, 0) == 65
+    stream = LayerStream([pack_layer(load_model(DEMO).network_and_program[0].layers[0])], [], Streaming("cpu"))
+    assert stream.rows == min_streamed_rows(stream.buffers.images[0].size, sum(a * b for a, b in map(streaming.ops.shape, _blobs(stream))))
 
 
 def _blobs(stream: LayerStream) -> list[torch.Tensor]:
     layer = load_model(DEMO).network_and_program[0].layers[0]
-    return [tensor for tensor in tensors_of(layer) if tensor.dtype == torch.uint8]
+    return [tensor for tensor in field_tensors(layer) if tensor.dtype == torch.uint8]
 
 
 def test_who_streams() -> None:
-    both, gpu, cpu = [Span("cpu", 0, 3), Span("cuda:1", 3, 6), Span("cuda:0", 6, 9)], [Span("cuda", 0, 9)], [Span("cpu", 0, 9)]
+    both, gpu, cpu = (
+        [LayerRange("cpu", 0, 3), LayerRange("cuda:1", 3, 6), LayerRange("cuda:0", 6, 9)],
+        [LayerRange("cuda", 0, 9)],
+        [LayerRange("cpu", 0, 9)],
+    )
     assert _streaming(both, None, apart=False, exact=False) == Streaming("cuda:1", None)
     assert _streaming(both, 200, apart=False, exact=False) == Streaming("cuda:1", 200)
     for spans, rows, exact in ((both, 0, False), (both, None, True), (gpu, None, False), (cpu, None, False), ([], 5, False)):
@@ -416,7 +430,7 @@ def test_captured_steps_belong_to_one_cache(monkeypatch: pytest.MonkeyPatch) -> 
     """A graph knows the addresses of its cache's pools, so another cache has its own; the same one is captured once."""
     model = halves(DEMO)
     made: list[CachePart] = []
-    monkeypatch.setattr(split, "capture", lambda part, pools, *_: made.append(pools))
+    monkeypatch.setattr(split, "capture_piece", lambda part, pools, *_: made.append(pools))
     one, other = (model.new_cache(model.cache_spec(512)) for _ in range(2))
     batch = Batch.single([9], start=2, pages=[1])
     model.forward(batch, one)
@@ -504,7 +518,9 @@ def test_inputs_of_captured_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {key[0] for key in part.captured} == {1, 4} and None not in part.captured.values()
     kernels.broken = True
     drawn, logits = model.step_draw(batch, caches[1], settings, 0)
-    assert drawn[:, 0].tolist()[:1] == [ops.draw.NO_DISTRIBUTION] and bool((drawn[1:, 0] >= 0).all()) and bool(logits[0].isnan().all())
+    assert (
+        drawn[:, 0].tolist()[:1] == [ops.cpu_sample.NO_DISTRIBUTION] and bool((drawn[1:, 0] >= 0).all()) and bool(logits[0].isnan().all())
+    )
 
 
 def test_command_line() -> None:
@@ -523,10 +539,10 @@ def test_a_plan_counts_the_buffers() -> None:
             for streams in (True, False)
         )
         layers = load_model(DEMO).network_and_program[0].layers
-        largest = max(Image(together(layer), torch.device("cpu")).size for layer in layers)
+        largest = max(PinnedLayer(pack_layer(layer), torch.device("cpu")).size for layer in layers)
         more = with_.shares[1].work - without.shares[1].work
         assert more >= 2 * largest and with_.shares[0].work == without.shares[0].work
-    apart = [Span("cpu", a, b) for a, b in pairwise((0, 6, 12))]
+    apart = [LayerRange("cpu", a, b) for a, b in pairwise((0, 6, 12))]
     assert load_model(DEMO, spans=apart).capabilities.chunks is HOST_CHUNKS
 
 
@@ -566,7 +582,7 @@ def test_experts_apart_of_a_gpu(name: str, tmp_path: Path) -> None:
         directory = write_exl2(write("mixtral", build_wide("mixtral"), tmp_path / "dense"), tmp_path / "exl2")
     else:
         directory = write(name, build(name, num_attention_heads=4, head_dim=32, hidden_size=128), tmp_path)
-    whole, spans = load_model(directory), [Span("cuda", 0, config_of(directory).num_layers)]
+    whole, spans = load_model(directory), [LayerRange("cuda", 0, config_of(directory).num_layers)]
     ids = [5 + i % 60 for i in range(90)]
     batches = [Batch.single(ids[a:b], start=a, pages=[0], logit_rows="all") for a, b in ((0, 80), (80, 81), (81, 82))]
 
@@ -587,10 +603,10 @@ def test_experts_apart_of_a_gpu(name: str, tmp_path: Path) -> None:
 @pytest.mark.gpu
 def test_unpacking_on_a_gpu() -> None:
     model = load_model(DEMO, device="cpu")
-    layer = together(model.network_and_program[0].layers[2])
-    image = Image(layer, torch.device("cuda"))
+    layer = pack_layer(model.network_and_program[0].layers[2])
+    image = PinnedLayer(layer, torch.device("cuda"))
     buffer = image.memory.cuda()
-    for blob in tensors_of(layer):
+    for blob in field_tensors(layer):
         if blob.dtype == torch.uint8:
             outs = []
             for place in (image.place(blob, buffer), image.place(blob, image.memory)):

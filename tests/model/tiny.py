@@ -14,7 +14,7 @@ import torch
 from exl2nb.io.safetensors import SafetensorsFile
 from exl2nb.io.safetensors import save as save_tensors
 from exl2nb.model.archs import parse_config
-from exl2nb.model.layout import linears
+from exl2nb.model.layout import model_linears
 from exl2nb.quant.exl2 import Exl2Tensors, encode
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -126,7 +126,7 @@ def save_exl2(model: Any, directory: Path, *, seed: int = 0, widths: Sequence[in
     if head and config.tie_word_embeddings:  # the file then has a head of its own
         model.config.tie_word_embeddings = False
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
-    for n, linear in enumerate(linears(config)):
+    for n, linear in enumerate(model_linears(config)):
         if linear.role == "head" and not head:
             continue
         exl2 = random_exl2(linear.in_features, linear.out_features, widths, seed=seed * 1000 + n)

@@ -18,7 +18,7 @@ from torch import Tensor
 from exl2nb.io.safetensors import save as save_tensors
 from exl2nb.model.archs import parse_config
 from exl2nb.model.config import ModelConfig
-from exl2nb.model.layout import layer_linears, linears
+from exl2nb.model.layout import layer_linears, model_linears
 from exl2nb.model.store import open_store
 
 from .tiny import BASE, random_exl2, randomize, raw_config
@@ -354,7 +354,7 @@ def write_exl2(dense: Path, directory: Path, *, widths: tuple[int, ...] = (8, 6,
         stack = {linear.key for layer in range(config.num_layers) for linear in layer_linears(config, layer).values()}
         kept = [name for name in store.names() if name.rpartition(".")[0] not in stack or name.endswith(".bias")]
         tensors = {name: store.read(name).half() for name in kept if name != f"{config.names.head}.weight"}
-    for n, linear in enumerate(linears(config)):
+    for n, linear in enumerate(model_linears(config)):
         tensors |= random_exl2(linear.in_features, linear.out_features, widths, seed=n).tensors(linear.key)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps({**raw, "quantization_config": {"quant_method": "exl2"}}))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from exl2nb import ops
-from exl2nb.cache.spec import STORAGES
+from exl2nb.cache.spec import PAGE_STORAGES
 from exl2nb.ops import kv_codes, reference
 from exl2nb.ops.interpreter import CpuBackend, Inputs, interpret
 
@@ -188,8 +188,8 @@ def op_by_op(program, *arguments) -> Tensor:
 
 def new_pool(storage: str, pages: int, heads: int, head_dim: int, *, page: int = P, fill: float = 1e3) -> Tensor:
     """A pool of any storage; every byte of a coded one is 0x7e, every number of a plain one `fill`: seen if it is read."""
-    size = pages * heads * STORAGES[storage].row_bytes(page, head_dim)
-    pool = STORAGES[storage].pool(torch.zeros(size, dtype=torch.uint8), pages, heads, page, head_dim)
+    size = pages * heads * PAGE_STORAGES[storage].row_bytes(page, head_dim)
+    pool = PAGE_STORAGES[storage].pool(torch.zeros(size, dtype=torch.uint8), pages, heads, page, head_dim)
     if pool.dim() == 4:
         return pool.fill_(fill)
     pool.view(torch.uint8).fill_(0x7E)
@@ -241,7 +241,7 @@ def attention_case(lengths, queries, Hq, Hkv, D, pair=("fp16", "fp16"), *, page=
         used += needs[b]
         at = torch.arange(n)
         for pool in pools:
-            kv_codes.write(pool, table[b, at // page].long() * page + at % page, torch.randn(n, Hkv, D, generator=g))
+            kv_codes.write_slots(pool, table[b, at // page].long() * page + at % page, torch.randn(n, Hkv, D, generator=g))
     q = torch.randn(sum(queries), Hq, D, generator=g)
     return q, *pools, table, i32([0, *itertools.accumulate(queries)]), i32(lengths)
 

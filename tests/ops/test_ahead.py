@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from exl2nb import ops
-from exl2nb.ops._library import REFERENCES
-from exl2nb.ops.draw import MOST_ROWS
+from exl2nb.ops._library import REFERENCE_OPS
+from exl2nb.ops.cpu_sample import MOST_ROWS
 
 from .cases import NAMES, Net, P, batch, i32, prompts, same_bits, single
 
@@ -79,7 +79,7 @@ def test_columns_beyond_the_last_token(threads):
         assert torch.equal(drawn, expected)
         assert torch.equal(ops.step_draw(code, *batch, *filled(net), wanted, 2, *lora, columns)[0], expected)
     for name, more in (("step_draw", ()), ("draw_ahead", (None, None))):
-        slow = REFERENCES[name](code, *batch, *filled(net), wanted, 2, *more, *lora, columns)[0]
+        slow = REFERENCE_OPS[name](code, *batch, *filled(net), wanted, 2, *more, *lora, columns)[0]
         assert torch.equal(slow[:, [0, 2, 3, 4]], expected[:, [0, 2, 3, 4]])
 
 
@@ -151,13 +151,13 @@ def test_a_row_without_a_distribution():
 def test_the_reference_runs_at_once():
     net = Net(pages=2 * len(CONTEXTS), bias=True)
     batch, pools = decodes(IDS), filled(net)
-    reference = REFERENCES["draw_ahead"]
+    reference = REFERENCE_OPS["draw_ahead"]
     drawn, logits = begin(net, batch, pools, settings(6), 2)
     ops.join_ahead(drawn)
     slow, expected = reference(net.program.code, *batch, *filled(net), settings(6), 2, None, None)
     torch.testing.assert_close(logits, expected, rtol=5e-3, atol=5e-3 * float(expected.std()))
     assert slow.shape == drawn.shape
-    assert same_bits(REFERENCES["step_draw"](net.program.code, *batch, *filled(net), settings(6), 2), [slow, expected])
+    assert same_bits(REFERENCE_OPS["step_draw"](net.program.code, *batch, *filled(net), settings(6), 2), [slow, expected])
     feed = torch.tensor([5, -1, -1, -1, -1, 0], dtype=torch.int32)
     fed = reference(net.program.code, *decodes([7, 1, 4, 1, 5, 7], 1), *filled(net), settings(6), 0, feed, slow)[1]
     ids = [int(slow[5, 0]), 1, 4, 1, 5, int(slow[0, 0])]

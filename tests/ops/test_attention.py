@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from exl2nb import ops
-from exl2nb.ops._library import REFERENCES
+from exl2nb.ops._library import REFERENCE_OPS
 
 from .cases import P, attention_case, i32
 
@@ -17,7 +17,7 @@ pairs = pytest.mark.parametrize("pair", [*PLAIN, *CODED], ids="-".join)
 def check(args, *, window=0, softcap=0.0):
     scale = args[0].shape[2] ** -0.5
     ours = ops.paged_attention(*args, scale=scale, window=window, softcap=softcap)
-    expected = REFERENCES["paged_attention"](*args, scale, window, softcap)
+    expected = REFERENCE_OPS["paged_attention"](*args, scale, window, softcap)
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=2e-5)
 
 
@@ -95,7 +95,7 @@ def test_wrong_arguments_are_named(change, message):
         ops.paged_attention(**args)
 
 
-@pytest.mark.parametrize("attention", [torch.ops.exl2nb.paged_attention, REFERENCES["paged_attention"]], ids=["kernel", "reference"])
+@pytest.mark.parametrize("attention", [torch.ops.exl2nb.paged_attention, REFERENCE_OPS["paged_attention"]], ids=["kernel", "reference"])
 def test_a_coded_pool_of_another_head_dim_is_refused(attention):
     q, k, v, *rest = attention_case([5], [1], 2, 1, 32, ("q4", "q4"))
     for wrong in (torch.randn(1, 2, 64), torch.randn(1, 2, 40)):

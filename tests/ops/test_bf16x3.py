@@ -16,40 +16,40 @@ def pieces(monkeypatch):
         sizes.append(x.numel())
         return x, torch.zeros_like(x)
 
-    monkeypatch.setattr(bf16x3, "split", split)
+    monkeypatch.setattr(bf16x3, "split_bf16", split)
     monkeypatch.setattr(torch, "mm", lambda x, y, out_dtype: mm(x, y))  # the CPU has none with an out_dtype
     return sizes
 
 
 def test_the_pieces_hold_16_bits():
     x = torch.randn(1000) * torch.logspace(-30, 30, 1000)
-    high, low = bf16x3.split(x)
+    high, low = bf16x3.split_bf16(x)
     assert ((high.float() + low.float() - x).abs() <= x.abs() * 2.0**-16).all()
 
 
 @pytest.mark.parametrize(("m", "k", "n"), [(300, 4, 700), (300, 4, 100), (10, 4, 700), (10, 4, 10), (1, 2000, 3)])
 def test_large_factors_are_split_in_pieces(monkeypatch, pieces, m, k, n):
-    monkeypatch.setattr(bf16x3, "PIECE", 1024)
+    monkeypatch.setattr(bf16x3, "SPLIT_NUMBERS", 1024)
     x, y = torch.randn(m, k, dtype=torch.float64), torch.randn(n, k, dtype=torch.float64).T
-    torch.testing.assert_close(bf16x3.product(x, y), x @ y)
+    torch.testing.assert_close(bf16x3.multiply_split(x, y), x @ y)
     assert max(pieces) <= max(1024, 256 * k) and len(pieces) >= 2
 
 
 @pytest.mark.parametrize("columns", [100, 256, 700])
 def test_subtracted_some_columns_at_a_time(monkeypatch, pieces, columns):
-    monkeypatch.setattr(bf16x3, "pays", lambda x, multiplications: True)
-    monkeypatch.setattr(bf16x3, "RESULT", 256 * 30)
+    monkeypatch.setattr(bf16x3, "is_worthwhile", lambda x, multiplications: True)
+    monkeypatch.setattr(bf16x3, "RESULT_NUMBERS", 256 * 30)
     w, x, y = (torch.randn(shape, dtype=torch.float64) for shape in ((30, columns), (4, 30), (4, columns)))
     wanted = w - x.T @ y
-    bf16x3.subtract(w, x.T, y)
+    bf16x3.subtract_product(w, x.T, y)
     torch.testing.assert_close(w, wanted)
     assert max(pieces) <= max(4 * 30, 4 * 256)
 
 
 def test_a_cpu_does_without():
     w, x, y = torch.ones(2, 3), torch.ones(2, 4), torch.ones(4, 3)
-    assert not bf16x3.pays(x, 1 << 40)
-    bf16x3.subtract(w, x, y)
+    assert not bf16x3.is_worthwhile(x, 1 << 40)
+    bf16x3.subtract_product(w, x, y)
     assert torch.equal(w, torch.full((2, 3), -3.0))
 
 
@@ -59,22 +59,22 @@ def test_products_are_nearly_those_of_f32(shape):
     m, k, n = shape
     x = torch.randn(m, k, device="cuda") * torch.logspace(-3, 3, k, device="cuda")
     y = torch.randn(k, n, device="cuda") * torch.logspace(3, -3, k, device="cuda")[:, None]
-    assert bf16x3.pays(x, m * k * n)
+    assert bf16x3.is_worthwhile(x, m * k * n)
     wanted = x.double() @ y.double()
-    made, plain = bf16x3.product(x, y), x @ y
+    made, plain = bf16x3.multiply_split(x, y), x @ y
     assert (made - wanted).norm() < 2e-5 * wanted.norm()
     assert (plain - wanted).norm() < 2e-5 * wanted.norm()
-    assert torch.equal(made, bf16x3.product(x, y))
+    assert torch.equal(made, bf16x3.multiply_split(x, y))
     w = torch.randn(m, n, device="cuda")
     left = (w - made).norm()
-    bf16x3.subtract(w, x, y)
+    bf16x3.subtract_product(w, x, y)
     assert float(w.norm()) == pytest.approx(float(left), rel=1e-5)
 
 
 def test_large_linears_go_there_and_their_gradients(monkeypatch):
     seen = []
-    monkeypatch.setattr(bf16x3, "pays", lambda x, multiplications: multiplications >= 1000)
-    monkeypatch.setattr(bf16x3, "product", lambda x, y: seen.append((x.shape, y.shape)) or x @ y)
+    monkeypatch.setattr(bf16x3, "is_worthwhile", lambda x, multiplications: multiplications >= 1000)
+    monkeypatch.setattr(bf16x3, "multiply_split", lambda x, y: seen.append((x.shape, y.shape)) or x @ y)
     x, weight, bias = torch.randn(2, 5, 8, requires_grad=True), torch.randn(13, 8), torch.randn(13)
     plain = F.linear(x, weight, bias)
     with bf16x3.LargeLinears():

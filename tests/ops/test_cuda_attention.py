@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from exl2nb.ops import cuda_attention, kv_codes
-from exl2nb.ops._library import REFERENCES
+from exl2nb.ops._library import REFERENCE_OPS
 
 pytestmark = pytest.mark.gpu
 P = 256
@@ -45,7 +45,7 @@ class Case:
             old = torch.arange(n - queries[b])
             slots = self.table[b, old // P].long() * P + old % P
             for pool in (self.k_pool, self.v_pool):
-                kv_codes.write(pool, slots, torch.randn(len(old), Hkv, D, generator=g))
+                kv_codes.write_slots(pool, slots, torch.randn(len(old), Hkv, D, generator=g))
         T, half = sum(queries), D // 2 if half is None else half
         angles = torch.rand(max(contexts) + 1, half, generator=g) * 6.3
         self.cos, self.sin = angles.cos(), angles.sin()
@@ -81,7 +81,7 @@ class Case:
     def check(self, tolerance=4e-3):
         gpu = self.cuda()
         out, x = gpu.run()
-        expected, _ = REFERENCES["attention_step"](*self.args())
+        expected, _ = REFERENCE_OPS["attention_step"](*self.args())
         assert out.isfinite().all()
         error = (out.cpu() - expected).abs().max() / expected.abs().max()
         assert error < tolerance, f"relative error {error:.2e}"
@@ -187,7 +187,7 @@ def test_large_values_beside_small_ones(storage, large):
         values = torch.randn(690, 2, 128, generator=torch.Generator().manual_seed(3))
         values[at] *= large
         slots = case.table[0, torch.arange(690) // P].long() * P + torch.arange(690) % P
-        kv_codes.write(case.v_pool, slots, values)
+        kv_codes.write_slots(case.v_pool, slots, values)
         case.qkv[0, 10 * 128 :] *= large
         case.check(tolerance=2e-2)
 
@@ -315,7 +315,7 @@ def test_paged_attention_of_any_length(Hq, Hkv, D, T, storage):
     gpu = case.cuda()
     q, _, _ = _append(gpu, T)
     out = torch.ops.exl2nb.paged_attention(q.float(), gpu.k_pool, gpu.v_pool, gpu.table, gpu.bounds, gpu.lens, D**-0.5, 0, 0.0)
-    expected, _ = REFERENCES["attention_step"](*case.args())
+    expected, _ = REFERENCE_OPS["attention_step"](*case.args())
     assert (out.cpu() - expected).abs().max() / expected.abs().max() < 4e-3
 
 
@@ -336,7 +336,7 @@ def test_gather(storage, D):
     case = Case([600], [1], 4, 2, D, storage=storage)
     gpu = case.cuda()
     ours = cuda_attention.gather_cache(gpu.k_pool, gpu.v_pool, gpu.table[0, :3].contiguous(), 599, D)
-    expected = REFERENCES["gather_cache"](case.k_pool, case.v_pool, case.table[0, :3], 599, D)
+    expected = REFERENCE_OPS["gather_cache"](case.k_pool, case.v_pool, case.table[0, :3], 599, D)
     for a, b in zip(ours, expected):
         torch.testing.assert_close(a.cpu(), b, rtol=2e-3, atol=1e-4)
 

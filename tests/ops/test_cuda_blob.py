@@ -11,7 +11,7 @@ import torch
 
 from exl2nb import ops
 from exl2nb.model.gpu_memory import blob_bytes
-from exl2nb.model.inspect import Matrix
+from exl2nb.model.inspection import StoredMatrix
 
 from .cases import exl2, gptq
 
@@ -92,7 +92,7 @@ def check(blob, groups, perm, outputs, kind="exl2"):
     """One matrix, `groups` of (bits, rows) and stored row -> feature `perm`."""
     size, K, stored, [(part, items, ends)], table = parts_of(blob)
     widths = [bits for bits, rows in groups for _ in range(0, rows, BLOCK)]
-    assert size == blob.numel() == blob_bytes([Matrix("", None, "", kind, K, outputs, tuple(groups), 0.0, 0)])
+    assert size == blob.numel() == blob_bytes([StoredMatrix("", None, "", kind, K, outputs, tuple(groups), 0.0, 0)])
     assert stored == max(K, len(perm))
     check_items(part, items, ends, widths)
     check_pieces(part, items)
@@ -121,6 +121,6 @@ def test_gptq(bits, size):
 def test_dense_matrices_have_no_permutation():
     size, K, _, [(part, items, ends)], table = parts_of(blob := ops.pack_dense(torch.randn(48, 1000).cuda()))
     assert table is None
-    assert size == blob.numel() == blob_bytes([Matrix("", None, "", "float16", K, 48, (), 16.0, 0)])
+    assert size == blob.numel() == blob_bytes([StoredMatrix("", None, "", "float16", K, 48, (), 16.0, 0)])
     assert part[9]
     assert (ends[0], ends[-1], sum(item[3] for item in items)) == (0, len(items), -(-1000 // 64))

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from exl2nb.ops._library import REFERENCES
+from exl2nb.ops._library import REFERENCE_OPS
 from exl2nb.ops.cuda_sample import Row, pack_cuts, pack_rows, sample_rows
 from exl2nb.sampling.chain import filtered, sample_row
 from exl2nb.sampling.draw import uniform
 from exl2nb.sampling.params import SamplingParams
-from exl2nb.sampling.state import SamplerState
+from exl2nb.sampling.sampler_state import SamplerState
 
 SETTINGS = [
     {"temperature": 0.0},
@@ -280,4 +280,4 @@ def test_the_counter_moves_on():
     params = pack_rows([Row(seed=5)])
     sample_rows(torch.zeros(1, 50), params, *[None] * 7, 1, False)
     assert params[0, 40:].tolist() == [1] + [0] * 7
-    assert "sample_rows" in REFERENCES
+    assert "sample_rows" in REFERENCE_OPS

@@ -12,7 +12,7 @@ from exl2nb import ops
 from exl2nb.io.shards import TensorStore
 from exl2nb.ops import gpu
 from exl2nb.quant.exl2 import encode
-from exl2nb.quant.gptq import GptqTensors
+from exl2nb.quant.gptq_format import GptqTensors
 
 from .cases import exl2, gptq
 
@@ -129,10 +129,10 @@ def test_stream_k_products(groups, columns, counts):
     blob, x, bias, want = product(matrix(groups, columns), max(counts), columns=columns)
     head = gpu.blob_head(blob)
     for rows in counts:
-        got = gpu.linear(head, x[:rows].cuda(), bias.cuda(), stream_k=True)
+        got = gpu.linear_from_head(head, x[:rows].cuda(), bias.cuda(), stream_k=True)
         assert near(got, want[:rows])
-        assert torch.equal(got, gpu.linear(head, x[:rows].cuda(), bias.cuda(), stream_k=True))
-        assert near(gpu.linear(head, x[:rows].cuda(), None, stream_k=True), want[:rows] - bias.double())
+        assert torch.equal(got, gpu.linear_from_head(head, x[:rows].cuda(), bias.cuda(), stream_k=True))
+        assert near(gpu.linear_from_head(head, x[:rows].cuda(), None, stream_k=True), want[:rows] - bias.double())
 
 
 @on_the_gpu

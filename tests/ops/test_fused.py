@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from exl2nb import ops
-from exl2nb.ops._library import REFERENCES
+from exl2nb.ops._library import REFERENCE_OPS
 
 from .cases import P, exl2, i32, new_pool, op_by_op, same_bits, single
 
@@ -56,7 +56,7 @@ def test_norm_qkv_rope(norm_kind, head_norms, shape, storage, T):
     layer = ops.QkvOp(norm=norm, eps=1e-5, blob=blob, bias=bias, **turned, **heads, clip=clip, **options)
     q = layer(x, positions, slots, *pools[:2])
     where = (angles.cos(), angles.sin(), positions, slots, *pools[2:])
-    close(q, REFERENCES["norm_qkv_rope"](x, norm, 1e-5, blob, bias, *where, *heads.values(), *options.values(), interleaved, clip))
+    close(q, REFERENCE_OPS["norm_qkv_rope"](x, norm, 1e-5, blob, bias, *where, *heads.values(), *options.values(), interleaved, clip))
     for ours, expected in zip(pools[:2], pools[2:]):
         close(ours, expected, 2e-5 if storage == "fp32" else 2e-3)
         untouched = torch.ones(3 * P, dtype=torch.bool).index_fill(0, slots.long(), False)
@@ -106,7 +106,7 @@ def test_norm_gate_up(kind, gated, activation, M, I):  # noqa: E741
     norm, options = norm_of(kind, 64, g)
     y = ops.GateUpOp(norm=norm, eps=1e-6, blob=blob, bias=bias, activation=activation, gated=gated, **options)(x)
     assert y.shape == (M, I)
-    close(y, REFERENCES["norm_gate_up"](x, norm, 1e-6, blob, bias, ACTIVATIONS.index(activation), *options.values(), gated))
+    close(y, REFERENCE_OPS["norm_gate_up"](x, norm, 1e-6, blob, bias, ACTIVATIONS.index(activation), *options.values(), gated))
 
 
 def test_activations_far_out():
@@ -117,14 +117,14 @@ def test_activations_far_out():
     bias = torch.cat([gates, torch.ones(n)])
     for index, name in enumerate(ACTIVATIONS):
         y = ops.GateUpOp(norm=torch.ones(1), eps=1e-6, blob=blob, bias=bias, activation=name)(torch.ones(1, 1))
-        expected = REFERENCES["norm_gate_up"](torch.ones(1, 1), torch.ones(1), 1e-6, blob, bias, index)
+        expected = REFERENCE_OPS["norm_gate_up"](torch.ones(1, 1), torch.ones(1), 1e-6, blob, bias, index)
         torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_norm_gate_up_through_exl2():
     blob = ops.pack_concat([ops.pack_exl2(*exl2(256, 96, [(4, 128), (3, 128)], seed=s, scale=0.2)) for s in (1, 2)])
     x, norm = torch.randn(9, 256, generator=torch.Generator().manual_seed(0)), torch.ones(256)
-    close(ops.GateUpOp(norm=norm, eps=1e-5, blob=blob)(x), REFERENCES["norm_gate_up"](x, norm, 1e-5, blob, None, 0), 1e-3)
+    close(ops.GateUpOp(norm=norm, eps=1e-5, blob=blob)(x), REFERENCE_OPS["norm_gate_up"](x, norm, 1e-5, blob, None, 0), 1e-3)
 
 
 @pytest.mark.parametrize("kind", NORMS)
@@ -139,7 +139,7 @@ def test_norm_head(kind, coded, R):
     y = ops.HeadOp(norm=norm, eps=1e-5, blob=blob, bias=bias, **options)(x)
     assert y.shape == (R, 101)
     if R:
-        close(y, REFERENCES["norm_head"](x, norm, 1e-5, blob, bias, *options.values()), 1e-3 if coded else 2e-5)
+        close(y, REFERENCE_OPS["norm_head"](x, norm, 1e-5, blob, bias, *options.values()), 1e-3 if coded else 2e-5)
 
 
 def test_layer_norm_is_torchs():
@@ -159,7 +159,7 @@ def test_linear_residual(norm, scale, M):
     ours = torch.randn(M, 50, generator=g)
     expected = ours.clone()
     ops.ResidualOp(blob=blob, bias=bias, norm=weight, eps=1e-5, scale=scale)(ours, x)
-    REFERENCES["linear_residual"](expected, x, blob, bias, weight, 1e-5, scale)
+    REFERENCE_OPS["linear_residual"](expected, x, blob, bias, weight, 1e-5, scale)
     close(ours, expected)
 
 
@@ -213,7 +213,7 @@ def test_program_equals_op_by_op(parallel):
         batch = single(start, [i % 19 for i in range(start, end)], [2, 0])
         logits = program.run(*batch, *mine)
         assert torch.equal(logits, op_by_op(program, *batch, *theirs))
-        close(logits, REFERENCES["decode_step"](program.code, *batch, *slow))
+        close(logits, REFERENCE_OPS["decode_step"](program.code, *batch, *slow))
     assert same_bits(mine[0] + mine[1], theirs[0] + theirs[1])
 
 

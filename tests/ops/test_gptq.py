@@ -5,11 +5,11 @@ import functools
 import pytest
 import torch
 
-from exl2nb.converter.hessian import couple, factorize
+from exl2nb.converter.hessian import couple_outputs, factorize
 from exl2nb.ops import gptq as gptq_blocks
 from exl2nb.ops import gptq_losses, gptq_quantize
-from exl2nb.ops._library import REFERENCES
-from exl2nb.ops.gptq import blocks, quantize_in_blocks
+from exl2nb.ops._library import REFERENCE_OPS
+from exl2nb.ops.gptq import common_blocks, quantize_in_blocks
 
 LAYOUTS = {
     "groups of 32": [(4, 32)] * 5,
@@ -31,7 +31,7 @@ def problem(k, n, *, coupled=0, seed=0, device="cpu"):
     if coupled:
         g = torch.randn(2 * n, n, generator=generator) @ torch.randn(n, n, generator=generator)
         products = (g.T @ g).double() / len(g)
-        coupling = couple(torch.stack([products[i : i + coupled, i : i + coupled] for i in range(0, n, coupled)]))
+        coupling = couple_outputs(torch.stack([products[i : i + coupled, i : i + coupled] for i in range(0, n, coupled)]))
         stored, columns, rest = stored[:, coupling.perm].contiguous(), coupling.spread.square(), (coupling.factor, coupling.spread)
     return [part.to(device) for part in (stored, factor.upper, columns)], [part.to(device) for part in rest]
 
@@ -41,7 +41,7 @@ def reference(layout, coupled):
     """Arguments for 48 columns, and what the reference makes of them; seconds, so each is made once."""
     table = LAYOUTS[layout]
     arguments, rest = problem(sum(rows for _, rows in table), 48, coupled=coupled)
-    return arguments, rest, REFERENCES["gptq_quantize"](*arguments, flat(table), *rest)
+    return arguments, rest, REFERENCE_OPS["gptq_quantize"](*arguments, flat(table), *rest)
 
 
 def flat(table):
@@ -58,11 +58,11 @@ def check_alike(made, wanted, *, columns, tokens=0.02):
 
 
 def test_blocks_end_where_every_option_has_an_end():
-    cut = list(blocks([[(4, 32)] * 10, [(4, 128), (3, 128), (2, 64)]]))
+    cut = list(common_blocks([[(4, 32)] * 10, [(4, 128), (3, 128), (2, 64)]]))
     assert [(first, end) for first, end, _ in cut] == [(0, 128), (128, 256), (256, 320)]
     assert cut[0][2].tolist() == [[[4, 32]] * 4, [[4, 128], [0, 0], [0, 0], [0, 0]]]
     assert cut[2][2].tolist() == [[[4, 32]] * 2, [[2, 64], [0, 0]]]
-    assert [(first, end) for first, end, _ in blocks([[(4, 96)] * 2, [(4, 64)] * 3])] == [(0, 192)]
+    assert [(first, end) for first, end, _ in common_blocks([[(4, 96)] * 2, [(4, 64)] * 3])] == [(0, 192)]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

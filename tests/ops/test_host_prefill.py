@@ -41,7 +41,7 @@ def unpacked(blob: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("chunk", [1 << 24, K * 16])
 @pytest.mark.parametrize("mix", [[(b, 64), (b, 192)] for b in (2, 3, 4, 5, 6, 8)] + [[(8, 32), (6, 64), (5, 32), (3, 64), (2, 64)]])
 def test_exl2_becomes_what_the_format_says(mix: list[tuple[int, int]], chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_prefill, "CHUNK", chunk)
+    monkeypatch.setattr(host_prefill, "UNPACK_CHUNK_WEIGHTS", chunk)
     for outputs in (96, 90):  # the last tile is full, or not
         parts = exl2(mix, 96)
         blob = ops.pack_exl2(*parts, out_features=outputs)

@@ -49,8 +49,8 @@ def again(monkeypatch):
 
 
 def test_a_file_of_plain_kernels_is_one_program(compiler):
-    assert kernel_code.code_of(ROPE, 9, 0) == kernel_code.code_of(GATHER, 9, 0)
-    assert kernel_code.code_of(SKINNY, 9, 0) != kernel_code.code_of(SKINNY, 8, 6)
+    assert kernel_code.kernel_code_of(ROPE, 9, 0) == kernel_code.kernel_code_of(GATHER, 9, 0)
+    assert kernel_code.kernel_code_of(SKINNY, 9, 0) != kernel_code.kernel_code_of(SKINNY, 8, 6)
     assert compiler.compiled == [(KernelId(ROPE.source, ""), "90"), (SKINNY, "90"), (SKINNY, "86")]
 
 
@@ -60,15 +60,15 @@ def test_wgmma_is_compiled_for_hopper_alone():
 
 
 def test_the_cache_serves_the_next_process(compiler, again):
-    first = kernel_code.code_of(SKINNY, 9, 0)
+    first = kernel_code.kernel_code_of(SKINNY, 9, 0)
     again()
-    assert kernel_code.missing([SKINNY], 9, 0) == []
-    assert kernel_code.code_of(SKINNY, 9, 0) == first
+    assert kernel_code.missing_kernels([SKINNY], 9, 0) == []
+    assert kernel_code.kernel_code_of(SKINNY, 9, 0) == first
     assert len(compiler.compiled) == 1
 
 
 def test_another_compiler_other_options_and_other_sources_have_files_of_their_own(compiler, again, monkeypatch):
-    kernel_code.code_of(SKINNY, 9, 0)
+    kernel_code.kernel_code_of(SKINNY, 9, 0)
     for change in (
         lambda: setattr(compiler, "version", (12, 8)),
         lambda: monkeypatch.setenv("EXL2NB_KERNEL_OPTIONS", "-lineinfo"),
@@ -76,23 +76,23 @@ def test_another_compiler_other_options_and_other_sources_have_files_of_their_ow
     ):
         change()
         again()
-        assert kernel_code.missing([SKINNY], 9, 0) == [SKINNY]
-        kernel_code.code_of(SKINNY, 9, 0)
+        assert kernel_code.missing_kernels([SKINNY], 9, 0) == [SKINNY]
+        kernel_code.kernel_code_of(SKINNY, 9, 0)
     assert len(list(kernel_code.cache_folder().glob("*.cubin"))) == 4
 
 
 @pytest.mark.parametrize("damage", ["half", "flipped", "empty"])
 def test_a_damaged_file_is_compiled_again(compiler, again, damage):
-    good = kernel_code.code_of(SKINNY, 9, 0)
+    good = kernel_code.kernel_code_of(SKINNY, 9, 0)
     (path,) = kernel_code.cache_folder().glob("*.cubin")
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes({"half": path.read_bytes()[: len(data) // 2], "flipped": bytes(data), "empty": b""}[damage])
     again()
-    assert kernel_code.code_of(SKINNY, 9, 0) == good
+    assert kernel_code.kernel_code_of(SKINNY, 9, 0) == good
     assert len(compiler.compiled) == 2
     again()
-    assert kernel_code.code_of(SKINNY, 9, 0) == good
+    assert kernel_code.kernel_code_of(SKINNY, 9, 0) == good
     assert len(compiler.compiled) == 2
 
 
@@ -103,7 +103,7 @@ def test_without_a_cache_kernels_are_compiled_every_time(compiler, again, monkey
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("EXL2NB_KERNEL_CACHE", "off" if place == "off" else str(tmp_path / "file" / "cache"))
     for _ in range(2):
-        kernel_code.code_of(SKINNY, 9, 0)
+        kernel_code.kernel_code_of(SKINNY, 9, 0)
         again()
     assert len(compiler.compiled) == 2
     assert ["are not kept" in line for line in said] == ([] if place == "off" else [True, True])
@@ -111,12 +111,12 @@ def test_without_a_cache_kernels_are_compiled_every_time(compiler, again, monkey
 
 def test_a_write_that_fails_leaves_no_file(compiler, monkeypatch):
     monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-    assert kernel_code.code_of(SKINNY, 9, 0)
+    assert kernel_code.kernel_code_of(SKINNY, 9, 0)
     assert list(kernel_code.cache_folder().iterdir()) == []
 
 
 def test_threads_that_want_one_kernel_compile_it_once(compiler):
-    threads = [threading.Thread(target=kernel_code.code_of, args=(SKINNY, 9, 0)) for _ in range(8)]
+    threads = [threading.Thread(target=kernel_code.kernel_code_of, args=(SKINNY, 9, 0)) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -159,7 +159,7 @@ def test_two_processes_that_compile_at_once_leave_one_whole_file(compiler, tmp_p
     assert (tmp_path / "a").exists() and (tmp_path / "b").exists()
     (path,) = (tmp_path / "cache").iterdir()
     assert kernel_code.read_cached(path) == b"code" * 50_000
-    assert kernel_code.code_of(SKINNY, 9, 0) == b"code" * 50_000
+    assert kernel_code.kernel_code_of(SKINNY, 9, 0) == b"code" * 50_000
     assert compiler.compiled == []
 
 
@@ -172,7 +172,7 @@ def test_a_full_disk_costs_the_cache_alone(compiler, tmp_path, monkeypatch, capl
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
     try:
-        assert len(kernel_code.code_of(SKINNY, 9, 0)) == 200_000
+        assert len(kernel_code.kernel_code_of(SKINNY, 9, 0)) == 200_000
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert "compiled kernels are not kept" in caplog.text
@@ -183,14 +183,14 @@ def test_a_process_killed_while_it_writes_leaves_no_kernel(tmp_path, compiler):
     """What it wrote aside is not taken for a kernel."""
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / "tmpabcdef").write_bytes(b"half")
-    assert kernel_code.missing([SKINNY], 9, 0) == [SKINNY]
-    assert kernel_code.code_of(SKINNY, 9, 0)
+    assert kernel_code.missing_kernels([SKINNY], 9, 0) == [SKINNY]
+    assert kernel_code.kernel_code_of(SKINNY, 9, 0)
     assert len(compiler.compiled) == 1
 
 
 def test_prepare_tells_each_kernel_and_raises_what_fails(compiler, monkeypatch):
     told = []
-    kernel_code.prepare([SKINNY, ROPE.unit], 9, 0, progress=lambda: told.append(1))
+    kernel_code.compile_kernels([SKINNY, ROPE.unit], 9, 0, progress=lambda: told.append(1))
     assert len(told) == 2
 
     def refuse(kernel, arch):
@@ -198,7 +198,7 @@ def test_prepare_tells_each_kernel_and_raises_what_fails(compiler, monkeypatch):
 
     monkeypatch.setattr(compiler, "compile", refuse)
     with pytest.raises(DeviceError, match="no"):
-        kernel_code.prepare([SKINNY], 8, 0)
+        kernel_code.compile_kernels([SKINNY], 8, 0)
 
 
 def test_the_library_gets_code_and_symbol_or_the_reason(compiler, monkeypatch):
@@ -274,7 +274,7 @@ def test_a_call_that_fails_is_named(library):
 
 
 def test_every_kernel_that_host_code_names_is_in_its_file():
-    library = _load.find("libexl2nb_cuda.so")
+    library = _load.find_library("libexl2nb_cuda.so")
     assert library is not None
     run = "from pathlib import Path; from exl2nb.ops import kernel_code as k; import sys; k.connect(Path(sys.argv[1])); print(*[f'{i.source}|{i.name}' for i in k.every_kernel()], sep='\\n')"  # noqa: E501
     lines = subprocess.run([sys.executable, "-c", run, str(library)], capture_output=True, text=True, check=True).stdout.splitlines()
@@ -292,22 +292,22 @@ def test_every_kernel_that_host_code_names_is_in_its_file():
 def test_noted_launches_compute_nothing():
     from exl2nb.ops import gpu_prefill  # noqa: F401
 
-    _load.load()
+    _load.load_libraries()
     x = torch.ones(3, 64, device="cuda")
     out = torch.ops.exl2nb.norm_rows
     ones = torch.ones(64, device="cuda")
-    kernels = kernel_code.noted(lambda: out(x, ones, None, 1e-6, False))
+    kernels = kernel_code.kernels_of_run(lambda: out(x, ones, None, 1e-6, False))
     assert kernels == [KernelId("gemm/prefill.cu", "norm_rows<4>")]
 
 
 @pytest.mark.gpu
 def test_a_fresh_cache_compiles_for_this_gpu(monkeypatch, tmp_path):
-    _load.load()
+    _load.load_libraries()
     monkeypatch.setenv("EXL2NB_KERNEL_CACHE", str(tmp_path))
     major, minor = torch.cuda.get_device_capability()
     compiler = kernel_code.nvrtc()
     code = compiler.compile(ROPE.unit, ROPE.arch(major, minor))
-    assert kernel_code.symbol(code, "gather_rows") != kernel_code.symbol(code, ROPE.name)
+    assert kernel_code.kernel_symbol(code, "gather_rows") != kernel_code.kernel_symbol(code, ROPE.name)
     assert code == compiler.compile(ROPE.unit, ROPE.arch(major, minor))
     with pytest.raises(NoCompiler, match="does not compile"):
         compiler.compile(KernelId("attention/generic.cu", "none<1>"), f"{major}{minor}")
@@ -347,8 +347,8 @@ def ready(compiler, monkeypatch, tmp_path):
 )
 def test_ready_code_is_taken_from_these_sources_where_the_driver_knows_its_cuda(ready, index, capability, taken):
     ready(**index)
-    assert (kernel_code.missing([SKINNY], *capability) == []) == taken
-    assert kernel_code.code_of(SKINNY, *capability).startswith(b"ready" if taken else b".visible")
+    assert (kernel_code.missing_kernels([SKINNY], *capability) == []) == taken
+    assert kernel_code.kernel_code_of(SKINNY, *capability).startswith(b"ready" if taken else b".visible")
 
 
 def _flip(path):
@@ -374,5 +374,5 @@ def _flip(path):
 def test_damaged_ready_code_is_compiled(ready, compiler, damage):
     folder = ready()
     damage(folder)
-    assert kernel_code.code_of(SKINNY, 8, 0).startswith(b".visible")
+    assert kernel_code.kernel_code_of(SKINNY, 8, 0).startswith(b".visible")
     assert compiler.compiled == [(SKINNY, "80")]

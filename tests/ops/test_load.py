@@ -10,7 +10,7 @@ import exl2nb as ex
 from exl2nb import ops
 from exl2nb.cli import doctor
 from exl2nb.core.errors import DeviceError
-from exl2nb.ops import _load, gpu
+from exl2nb.ops import _load, gpu, placement
 
 BUILT = Path("libexl2nb_cuda.so")
 # machine -> words of what is found, words of what to do, whether there is a GPU
@@ -45,8 +45,8 @@ def machine(monkeypatch):
             "loaded": False,
             **MACHINES[name][0],
         }
-        monkeypatch.setattr(_load, "driver", lambda: how["driver"])
-        monkeypatch.setattr(_load, "hardware", lambda: how["gpu"])
+        monkeypatch.setattr(_load, "driver_cuda_version", lambda: how["driver"])
+        monkeypatch.setattr(_load, "has_nvidia_gpu", lambda: how["gpu"])
         monkeypatch.setattr(torch.version, "cuda", how["torch"])
         if "shown" in how:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", how["shown"])
@@ -56,8 +56,9 @@ def machine(monkeypatch):
             monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "GPU of a test")
             monkeypatch.setattr(gpu, "device_error", lambda: how["error"])
         found = _load.Libraries(Path("cpu.so"), how["built"], ("cpu", "cuda") if how["loaded"] else ("cpu",), "avx2", "")
-        monkeypatch.setattr(_load, "load", lambda: found)
+        monkeypatch.setattr(_load, "load_libraries", lambda: found)
         monkeypatch.setattr(ops, "libraries", lambda: found)
+        monkeypatch.setattr(placement, "load_libraries", lambda: found)
         _load.warn_once.cache_clear()
         return found
 
@@ -103,19 +104,19 @@ def test_a_gpu_without_a_driver_is_seen(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "vendor").write_text(vendor + "\n")
         (tmp_path / name / "class").write_text(kind + "\n")
-    plugged = _load.hardware(tmp_path)
+    plugged = _load.has_nvidia_gpu(tmp_path)
     assert plugged == Path("/dev/nvidia0").exists()
     (tmp_path / "0000:01:00.1" / "class").write_text("0x030200\n")
-    assert _load.hardware(tmp_path)
-    assert _load.hardware(tmp_path / "nothing") == plugged
+    assert _load.has_nvidia_gpu(tmp_path)
+    assert _load.has_nvidia_gpu(tmp_path / "nothing") == plugged
 
 
 @pytest.mark.gpu
 def test_this_gpu_can_be_used():
-    assert _load.load().cuda_obstacle is None
+    assert _load.load_libraries().cuda_obstacle is None
     assert gpu.device_error() == ""
-    assert _load.hardware()
-    assert (_load.driver() or (0, 0)) > (0, 0)
+    assert _load.has_nvidia_gpu()
+    assert (_load.driver_cuda_version() or (0, 0)) > (0, 0)
     (check,) = doctor.diagnose("cuda")
     assert check.state == "ok"
     assert torch.cuda.get_device_name(0) in check.found

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from exl2nb import ops
-from exl2nb.ops._library import REFERENCES
+from exl2nb.ops._library import REFERENCE_OPS
 
 from .cases import exl2
 
@@ -70,7 +70,7 @@ def test_against_the_reference(options, norm):
         a.pop("norm_bias", None)
     ours, want = rows(37), rows(37)
     chosen = routed(ours, a, norm)
-    expected = REFERENCES["routed_mlp"](*positional(want, norm, 1e-5, a))
+    expected = REFERENCE_OPS["routed_mlp"](*positional(want, norm, 1e-5, a))
     assert torch.equal(chosen, expected)
     assert chosen.dtype == torch.int32 and chosen.shape == (37, a["top_k"])
     added = want - rows(37)

@@ -61,4 +61,4 @@ def test_exchanges_of_ranks(program: Path, size: int) -> None:
 def test_sizes_are_those_of_the_kernels() -> None:
     text = (CSRC / "cuda" / "runtime" / "peers.cuh").read_text()
     assert f"kMaxRanks = {peers.MOST_RANKS}, kPeerHeader = {peers.HEADER_BYTES};" in text
-    assert peers.nbytes(2, 100) == peers.HEADER_BYTES + 2 * 2 * 100 * 8
+    assert peers.peer_buffer_bytes(2, 100) == peers.HEADER_BYTES + 2 * 2 * 100 * 8

@@ -15,7 +15,7 @@ def gpus(monkeypatch):
     def set_to(count, problem=""):
         best = "cuda" if count and not problem else "cpu"
         found = type("Found", (), {"best_device": lambda self: best, "cuda_problem": problem if count else "no GPU"})()
-        monkeypatch.setattr(placement, "load", lambda: found)
+        monkeypatch.setattr(placement, "load_libraries", lambda: found)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
 

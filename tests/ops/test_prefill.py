@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from exl2nb.ops import cuda_attention, prefill_attention
-from exl2nb.ops._library import REFERENCES
-from exl2nb.ops.reference import ACTIVATIONS
+from exl2nb.ops._library import REFERENCE_OPS
+from exl2nb.ops.reference import ACTIVATION_NAMES
 
 OPS = torch.ops.exl2nb
 PUBLISHED = """
@@ -42,13 +42,13 @@ def test_rows_on_the_gpu(width, tokens):
     x, weight, bias = (torch.randn(*shape, generator=g) for shape in ((tokens, width), (width,), (width,)))
     for arguments in ((weight, None, False), (weight, bias, True), (None, None, False)):
         args = (x, *arguments[:2], 1e-5, arguments[2])
-        want = REFERENCES["norm_rows"](*args).float()
+        want = REFERENCE_OPS["norm_rows"](*args).float()
         got = OPS.norm_rows(*(a.cuda() if torch.is_tensor(a) else a for a in args)).cpu().float()
         assert float((got - want).abs().max()) <= 2e-3 * float(want.abs().max())
     y = torch.randn(tokens, 2 * width, generator=g).half()
-    for kind in range(len(ACTIVATIONS)):
+    for kind in range(len(ACTIVATION_NAMES)):
         for gated in (True, False):
-            want = REFERENCES["gate_rows"](y, kind, gated).float()
+            want = REFERENCE_OPS["gate_rows"](y, kind, gated).float()
             got = OPS.gate_rows(y.cuda(), kind, gated).cpu().float()
             assert float((got - want).abs().max()) <= 2e-3 * float(want.abs().max())
 
@@ -78,7 +78,7 @@ def test_rotation_in_place_is_that_of_rope_append():
 def test_rotation_on_the_gpu(D):
     cpu = turn_case(D=D)
     cuda = [a.cuda() if torch.is_tensor(a) else a for a in cpu]
-    REFERENCES["rotate_rows"](*cpu)
+    REFERENCE_OPS["rotate_rows"](*cpu)
     OPS.rotate_rows(*cuda)
     for want, got in ((cpu[i], cuda[i].cpu()) for i in (0, 5, 6)):
         assert float((got.float() - want.float()).abs().max()) <= 4e-3
@@ -108,20 +108,20 @@ def test_flash_attn_and_torch_give_the_same(installed, n, length):
     installed("raise ImportError('undefined symbol')")
     assert not prefill_attention.can_attend(16, window=4)
     assert "undefined symbol" in prefill_attention.flash_attention().why
-    plain = prefill_attention.attend(q, k, v, scale=0.3)
+    plain = prefill_attention.attend_prefix(q, k, v, scale=0.3)
     prefill_attention.flash_attention.cache_clear()
     sys.modules.pop("flash_attn", None)
     installed(PUBLISHED)
     assert prefill_attention.can_attend(16, window=4, softcap=20.0)
-    got = prefill_attention.attend(q, k, v, scale=0.3)
+    got = prefill_attention.attend_prefix(q, k, v, scale=0.3)
     assert got.shape == (n, 64)
     assert float((got - plain).abs().max()) < 4e-3
     pools = [torch.zeros(1, 2, 256, 16) for _ in range(2)]
     for pool, rows in zip(pools, (k, v)):
         pool[0, :, :length] = rows.transpose(0, 1).float()
     places = [torch.tensor(values, dtype=torch.int32) for values in ([[0]], [0, n], [length])]
-    want = REFERENCES["paged_attention"](q.float(), *pools, *places, 0.3, 4, 20.0)
-    assert float((prefill_attention.attend(q, k, v, scale=0.3, window=4, softcap=20.0) - want).abs().max()) < 4e-3
+    want = REFERENCE_OPS["paged_attention"](q.float(), *pools, *places, 0.3, 4, 20.0)
+    assert float((prefill_attention.attend_prefix(q, k, v, scale=0.3, window=4, softcap=20.0) - want).abs().max()) < 4e-3
     assert sys.modules["flash_attn"].CALLS == [(True, (-1, -1), 0.0), (True, (3, 0), 20.0)]
 
 
@@ -135,7 +135,7 @@ def test_on_hopper_torch_computes_what_it_computes_sooner(installed, monkeypatch
         (512, 512, 4, 100, 3),
         (9, 512, 4, 0, 4),
     ):
-        prefill_attention.attend(*heads(n, length, 4, kv_heads), scale=0.3, window=window)
+        prefill_attention.attend_prefix(*heads(n, length, 4, kv_heads), scale=0.3, window=window)
         assert len(sys.modules["flash_attn"].CALLS) == calls
 
 
@@ -175,9 +175,9 @@ def dense(q, k, v, scale):
 def test_attention_of_a_piece(n, length, Hq, Hkv, D):
     """Whatever kernels run: near fp32, the same bits twice."""
     q, k, v = (t.cuda() for t in heads(n, length, Hq, Hkv, D))
-    want, got = dense(q, k, v, D**-0.5), prefill_attention.attend(q, k, v, scale=D**-0.5)
+    want, got = dense(q, k, v, D**-0.5), prefill_attention.attend_prefix(q, k, v, scale=D**-0.5)
     assert float((got.float() - want).abs().max()) < 2e-3 * float(want.abs().max())
-    assert torch.equal(prefill_attention.attend(q, k, v, scale=D**-0.5), got)
+    assert torch.equal(prefill_attention.attend_prefix(q, k, v, scale=D**-0.5), got)
 
 
 @pytest.mark.gpu
@@ -188,7 +188,7 @@ def test_runs_of_keys_on_the_gpu(count):
         [torch.randn(70, 6, 40, generator=g).half() for _ in range(count)],
         [9 * torch.randn(6, 70, generator=g) for _ in range(count)],
     )
-    want = REFERENCES["merge_parts"](parts, lse).float()
+    want = REFERENCE_OPS["merge_parts"](parts, lse).float()
     got = OPS.merge_parts([t.cuda() for t in parts], [t.cuda() for t in lse]).cpu().float()
     assert float((got - want).abs().max()) <= 2e-3 * float(want.abs().max())
 
@@ -196,7 +196,7 @@ def test_runs_of_keys_on_the_gpu(count):
 def test_a_flash_attn_that_is_too_old(installed):
     installed("def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False): ...")
     assert "window_size" in prefill_attention.flash_attention().why
-    assert math.prod(prefill_attention.attend(*heads(2, 2, 1, 1), scale=1.0).shape) == 32
+    assert math.prod(prefill_attention.attend_prefix(*heads(2, 2, 1, 1), scale=1.0).shape) == 32
 
 
 @pytest.mark.gpu
@@ -211,7 +211,7 @@ def test_flash_attn_as_it_is_installed(n, length, window, softcap, D):
         pytest.skip(f"flash-attn: {prefill_attention.flash_attention().why}")
     for kv_heads in (4, 1):
         q, k, v = heads(n, length, 4, kv_heads, D)
-        got = prefill_attention.attend(q.cuda(), k.cuda(), v.cuda(), scale=D**-0.5, window=window, softcap=softcap)
+        got = prefill_attention.attend_prefix(q.cuda(), k.cuda(), v.cuda(), scale=D**-0.5, window=window, softcap=softcap)
         pages = -(-length // 256)
         pools = [torch.zeros(pages, kv_heads, 256, D) for _ in range(2)]
         for pool, rows in zip(pools, (k, v)):
@@ -219,7 +219,7 @@ def test_flash_attn_as_it_is_installed(n, length, window, softcap, D):
                 part = rows[page * 256 : (page + 1) * 256]
                 pool[page, :, : len(part)] = part.transpose(0, 1).float()
         places = [torch.tensor(values, dtype=torch.int32) for values in ([list(range(pages))], [0, n], [length])]
-        want = REFERENCES["paged_attention"](q.float(), *pools, *places, D**-0.5, window, softcap)
+        want = REFERENCE_OPS["paged_attention"](q.float(), *pools, *places, D**-0.5, window, softcap)
         assert float((got.cpu().float() - want.view(n, -1)).abs().max()) < 2e-3 * float(want.abs().max())
 
 

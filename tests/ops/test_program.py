@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from exl2nb import ops
-from exl2nb.cache.spec import STORAGES
+from exl2nb.cache.spec import PAGE_STORAGES
 from exl2nb.core.errors import FormatError
-from exl2nb.ops.kv_codes import FORMATS
-from exl2nb.ops.records import SCHEMA, check_schema
+from exl2nb.ops.kv_codes import STORAGE_NUMBERS
+from exl2nb.ops.records import OP_SCHEMA, check_schema
 
 from .cases import NAMES, Net, P, batch, i32, prompts, same_bits, single
 
@@ -190,8 +190,8 @@ def library_schema() -> str:
 def test_the_library_has_the_same_schema():
     text = library_schema()
     check_schema(text)
-    assert set(FORMATS) == set(STORAGES)
-    assert {line.split()[0] for line in text.splitlines()} == {*SCHEMA, "cache_formats"}
+    assert set(STORAGE_NUMBERS) == set(PAGE_STORAGES)
+    assert {line.split()[0] for line in text.splitlines()} == {*OP_SCHEMA, "cache_formats"}
 
 
 @pytest.mark.parametrize(

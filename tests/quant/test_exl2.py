@@ -14,9 +14,9 @@ from exl2nb import ops
 from exl2nb.core.errors import FormatError, OptionError
 from exl2nb.io.safetensors import SafetensorsFile, save
 from exl2nb.io.shards import TensorStore
-from exl2nb.ops._library import REFERENCES
+from exl2nb.ops._library import REFERENCE_OPS
 from exl2nb.quant.exl2 import Exl2Tensors, encode
-from exl2nb.quant.exl2_slice import UNIT, Exl2Slices
+from exl2nb.quant.exl2_slice import ROWS_PER_UNIT, Exl2Slices
 from exl2nb.quant.pack import unpack_codes
 
 DATA = Path(__file__).parents[1] / "data"
@@ -78,7 +78,7 @@ def stored(tensors):
 DECODERS = {
     "package": Exl2Tensors.reconstruct,
     "op": lambda tensors: ops.reconstruct(*stored(tensors)),
-    "reference of the op": lambda tensors: REFERENCES["reconstruct"](*stored(tensors)),
+    "reference of the op": lambda tensors: REFERENCE_OPS["reconstruct"](*stored(tensors)),
 }
 
 
@@ -421,9 +421,9 @@ def test_every_unit_equals_reconstruct(made):
         for unit in range(slices.units(group)):
             for column in (0, 7, 8, 63):
                 one = slices.unit(group, unit, column)
-                at = first + UNIT * unit
+                at = first + ROWS_PER_UNIT * unit
                 assert (one.bits, one.first_row) == (bits, at)
-                assert one.codes == tuple(codes[at : at + UNIT, column].tolist())
+                assert one.codes == tuple(codes[at : at + ROWS_PER_UNIT, column].tolist())
                 expected = whole[list(one.rows), column].numpy()
                 assert one.weights.dtype == np.float16
                 assert one.weights.tobytes() == expected.tobytes()

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from exl2nb.core.errors import FormatError, OptionError
-from exl2nb.quant.base import DTYPES, check_dense
-from exl2nb.quant.bits import HEAD_MIXES, WIDTHS, bits_per_weight, group_layout, head_mix, padded, stored_bits
+from exl2nb.quant.bits import CODE_WIDTHS, HEAD_MIXES, bits_per_weight, group_layout, head_mix, padded, stored_bits
 from exl2nb.quant.pack import pack_codes, pack_scales, unpack_codes, unpack_scales
+from exl2nb.quant.weight_source import DENSE_DTYPES, check_dense
 
 WORDS = {  # codes r mod 2**b, codes (7r + 3) mod 2**b
     2: ("E4E4E4E4 E4E4E4E4", "1B1B1B1B 1B1B1B1B"),
@@ -22,7 +22,7 @@ WORDS = {  # codes r mod 2**b, codes (7r + 3) mod 2**b
 }
 
 
-@pytest.mark.parametrize("bits", WIDTHS)
+@pytest.mark.parametrize("bits", CODE_WIDTHS)
 def test_worked_words(bits):
     rows = np.arange(32)
     for codes, text in zip((rows, 7 * rows + 3), WORDS[bits]):
@@ -30,7 +30,7 @@ def test_worked_words(bits):
         assert [f"{word:08X}" for word in packed.numpy().view(np.uint32).ravel()] == text.split()
 
 
-@pytest.mark.parametrize("bits", WIDTHS)
+@pytest.mark.parametrize("bits", CODE_WIDTHS)
 @pytest.mark.parametrize("rows", [32, 64, 160])
 def test_round_trip_and_stream_rule(bits, rows):
     rng = np.random.default_rng(bits * 1000 + rows)
@@ -46,7 +46,7 @@ def test_round_trip_and_stream_rule(bits, rows):
 
 
 def test_extreme_codes_keep_the_sign_bit_of_a_word_apart():
-    for bits in WIDTHS:
+    for bits in CODE_WIDTHS:
         full = torch.full((32, 3), (1 << bits) - 1, dtype=torch.uint8)
         assert torch.equal(pack_codes(full, bits), torch.full((bits, 3), -1, dtype=torch.int32))
         assert torch.equal(unpack_codes(torch.full((bits, 3), -1, dtype=torch.int32), bits), full)
@@ -133,7 +133,7 @@ def test_group_tables_that_cannot_be(args, text):
 
 
 def test_plain_tensors_are_checked():
-    for dtype in DTYPES:
+    for dtype in DENSE_DTYPES:
         check_dense(torch.ones(8, 16, dtype=dtype), "b.weight", (8, 16))
     with pytest.raises(FormatError, match=r"^f: tensor 'b.weight': found shape \(8, 16\), expected \(8, 17\)"):
         check_dense(torch.ones(8, 16), "b.weight", (8, 17), file="f")

@@ -14,10 +14,10 @@ from exl2nb.sampling.draw import inverse_cdf, uniform
 from exl2nb.sampling.filters import ALL_TOKENS, Candidates, active_filters
 from exl2nb.sampling.params import SamplingParams
 from exl2nb.sampling.replay import explain_state
-from exl2nb.sampling.state import Bounds, SamplerState, prepare
+from exl2nb.sampling.sampler_state import Bounds, SamplerState, prepare
 
 from . import numpy_reference as reference
-from .test_state import Countdown, Words
+from .test_sampler_state import Countdown, Words
 
 PROMPT, NEW = [1, 4, 4, 30, 2, 7, 4, 30], [2, 7, 4, 30, 2, 9, 9]
 COMMON = {

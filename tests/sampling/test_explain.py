@@ -16,11 +16,11 @@ from exl2nb.sampling.chain import sample_row
 from exl2nb.sampling.filters import active_filters
 from exl2nb.sampling.params import SamplingParams
 from exl2nb.sampling.replay import Replay, explain_state, seeded
-from exl2nb.sampling.state import SamplerState
+from exl2nb.sampling.sampler_state import SamplerState
 
 from . import numpy_reference as reference
 from .test_chain import PARAMS, logits, state_of
-from .test_state import Words
+from .test_sampler_state import Words
 
 ROW = np.log(np.float32([0.5, 0.3, 0.15, 0.05]))
 

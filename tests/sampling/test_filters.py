@@ -31,7 +31,7 @@ from exl2nb.sampling.filters import (
 )
 from exl2nb.sampling.params import SamplingParams
 from exl2nb.sampling.penalties import allow, ban, dry, faded, fading, logit_bias, mask_ends, repetition_penalty, repetitions, subtract
-from exl2nb.sampling.state import SamplerState
+from exl2nb.sampling.sampler_state import SamplerState
 
 from . import numpy_reference as reference
 

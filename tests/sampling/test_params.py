@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 
 from exl2nb.core.errors import OptionError
-from exl2nb.sampling.params import OPTIONS, PRESETS, SamplingParams
+from exl2nb.sampling.params import SAMPLING_OPTIONS, SAMPLING_PRESETS, SamplingParams
 
 BAD_VALUES = {
     "temperature": [-0.1, float("nan"), "hot"],
@@ -34,10 +34,10 @@ def test_bad_values_are_named(name, value):
         SamplingParams(**{name: value})
 
 
-@pytest.mark.parametrize("name", [name for name, one in OPTIONS.items() if one.kind in (int, float)])
+@pytest.mark.parametrize("name", [name for name, one in SAMPLING_OPTIONS.items() if one.kind in (int, float)])
 def test_every_number_has_its_range(name):
-    low, high = OPTIONS[name].range
-    for value in (low - 1, high + 1, "1", *([] if OPTIONS[name].optional else [None])):
+    low, high = SAMPLING_OPTIONS[name].range
+    for value in (low - 1, high + 1, "1", *([] if SAMPLING_OPTIONS[name].optional else [None])):
         with pytest.raises(OptionError, match=name):
             SamplingParams(**{name: value})
 
@@ -65,8 +65,8 @@ def test_contradicting_settings_and_bad_orders(kwargs, message):
 
 def test_every_field_has_a_range_or_a_check():
     """A field added without a check would take anything."""
-    assert list(OPTIONS) == [f.name for f in dataclasses.fields(SamplingParams)], "a field is not declared with `option`"
-    free = {name for name, one in OPTIONS.items() if one.kind is None}
+    assert list(SAMPLING_OPTIONS) == [f.name for f in dataclasses.fields(SamplingParams)], "a field is not declared with `option`"
+    free = {name for name, one in SAMPLING_OPTIONS.items() if one.kind is None}
     assert free <= BAD_VALUES.keys() | {"order"}, "a field of its own type needs a check of its own, and bad values above"
 
 
@@ -96,7 +96,7 @@ def test_frozen_and_hashable():
 
 
 def test_presets():
-    for name in PRESETS:
+    for name in SAMPLING_PRESETS:
         SamplingParams.preset(name)
     assert SamplingParams.preset("creative", seed=3, min_p=0.1).min_p == 0.1
     assert SamplingParams.preset("greedy").greedy

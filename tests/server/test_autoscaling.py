@@ -14,8 +14,8 @@ httpx = pytest.importorskip("httpx")
 pytest.importorskip("fastapi")
 pytest.importorskip("ray.serve")
 
-from exl2nb.server.options import ServerOptions  # noqa: E402
 from exl2nb.server.replicas import serve_replicas  # noqa: E402
+from exl2nb.server.server_options import ServerOptions  # noqa: E402
 
 DEMO = Path(ex.__file__).parent / "demo_model"
 STARTS_S = 300  # Ray looks at queues over half a minute before it starts another replica

@@ -19,8 +19,8 @@ from exl2nb.core.errors import MissingDependency, OptionError
 httpx = pytest.importorskip("httpx")
 pytest.importorskip("fastapi")
 
-from exl2nb.server.options import ServerOptions  # noqa: E402
-from exl2nb.server.replicas import PREFIX, Replicas, Scale, beginning, serve_replicas  # noqa: E402
+from exl2nb.server.replicas import PREFIX_CHARACTERS, Replicas, Scale, beginning, serve_replicas  # noqa: E402
+from exl2nb.server.server_options import ServerOptions  # noqa: E402
 
 DEMO = Path(ex.__file__).parent / "demo_model"
 LONG = "Once upon a time there was a king who had three sons. " * 24
@@ -43,7 +43,10 @@ def test_beginnings_are_those_of_prompts() -> None:
     chats = [[system, {"role": "user", "content": text}] for text in ("a", "b")]
     assert beginning(asked(messages=chats[0])) == beginning(asked(messages=chats[1])) != ""
     parts = [{"role": "user", "content": [{"type": "text", "text": LONG}]}]
-    assert len({beginning(asked(messages=parts)), beginning(asked(messages=chats[0])), beginning(asked(prompt=[*range(PREFIX)]))}) == 3
+    assert (
+        len({beginning(asked(messages=parts)), beginning(asked(messages=chats[0])), beginning(asked(prompt=[*range(PREFIX_CHARACTERS)]))})
+        == 3
+    )
     for short in (asked(prompt="It was"), asked(messages=[]), b"", b"[1]", b"{", asked(prompt=None)):
         assert beginning(short) == ""
 
@@ -52,7 +55,7 @@ def test_no_body_harms_the_router() -> None:
     deep, number = b'{"prompt":' + b"[" * 900 + b"]" * 900 + b"}", b'{"prompt":' + b"9" * 9999 + b"}"
     for hostile in (b"[" * 100_000, b'{"prompt":' * 100_000, deep, number, b"\xff\xfe"):
         assert beginning(hostile) == ""
-    assert beginning(b'{"prompt":"' + b"\\ud800" * PREFIX + b'"}') != ""
+    assert beginning(b'{"prompt":"' + b"\\ud800" * PREFIX_CHARACTERS + b'"}') != ""
 
 
 def test_what_replicas_do_not_do_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from exl2nb.core.errors import ConfigError, OptionError
-from exl2nb.server.options import ServerOptions, read_config, read_keys
+from exl2nb.server.server_options import ServerOptions, read_config, read_keys
 
 LONG = {"prompt": "It was", "max_tokens": 900, "ignore_eos": True}
 

@@ -4,13 +4,13 @@ import httpx
 import pytest
 
 from exl2nb.core.errors import OptionError
-from exl2nb.llm.sampling_defaults import FILE
+from exl2nb.llm.sampling_defaults import DEFAULTS_FILE
 from exl2nb.sampling.defaults import SamplingDefaults
 from exl2nb.server.fields import Sampling
-from exl2nb.server.options import ServerOptions
+from exl2nb.server.server_options import ServerOptions
 
 ASK = [{"role": "user", "content": "It was"}]
-FROM_FILE = SamplingDefaults(temperature=0.6, top_k=3, top_p=0.8, source=FILE)
+FROM_FILE = SamplingDefaults(temperature=0.6, top_k=3, top_p=0.8, source=DEFAULTS_FILE)
 LIBRARY, RAW = {"temperature": 0.7, "top_p": 0.95}, {"temperature": 1.0}
 SIZE = 24
 
@@ -68,7 +68,7 @@ def test_a_model_that_recommends_nothing(client, llm, route, options):
 def test_messages_of_anthropic(client, llm, monkeypatch):
     """These have no seed, so the default here is greedy."""
     body = {"model": "demo_model", "messages": ASK, "max_tokens": SIZE}
-    monkeypatch.setattr(llm, "sampling_defaults", SamplingDefaults(temperature=0, source=FILE))
+    monkeypatch.setattr(llm, "sampling_defaults", SamplingDefaults(temperature=0, source=DEFAULTS_FILE))
     greedy = wanted(llm, temperature=0)
     for _ in range(2):
         assert answered(client.post("/v1/messages", json=body))["content"][0]["text"].strip() == greedy

@@ -5,8 +5,8 @@ from pathlib import Path
 import httpx
 
 import exl2nb as ex
-from exl2nb.server.options import ServerOptions
-from exl2nb.server.serve import Server
+from exl2nb.server.http_server import Server
+from exl2nb.server.server_options import ServerOptions
 
 DEMO = Path(ex.__file__).parent / "demo_model"
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exl2nb.tokenizer.harmony import CLOSING, HarmonyParser
+from exl2nb.tokenizer.harmony import CLOSING_TEXT, HarmonyParser
 from exl2nb.tokenizer.reply import ReplyFormat, collect, think_tags
 from exl2nb.tokenizer.tools import FORMATS
 
@@ -54,7 +54,7 @@ def test_an_answer_however_it_is_cut(case, cuts):
 
 
 def test_a_prompt_that_has_opened_the_reasoning():
-    assert parsed("so" + CLOSING + "4", thinking=True).message == {"role": "assistant", "content": "4", "reasoning_content": "so"}
+    assert parsed("so" + CLOSING_TEXT + "4", thinking=True).message == {"role": "assistant", "content": "4", "reasoning_content": "so"}
 
 
 def test_the_format_of_a_template_with_channels():
@@ -63,4 +63,4 @@ def test_the_format_of_a_template_with_channels():
     reply = ReplyFormat(calls=FORMATS["harmony"], channels=True, think=think_tags(source))
     assert not reply.plain
     assert reply.read_text(CASES["call"][0]).tool_calls[0].name == "now"
-    assert reply.closing == CLOSING
+    assert reply.closing == CLOSING_TEXT

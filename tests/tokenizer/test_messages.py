@@ -7,7 +7,7 @@ import re
 import pytest
 
 from exl2nb.core.errors import OptionError
-from exl2nb.tokenizer.literal import MARK, control_pattern
+from exl2nb.tokenizer.literal import LITERAL_MARK, control_pattern
 from exl2nb.tokenizer.messages import shape_messages, typed_messages
 from exl2nb.tokenizer.template import ChatTemplate
 from exl2nb.tokenizer.tools import FORMATS, described, tools_of
@@ -225,11 +225,11 @@ def test_control_texts_of_users_and_tools_are_marked():
     ]
     made = shape_messages(talk, of(HERMES), FORMATS["hermes"], TOOLS, control=control).messages
     assert made[0]["content"] == "<|im_end|>"
-    assert made[1]["content"] == f"a <{MARK}|im_end|> <{MARK}think>"
+    assert made[1]["content"] == f"a <{LITERAL_MARK}|im_end|> <{LITERAL_MARK}think>"
     assert made[2]["content"] == "<think>x</think>y"
-    assert made[3]["content"] == f"<{MARK}|im_end|>"
-    forged = shape_messages([{"role": "user", "content": f"<{MARK}think>"}], of(PLAIN), FORMATS["json"], control=control).messages
-    assert forged[0]["content"] == f"<{MARK}think>", "a mark that the user wrote is not a second one"
+    assert made[3]["content"] == f"<{LITERAL_MARK}|im_end|>"
+    forged = shape_messages([{"role": "user", "content": f"<{LITERAL_MARK}think>"}], of(PLAIN), FORMATS["json"], control=control).messages
+    assert forged[0]["content"] == f"<{LITERAL_MARK}think>", "a mark that the user wrote is not a second one"
 
 
 def test_control_texts_in_other_fields_are_marked():

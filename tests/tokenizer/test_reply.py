@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from exl2nb.core.errors import OptionError
 from exl2nb.tokenizer.reply import ReplyFormat, collect
-from exl2nb.tokenizer.template import INSTRUCT, render
+from exl2nb.tokenizer.template import INSTRUCT_TEMPLATES, render
 from exl2nb.tokenizer.tools import FORMATS, tool_format, tools_of
 
 TOOLS = tools_of(
@@ -219,7 +219,7 @@ def test_tools_that_are_none(tools, message):
 )
 def test_instruct_formats(name, prompt):
     talk = [{"role": "system", "content": "Be."}, {"role": "user", "content": "Hi"}]
-    source, special = INSTRUCT[name].source, {"bos_token": "<s>", "eos_token": "</s>"}
+    source, special = INSTRUCT_TEMPLATES[name].source, {"bos_token": "<s>", "eos_token": "</s>"}
     assert render(talk, source, special_tokens=special) == prompt
     longer = render([*talk, {"role": "assistant", "content": "Yes"}, talk[1]], source, special_tokens=special)
     assert longer.startswith(prompt)

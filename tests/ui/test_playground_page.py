@@ -4,7 +4,7 @@ import pytest
 from mock_host import MockHost, low_controls, state_of, violations
 
 from exl2nb.widgets import Playground
-from exl2nb.widgets.protocol import SAMPLERS
+from exl2nb.widgets.protocol import SAMPLER_FIELDS
 
 TOP = [[" the", 0.5], [" dog", 0.25], [" a", 0.1]]
 ITEMS = [[" dog", 11, 0.25, 2, TOP], [" ran", 12, 0.97, 1, [[" ran", 0.97]]], [".\n", 13, 0.02, 40, TOP], ["\n", 14, 0.6, 1, []]]
@@ -219,7 +219,7 @@ def test_the_folded_samplers_are_controls_too(host, page):
     assert more.get_attribute("open") is None
     assert more.locator("summary").inner_text().split("\n") == ["More samplers", "all off"]
     more.locator("summary").click()
-    assert more.locator(".exl2nb-control").count() == sum(not one["common"] for one in SAMPLERS)
+    assert more.locator(".exl2nb-control").count() == sum(not one["common"] for one in SAMPLER_FIELDS)
     page.get_by_label("Typical-p", exact=True).fill("7")
     page.keyboard.press("Tab")
     assert host.sent[-1]["values"]["typical_p"] == 1, "no more than SamplingParams takes"

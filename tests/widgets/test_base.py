@@ -155,9 +155,9 @@ def test_tints_match_the_front_end():
 
 def test_bundles_are_small_and_there():
     for name in ("playground.js", "playground.css", "progress.js", "progress.css", "host.js"):
-        assert 100 < (static.STATIC / name).stat().st_size < 50_000
+        assert 100 < (static.STATIC_FOLDER / name).stat().st_size < 50_000
     for name in ("playground.css", "progress.css"):
-        text = (static.STATIC / name).read_text()
+        text = (static.STATIC_FOLDER / name).read_text()
         rules = re.findall(r"(?:^|})([^{}@]+)\{", re.sub(r"@keyframes [\w-]+\{(?:[^{}]*\{[^}]*\})*\}|@media[^{]*\{", "}", text))
         assert rules
         assert all(".exl2nb" in rule for rule in rules), "a rule outside .exl2nb would restyle the notebook"

@@ -9,7 +9,7 @@ import torch
 
 import exl2nb as ex
 from exl2nb.core.errors import OptionError
-from exl2nb.model.sources import DenseWeights
+from exl2nb.model.sources import ReconstructedWeights
 from exl2nb.model.store import open_store
 from exl2nb.quant.exl2 import Exl2Tensors
 from exl2nb.widgets import AttentionView, ErrorFlow, LayerLens, OutlierMap, WeightHistogram
@@ -132,7 +132,7 @@ def test_outlier_map_says_what_traces_and_weights_say(outliers, llm):
     shown = outliers.ranges(0)
     assert torch.allclose(shown[9], stream.abs().amax(0), rtol=0.05)
     with open_store(llm.config, llm.path) as store:
-        weights = DenseWeights(llm.config, store)
+        weights = ReconstructedWeights(llm.config, store)
         names = [f"model.layers.4.self_attn.{part}_proj.weight" for part in "qkv"]
         largest = torch.cat([weights[name].float() for name in names]).abs().amax(0)
     assert torch.allclose(outliers.ranges(1, weights=True)[4], largest, rtol=0.05)
@@ -172,7 +172,7 @@ def test_weight_histogram_counts_what_the_files_hold(histogram, llm):
     assert shown["scales"] == stored.scale_index()[shown["group"]].long().bincount(minlength=16).tolist()
     after = stored.reconstruct()[perm].float()
     with open_store(llm.config, llm.path) as store:
-        before = DenseWeights(llm.config, store)[f"{key}.weight"].float().T[perm]
+        before = ReconstructedWeights(llm.config, store)[f"{key}.weight"].float().T[perm]
     assert shown["error"] == pytest.approx(float((after - before).norm() / before.norm()), rel=1e-5)
     assert sum(shown["before"]) == sum(shown["after"]) == sum(shown["nearest"]) == before.numel()
     assert 3 < shown["entropy"] < 4 and repr(histogram).startswith("WeightHistogram(layer 3 mlp.down_proj, row 7; 4 bits: 4 bits, 3.")

@@ -14,7 +14,7 @@ from exl2nb.core.errors import GenerationError, Interrupted, OptionError, OutOfP
 from exl2nb.sampling.defaults import SamplingDefaults
 from exl2nb.widgets import Playground
 from exl2nb.widgets.playground import TOP_TOKENS
-from exl2nb.widgets.protocol import SAMPLERS
+from exl2nb.widgets.protocol import SAMPLER_FIELDS
 from exl2nb.widgets.tokens import token_item
 from tests.widgets.page import join_thread, tell
 
@@ -166,7 +166,7 @@ def test_generate_message_sets_prompt_and_settings():
 
 def test_every_sampler_is_a_keyword_and_only_those_that_do_something_are_sent():
     model = FakeModel()
-    folded = {one["name"] for one in SAMPLERS if not one["common"]}
+    folded = {one["name"] for one in SAMPLER_FIELDS if not one["common"]}
     play = Playground(model, max_tokens=1, typical_p=0.9, mirostat=True, dry_multiplier=0.0, penalty_range=64)
     play.start().wait()
     changed = {"typical_p": 0.9, "mirostat": True, "penalty_range": 64}

@@ -8,7 +8,7 @@ import pytest
 
 from exl2nb.core.errors import Interrupted, OptionError
 from exl2nb.core.progress import Meter, Progress, SilentSink, TextSink, showing
-from exl2nb.widgets import ProgressView, progress
+from exl2nb.widgets import ProgressView, progress_view
 from tests.widgets.page import tell
 
 
@@ -101,11 +101,11 @@ def test_unknown_keyword():
 def test_notebook_sink_appears_only_for_long_work(monkeypatch):
     shown = []
     monkeypatch.setattr(ProgressView, "show", lambda self: shown.append(self))
-    with progress.notebook_sink("load") as sink, Meter("load", total=1, sink=sink) as meter:
+    with progress_view.notebook_sink("load") as sink, Meter("load", total=1, sink=sink) as meter:
         meter.step()
     assert shown == []
-    monkeypatch.setattr(progress, "APPEAR_AFTER_S", 0.0)
-    with progress.notebook_sink("convert") as sink:
+    monkeypatch.setattr(progress_view, "APPEAR_AFTER_S", 0.0)
+    with progress_view.notebook_sink("convert") as sink:
         for stage in ("a", "b"):
             with Meter(stage, total=1, sink=sink) as meter:
                 meter.step()
@@ -129,7 +129,7 @@ def test_auto_means_where_the_caller_looks(monkeypatch):
     assert kind() is TextSink
     shell = types.SimpleNamespace(kernel=object())
     monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))
-    assert kind() is progress.NotebookSink
+    assert kind() is progress_view.NotebookSink
     events = []
     with showing(events.append) as sink:
         sink(Progress(stage="x"))

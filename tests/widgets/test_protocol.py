@@ -41,7 +41,7 @@ ANSWER = SimpleNamespace(tokens=(), prompt="", tokens_per_second=0.0, text="", s
 
 
 def test_committed_typescript_is_what_python_generates():
-    for name, text in (("protocol", protocol.typescript()), ("constants", protocol.typescript_constants())):
+    for name, text in (("protocol", typescript.typescript()), ("constants", typescript.typescript_constants())):
         committed = (WIDGETS / "src" / f"{name}.gen.ts").read_text(encoding="utf-8")
         assert committed == text, f"{name}.gen.ts is stale: run `npm run protocol` in widgets/ and commit"
 
@@ -52,8 +52,8 @@ def test_state_types_name_the_synced_traits(name):
 
     kind = getattr(widgets, name)
     ours = kind.class_traits(sync=True).keys() - anywidget.AnyWidget.class_traits(sync=True).keys()
-    controls = {one["name"] for one in protocol.SAMPLERS} if kind is Playground else set()
-    declared = protocol.state_types()[name]
+    controls = {one["name"] for one in protocol.SAMPLER_FIELDS} if kind is Playground else set()
+    declared = typescript.state_types()[name]
     assert set(declared.__annotations__) | controls == ours, f"{declared.__name__} and the traits of {name} differ"
 
 
@@ -78,14 +78,15 @@ MADE = [
 ]
 
 
-@pytest.mark.parametrize("widget", MADE)
-def test_a_closed_widget_is_freed(widget):
-    made = widget()
-    made.close()
-    left = weakref.ref(made)
-    del made
+def test_closed_widgets_are_freed():
+    left = []
+    for widget in MADE:
+        made = widget()
+        made.close()
+        left.append(weakref.ref(made))
+        del made
     gc.collect()
-    assert left() is None
+    assert [one() for one in left] == [None] * len(MADE)
 
 
 def test_a_closed_widget_of_a_model_is_freed(llm):
@@ -108,7 +109,7 @@ def test_a_closed_widget_of_a_model_is_freed(llm):
 
 
 def test_declarations():
-    text = protocol.typescript()
+    text = typescript.typescript()
     assert (
         "export type TokenItem = [text: string, id: number, prob: number | null, rank: number | null, top: Alternative[] | null];" in text
     )

@@ -6,12 +6,12 @@ import pytest
 from fakes import chunk
 
 from exl2nb.core.errors import OptionError
-from exl2nb.generator.request import Alternative, Chunk, Token
+from exl2nb.generator.request import Chunk, Token, TokenAlternative
 from exl2nb.widgets.tokens import items_of, token_item
 
 
 def test_the_engines_own_chunks():
-    token = Token(7, " dog", math.log(0.25), 0.25, 2, (Alternative(3, " cat", math.log(0.5), 0.5),))
+    token = Token(7, " dog", math.log(0.25), 0.25, 2, (TokenAlternative(3, " cat", math.log(0.5), 0.5),))
     assert items_of(Chunk(" dog", (token,))) == [(" dog", 7, 0.25, 2, [(" cat", 0.5)])]
 
 

@@ -15,8 +15,8 @@ from exl2nb.core import show
 from exl2nb.llm.memory import Stage
 from exl2nb.llm.split_plan import Holder, KindFormula, SplitFormula
 from exl2nb.widgets import static
-from exl2nb.widgets.columns import kl_step
 from exl2nb.widgets.memory_plan import wire
+from exl2nb.widgets.static import kl_step
 
 WIDGETS = Path(__file__).parents[2] / "widgets"
 ESBUILD = WIDGETS / "node_modules" / ".bin" / "esbuild"
@@ -116,4 +116,4 @@ def test_colours_and_numbers_agree():
 def test_tints_agree():
     css = (WIDGETS / "src" / "shared" / "base.css").read_text(encoding="utf-8")
     found = re.findall(r"--exl-tint-\d: rgb\((\d+) (\d+) (\d+) / (\d+)%\);", css)
-    assert ["transparent", *(f"rgba({r},{g},{b},.{share})" for r, g, b, share in found)] == [*static.TINTS]
+    assert ["transparent", *(f"rgba({r},{g},{b},.{share})" for r, g, b, share in found)] == [*static.HIGHLIGHT_TINTS]

@@ -91,23 +91,23 @@ DecodeKernel find_kernel(const CacheArgs& c, int rows) {
 }();
 
 // Shared memory of a CTA. Halves the warps until it fits the device; 0 if it never does.
-size_t layout_shared(DecodeKernel& k, DecodeParams& p) {
+size_t layout_shared(const Device& device, DecodeKernel& k, DecodeParams& p) {
   p.warp_bytes = (k.warp_bytes + 127) / 128 * 128, p.tiles_at = k.shared_bytes;
   for (; k.warps; k.warps /= 2) {
     const size_t bytes = static_cast<size_t>(k.shared_bytes) + k.warps * p.warp_bytes;
-    if (bytes <= static_cast<size_t>(shared_per_block())) return bytes;
+    if (bytes <= static_cast<size_t>(device.shared_per_block)) return bytes;
   }
   return 0;
 }
 
 // Switches to the kernel with runs if as many CTAs per SM still fit with separate memory for results. They overlay members of Shared that
 // are free after the rows are prepared, and more behind them.
-size_t layout_runs(DecodeKernel& k, DecodeParams& p, size_t bytes, int64_t rows) {
+size_t layout_runs(const Device& device, DecodeKernel& k, DecodeParams& p, size_t bytes, int64_t rows) {
   const int most = static_cast<int>(std::min<int64_t>(rows, k.rows)), each = (most * k.row_bytes + 127) / 128 * 128;
   const int more = std::max(0, (k.results_at + k.warps * each + 127) / 128 * 128 - k.shared_bytes);
   const size_t with = bytes + more;
-  if (!k.kernel_runs || with > static_cast<size_t>(shared_per_block()) ||
-      k.ctas_per_sm * (with + 1024) > static_cast<size_t>(shared_per_multiprocessor()))
+  if (!k.kernel_runs || with > static_cast<size_t>(device.shared_per_block) ||
+      k.ctas_per_sm * (with + 1024) > static_cast<size_t>(device.shared_per_multiprocessor))
     return bytes;
   k.kernel = k.kernel_runs, p.tiles_at += more, p.result_rows = most, p.result_bytes = each, p.results_at = k.results_at;
   return with;
@@ -123,13 +123,13 @@ void widen(DecodeKernel& k, DecodeParams& p) {
 }
 
 // Many sequences: fewer and larger chunks. items: of one chunk each. As many CTAs per SM as needed, up to 4, so that each takes one item.
-void widen_chunks(DecodeKernel& k, DecodeParams& p, int64_t items) {
+void widen_chunks(const Device& device, DecodeKernel& k, DecodeParams& p, int64_t items) {
   const int all = k.warps * k.ctas_per_sm;
   int ctas = 1;
-  while (ctas < 4 && all / (2 * ctas) > 1 && items > int64_t(multiprocessors()) * ctas) ctas *= 2;
+  while (ctas < 4 && all / (2 * ctas) > 1 && items > int64_t(device.multiprocessors) * ctas) ctas *= 2;
   const size_t bytes = ctas * (k.shared_bytes + static_cast<size_t>(all / ctas) * ((k.warp_bytes + 127) / 128 * 128) + 1024);
-  if (bytes <= static_cast<size_t>(shared_per_multiprocessor())) k.warps = all / ctas, k.ctas_per_sm = ctas;
-  const int64_t slots = int64_t(multiprocessors()) * k.ctas_per_sm;
+  if (bytes <= static_cast<size_t>(device.shared_per_multiprocessor)) k.warps = all / ctas, k.ctas_per_sm = ctas;
+  const int64_t slots = int64_t(device.multiprocessors) * k.ctas_per_sm;
   p.wanted = static_cast<int>(slots < items ? 1 : slots / items);
 }
 
@@ -167,12 +167,10 @@ struct Workspace {
 };
 
 // A warp per row of q, k or v.
-Launch rows_of_heads(int64_t rows, void* stream, bool pdl) {
-  return {unsigned((rows + kGenericWarps - 1) / kGenericWarps), kGenericWarps * 32, 0, stream, pdl};
-}
+Launch rows_of_heads(int64_t rows) { return {unsigned((rows + kGenericWarps - 1) / kGenericWarps), kGenericWarps * 32}; }
 
-const char* norm_all_heads(const RopeArgs& rope, float* qkv, const CacheArgs& c, int tokens, void* stream, bool pdl) {
-  return norm_whole_rows({Dim(tokens, 3), kWholeNormThreads, 0, stream, pdl}, rope, qkv, c.num_heads, c.num_kv_heads, c.head_dim);
+void norm_all_heads(LaunchList& list, const RopeArgs& rope, float* qkv, const CacheArgs& c, int tokens) {
+  list.add(norm_whole_rows, {Dim(tokens, 3), kWholeNormThreads}, rope, qkv, c.num_heads, c.num_kv_heads, c.head_dim);
 }
 
 }  // namespace
@@ -181,53 +179,57 @@ size_t attention_workspace_bytes(int tokens, int num_heads, int num_kv_heads, in
   return Workspace(tokens, num_heads, num_kv_heads, head_dim).bytes();
 }
 
-bool attention_polls(const AttentionArgs& a) {
+bool attention_polls(const Device& device, const AttentionArgs& a) {
   if (a.q || a.rope.norm_whole || !a.cache.sequences || check_cache(a.cache)) return false;
   const int per_sequence = (a.tokens + a.cache.sequences - 1) / a.cache.sequences;
   DecodeKernel kernel = find_kernel(a.cache, per_sequence * (a.cache.num_heads / a.cache.num_kv_heads));
   DecodeParams params{};
-  return kernel.kernel && layout_shared(kernel, params);
+  return kernel.kernel && layout_shared(device, kernel, params);
 }
 
 int attention_sms(int num_heads, int num_kv_heads, int head_dim) {
   return wide(num_heads, num_kv_heads, head_dim) ? num_kv_heads : (num_kv_heads + 1) / 2;
 }
 
-const char* rope_append_launch(const RopeAppendArgs& args, void* stream, bool pdl) {
-  if (auto* wrong = check_cache(args.cache)) return wrong;
-  if (auto* wrong = check_rope(args.rope, args.cache.head_dim)) return wrong;
-  if (!args.qkv || args.tokens < 0) return "no qkv";
-  if (!args.rope.positions && !args.cache.context_lens) return "neither positions nor context_lens";
-  if (!args.slots && !args.cache.block_table) return "neither slots nor a block table";
-  if (!args.tokens) return nullptr;
-  if (args.rope.norm_whole)
-    if (auto* wrong = norm_all_heads(args.rope, args.qkv, args.cache, args.tokens, stream, pdl)) return wrong;
+void plan_rope_append(LaunchList& list, const RopeAppendArgs& args) {
+  if (auto* wrong = check_cache(args.cache)) return list.fail(wrong);
+  if (auto* wrong = check_rope(args.rope, args.cache.head_dim)) return list.fail(wrong);
+  if (!args.qkv || args.tokens < 0) return list.fail("no qkv");
+  if (!args.rope.positions && !args.cache.context_lens) return list.fail("neither positions nor context_lens");
+  if (!args.slots && !args.cache.block_table) return list.fail("neither slots nor a block table");
+  if (!args.tokens) return;
+  if (args.rope.norm_whole) norm_all_heads(list, args.rope, args.qkv, args.cache, args.tokens);
   const int64_t rows = int64_t(args.tokens) * (args.cache.num_heads + 2 * args.cache.num_kv_heads);
-  return rope_append_rows(rows_of_heads(rows, stream, pdl), args);
+  list.add(rope_append_rows, rows_of_heads(rows), args);
 }
 
 const char* gather_launch(const CacheArgs& cache, const int* pages, int length, void* k, void* v, void* stream) {
   if (auto* wrong = check_cache(cache)) return wrong;
   if (length < 1) return length ? "a negative length" : nullptr;
   const int64_t rows = 2 * int64_t(length) * cache.num_kv_heads;
-  return gather_rows(rows_of_heads(rows, stream, false), cache, pages, length, static_cast<half*>(k), static_cast<half*>(v));
+  Launch how = rows_of_heads(rows);
+  how.stream = stream;
+  return gather_rows(how, cache, pages, length, static_cast<half*>(k), static_cast<half*>(v));
 }
 
-const char* attention_decode_launch(const AttentionArgs& args, void* stream, bool pdl) {
+void plan_attention(LaunchList& list, const AttentionArgs& args) {
+  const Device& device = list.device;
   const CacheArgs& c = args.cache;
-  if (auto* wrong = check_cache(c)) return wrong;
-  if (auto* wrong = check_rope(args.rope, c.head_dim)) return wrong;
-  if (!args.q == !args.qkv) return "expected one of q and qkv";
-  if (args.tokens < 0 || c.sequences < 0 || !c.block_table || !c.cu_seqlens || !c.context_lens) return "the batch is incomplete";
-  if (args.to.num_perms < 0 || args.to.num_perms > AttentionOut::kMaxPerms || (args.to.num_perms && !args.to.x)) return "bad output copies";
-  if (!args.tokens || !c.sequences) return nullptr;
+  if (auto* wrong = check_cache(c)) return list.fail(wrong);
+  if (auto* wrong = check_rope(args.rope, c.head_dim)) return list.fail(wrong);
+  if (!args.q == !args.qkv) return list.fail("expected one of q and qkv");
+  if (args.tokens < 0 || c.sequences < 0 || !c.block_table || !c.cu_seqlens || !c.context_lens) return list.fail("the batch is incomplete");
+  if (args.to.num_perms < 0 || args.to.num_perms > AttentionOut::kMaxPerms || (args.to.num_perms && !args.to.x))
+    return list.fail("bad output copies");
+  if (!args.tokens || !c.sequences) return;
   const int q_per_kv = c.num_heads / c.num_kv_heads;
   const int64_t rows = args.tokens < int64_t(kMaxNew) * c.sequences ? args.tokens : int64_t(kMaxNew) * c.sequences;
   const Workspace sizes(rows, c.num_heads, c.num_kv_heads, c.head_dim);
-  if (args.workspace_bytes < sizes.bytes() || !args.workspace) return "the workspace is too small";
+  if (args.workspace_bytes < sizes.bytes() || !args.workspace)
+    return list.fail("the workspace of attention has " + std::to_string(args.workspace_bytes) + " bytes; expected at least " +
+                     std::to_string(sizes.bytes()));
   AttentionArgs a = args;
-  if (!a.q && a.rope.norm_whole)
-    if (auto* wrong = norm_all_heads(a.rope, a.qkv, c, a.tokens, stream, pdl)) return wrong;
+  if (!a.q && a.rope.norm_whole) norm_all_heads(list, a.rope, a.qkv, c, a.tokens);
   const int per_sequence = (a.tokens + c.sequences - 1) / c.sequences;
   // Counters are at the end, where launches with other numbers of tokens have counters too: they stay 0 between launches.
   char* const at = static_cast<char*>(a.workspace);
@@ -240,17 +242,17 @@ const char* attention_decode_launch(const AttentionArgs& args, void* stream, boo
   params.key_bytes = (page_bytes(c.k_format, c.head_dim) + page_bytes(c.v_format, c.head_dim)) / kPage;
   DecodeKernel kernel = find_kernel(c, per_sequence * q_per_kv);
   if (kernel.kernel && a.large_chunks && per_sequence <= kMaxNew)
-    widen_chunks(kernel, params,
+    widen_chunks(device, kernel, params,
                  int64_t(c.sequences) * c.num_kv_heads * ((int64_t(per_sequence) * q_per_kv + kernel.rows - 1) / kernel.rows));
   else if (kernel.kernel && wide(c.num_heads, c.num_kv_heads, c.head_dim))
     widen(kernel, params);
-  if (size_t shared = kernel.kernel ? layout_shared(kernel, params) : 0) {
+  if (size_t shared = kernel.kernel ? layout_shared(device, kernel, params) : 0) {
     const int64_t blocks = (int64_t(per_sequence) * q_per_kv + kernel.rows - 1) / kernel.rows,
                   items = blocks * c.sequences * c.num_kv_heads * max_chunks(c, params.key_bytes, params.max_splits);
-    const int64_t slots = int64_t(multiprocessors()) * kernel.ctas_per_sm;
+    const int64_t slots = int64_t(device.multiprocessors) * kernel.ctas_per_sm;
     if (items > slots && !params.wanted && c.sequences <= 32)
-      shared = layout_runs(kernel, params, shared, int64_t(per_sequence) * q_per_kv);
-    return (*kernel.kernel)({unsigned(items < slots ? items : slots), unsigned(kernel.warps * 32), shared, stream, pdl}, params);
+      shared = layout_runs(device, kernel, params, shared, int64_t(per_sequence) * q_per_kv);
+    return list.add(*kernel.kernel, {unsigned(items < slots ? items : slots), unsigned(kernel.warps * 32), shared}, params);
   }
   // Fallback for other shapes and formats: first the new keys and values, then one warp per query.
   if (!a.q) {
@@ -258,10 +260,10 @@ const char* attention_decode_launch(const AttentionArgs& args, void* stream, boo
     RopeAppendArgs append{a.cache, a.rope, a.qkv, nullptr, a.tokens, q, nullptr, nullptr, nullptr};
     append.rope.norm_whole = false;
     if (a.rope.norm_whole) append.rope.clip = 0.f, append.rope.q_norm = append.rope.k_norm = nullptr;
-    if (auto* wrong = rope_append_launch(append, stream, pdl)) return wrong;
+    plan_rope_append(list, append);
     params.a.q = q;
   }
-  return attention_any(rows_of_heads(int64_t(a.tokens) * c.num_heads, stream, pdl), params.a);
+  list.add(attention_any, rows_of_heads(int64_t(a.tokens) * c.num_heads), params.a);
 }
 
 }  // namespace exl2nb

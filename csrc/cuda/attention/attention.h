@@ -67,13 +67,15 @@ struct AttentionArgs {
 // Bytes for up to `tokens` tokens in a step.
 size_t attention_workspace_bytes(int tokens, int num_heads, int num_kv_heads, int head_dim);
 
+struct Device;     // runtime/device.h
+class LaunchList;  // runtime/launches.h
 // Whether the kernel for these can poll data with Lamport flags.
-bool attention_polls(const AttentionArgs& args);
+bool attention_polls(const Device&, const AttentionArgs& args);
 // Multiprocessors that a decode step of one sequence takes where the keys of every KV head are one chunk.
 int attention_sms(int num_heads, int num_kv_heads, int head_dim);
 // One decode step of one layer. With qkv, at most 8 tokens per sequence (the query count may differ between sequences); with q any number.
 // The bits of a sequence's result depend on its own tokens and context_len only, unless `large_chunks`.
-const char* attention_decode_launch(const AttentionArgs& args, void* stream, bool pdl);
+void plan_attention(LaunchList&, const AttentionArgs& args);
 
 // Prefill: clip, norm, rotation of any number of tokens; K and V go to `slots` (int32 (tokens,), page * 256 + offset) of the cache.
 // q_f32, q_f16: (tokens, Hq, D); k_f16, v_f16: (tokens, Hkv, D), the values as attention will read them back except for quantisation.
@@ -89,7 +91,7 @@ struct RopeAppendArgs {
   void* k_f16;
   void* v_f16;
 };
-const char* rope_append_launch(const RopeAppendArgs& args, void* stream, bool pdl);
+void plan_rope_append(LaunchList&, const RopeAppendArgs& args);
 
 // The first `length` tokens of one sequence -> contiguous f16 k, v (length, Hkv, D). pages: int32 on the device, at least
 // ceil(length / 256).

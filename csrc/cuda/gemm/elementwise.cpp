@@ -20,15 +20,15 @@ const Kernel<MergePartsArgs> merge_parts{kPrefill, "merge_parts", false};
 
 }  // namespace
 
-const char* embed_launch(const EmbedArgs& a, int tokens, void* stream, bool pdl) {
-  return tokens == 0 ? nullptr : embed_kernel({unsigned(tokens), kRowThreads, 0, stream, pdl}, a);
+void plan_embed(LaunchList& list, const EmbedArgs& a, int tokens) {
+  if (tokens) list.add(embed_kernel, {unsigned(tokens), kRowThreads}, a);
 }
-const char* gates_launch(const GatesArgs& a, int tokens, void* stream, bool pdl) {
+void plan_gates(LaunchList& list, const GatesArgs& a, int tokens) {
   const Dim grid((a.width + 4 * kRowThreads - 1) / (4 * kRowThreads), tokens);
-  return tokens == 0 ? nullptr : gates_kernel({grid, kRowThreads, 0, stream, pdl}, a);
+  if (tokens) list.add(gates_kernel, {grid, kRowThreads}, a);
 }
-const char* rows_launch(const RowsArgs& a, int rows, void* stream, bool pdl) {
-  return rows == 0 ? nullptr : rows_kernel({unsigned(rows), kRowThreads, 0, stream, pdl}, a);
+void plan_rows(LaunchList& list, const RowsArgs& a, int rows) {
+  if (rows) list.add(rows_kernel, {unsigned(rows), kRowThreads}, a);
 }
 
 const char* norm_rows_launch(const NormRowsArgs& a, void* stream) {

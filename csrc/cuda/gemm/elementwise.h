@@ -1,5 +1,5 @@
-// The small kernels around the matrix products: of a step (elementwise.cu) and of prefill (prefill.cu). A launch returns nullptr or an
-// error text.
+// The small kernels around the matrix products: of a step (elementwise.cu) and of prefill (prefill.cu). Those of a step are added to a
+// list; a launch returns nullptr or an error text.
 #pragma once
 #include <cstdint>
 
@@ -36,9 +36,9 @@ struct GatesArgs {
   int activation;
   MatrixInput next;
 };
-const char* gates_launch(const GatesArgs&, int tokens, void*, bool pdl);
-const char* embed_launch(const EmbedArgs&, int tokens, void*, bool pdl);
-const char* rows_launch(const RowsArgs&, int rows, void*, bool pdl);
+void plan_gates(LaunchList&, const GatesArgs&, int tokens);
+void plan_embed(LaunchList&, const EmbedArgs&, int tokens);
+void plan_rows(LaunchList&, const RowsArgs&, int rows);
 
 constexpr int kNormThreads = 256, kGateThreads = 256;  // of a CTA
 

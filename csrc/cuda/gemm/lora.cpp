@@ -13,33 +13,31 @@ constexpr int kShrinkCtas = 6;   // resident on an SM (40 registers); more would
 const Kernel<LoraArgs> shrink{"gemm/lora.cu", "lora_shrink"}, shrink_all{"gemm/lora.cu", "lora_sums"},
     expand{"gemm/lora.cu", "lora_expand"};
 
-Dim shrink_grid(const LoraArgs& a, int rows) {
-  const auto chunks = static_cast<int>(lora_chunks(a.K)), resident = kShrinkCtas * multiprocessors() / (chunks * rows);
+Dim shrink_grid(const Device& device, const LoraArgs& a, int rows) {
+  const auto chunks = static_cast<int>(lora_chunks(a.K)), resident = kShrinkCtas * device.multiprocessors / (chunks * rows);
   const int split = std::clamp(resident, 1, std::clamp(a.width / 16, 1, kShrinkSplit));
   return {static_cast<unsigned>(chunks), static_cast<unsigned>(split), static_cast<unsigned>(rows)};
 }
 
 }  // namespace
 
-const char* lora_shrink_launch(const LoraArgs& a, int rows, void* stream, bool pdl) {
-  return shrink_all({shrink_grid(a, rows), kLoraThreads, 0, stream, pdl}, a);
+void plan_lora_shrink(LaunchList& list, const LoraArgs& a, int rows) {
+  list.add(shrink_all, {shrink_grid(list.device, a, rows), kLoraThreads}, a);
 }
 
-const char* lora_launch(LoraArgs a, int rows, void* stream, bool pdl) {
+void plan_lora(LaunchList& list, LoraArgs a, int rows) {
   const int columns = a.next.x && a.gated ? a.N / 2 : a.N;
   for (int left = rows; left > 0; left -= kLoraRows) {
     const unsigned now = std::min(left, kLoraRows);
     const Dim pieces((columns + kLoraThreads - 1) / kLoraThreads, now);
-    if (!a.ids)
-      if (const char* wrong = shrink({shrink_grid(a, static_cast<int>(now)), kLoraThreads, 0, stream, pdl}, a)) return wrong;
-    if (const char* wrong = expand({pieces, kLoraThreads, 0, stream, pdl}, a)) return wrong;
+    if (!a.ids) list.add(shrink, {shrink_grid(list.device, a, static_cast<int>(now)), kLoraThreads}, a);
+    list.add(expand, {pieces, kLoraThreads}, a);
     (a.of.rows ? a.of.rows : a.of.adapters) += kLoraRows;
     if (a.ids) a.ids += kLoraRows;
     if (a.x.x) a.x.x += static_cast<size_t>(kLoraRows) * a.x.stride;
     if (a.next.x) a.next.x += static_cast<size_t>(kLoraRows) * a.next.stride;
     a.y += kLoraRows * a.stride;
   }
-  return nullptr;
 }
 
 }  // namespace exl2nb

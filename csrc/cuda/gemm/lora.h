@@ -44,14 +44,15 @@ struct LoraArgs {
   MatrixInput next;
   int activation;
   bool gated;
-  // Of lora_shrink_launch, instead of y: scaled sums over the chunks, [row][width], and a zero for each 16 of them, which stays one.
+  // Of plan_lora_shrink, instead of y: scaled sums over the chunks, [row][width], and a zero for each 16 of them, which stays one.
   float* low;
   unsigned* arrived;
 };
 
+class LaunchList;  // runtime/launches.h
 inline int64_t lora_chunks(int64_t K) { return (K + kLoraChunk - 1) / kLoraChunk; }
-const char* lora_launch(LoraArgs a, int rows, void* stream, bool pdl);
+void plan_lora(LaunchList&, LoraArgs a, int rows);
 // In front of a product that adds the rest itself (lora_quads.cuh): low, for at most kLoraRows rows; b is on its way to the L2 cache.
-const char* lora_shrink_launch(const LoraArgs& a, int rows, void* stream, bool pdl);
+void plan_lora_shrink(LaunchList&, const LoraArgs& a, int rows);
 
 }  // namespace exl2nb

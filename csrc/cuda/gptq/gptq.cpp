@@ -94,7 +94,7 @@ const char* gptq_block_launch(const GptqBlock& b, void* stream) {
     if (b.coupling) {
       const auto& kernel = round_coupled[threads > 512];
       const int fixed = kernel.static_shared();
-      const bool staged = fixed >= 0 && fixed + own <= shared_per_block();
+      const bool staged = fixed >= 0 && fixed + own <= this_device().shared_per_block;
       const Launch how{Dim(b.N / b.B, b.P), unsigned(threads), staged ? size_t(own) : 0, stream};
       run(kernel, how, b.w, b.factor, step, size, b.coupling, b.spread, b.B, to, scratch.pushes, staged);
     } else {

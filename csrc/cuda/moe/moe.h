@@ -30,16 +30,16 @@ static_assert(sizeof(ExpertTable) == 64 && sizeof(ExpertMatrix) == 144, "table l
 
 // Workspace bytes; the router's partial sums come first. `RoutedOp::table` points to four int64: the addresses of the first matrices' table
 // on host and device, then of the second ones'.
-size_t routed_bytes(const RoutedOp& op, const GpuHeader& router, int tokens);
+size_t routed_bytes(const Device&, const RoutedOp& op, const GpuHeader& router, int tokens);
 // Fuses the op's router into the residual GEMM in front; false: not possible.
 bool router_tap(const RoutedOp& op, const uint8_t* head, const uint8_t* blob, float* out, RouterTap& tap);
 // Floats per token in the workspace of a router that is a separate GEMM.
 int64_t router_stride(const GpuHeader& router);
 // The second matrices as one GEMM per token; the caller sets the epilogue.
 GemmArgs routed_down(const RoutedOp& op);
-// Launches both kernels. tapped: the router was fused into the GEMM in front; otherwise it was its own GEMM with `late` (skinny_gemm.cuh).
+// Both kernels. tapped: the router was fused into the GEMM in front; otherwise it was its own GEMM with `late` (skinny_gemm.cuh).
 // from: the rows that the router read; down: from routed_down.
-const char* routed_launch(const RoutedOp& op, const GpuHeader& router, bool tapped, const RowSource& from, uint8_t* workspace,
-                          const GemmArgs& down, int tokens, int capacity, void* stream, bool pdl);
+void plan_routed(LaunchList&, const RoutedOp& op, const GpuHeader& router, bool tapped, const RowSource& from, uint8_t* workspace,
+                 const GemmArgs& down, int tokens, int capacity);
 
 }  // namespace exl2nb

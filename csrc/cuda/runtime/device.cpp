@@ -18,45 +18,29 @@ int emulated() {
   return path;
 }
 
-struct Facts {
-  int major = 0, minor = 0, multiprocessors = 1, shared_per_block = 0, shared_per_multiprocessor = 0;
-};
-// Asked for once per device; the defaults where there is no answer.
-const Facts& facts_of(int device) {
-  static Facts known[kMaxDevices];
+}  // namespace
+
+// Asked for once per device.
+const Device& device_facts(int device) {
+  static Device known[kMaxDevices];
   static std::once_flag asked[kMaxDevices];
-  static const Facts none;
+  static const Device none;
   const Driver* const d = driver();
   if (!d || device < 0 || device >= kMaxDevices) return none;
-  Facts& f = known[device];
+  Device& f = known[device];
   std::call_once(asked[device], [&] {
     d->device_attribute(&f.major, kComputeMajor, device), d->device_attribute(&f.minor, kComputeMinor, device);
     d->device_attribute(&f.multiprocessors, kMultiprocessorCount, device);
     d->device_attribute(&f.shared_per_block, kSharedPerBlockOptin, device);
     d->device_attribute(&f.shared_per_multiprocessor, kSharedPerMultiprocessor, device);
+    f.kernels_major = f.major;
+    if (!emulated()) return;
+    f.kernels_major = std::min(f.major, 9 - emulated());
+    f.shared_per_block = std::min(f.shared_per_block, emulated() == 1 ? 99 << 10 : 64 << 10);
+    f.shared_per_multiprocessor = std::min(f.shared_per_multiprocessor, emulated() == 1 ? 100 << 10 : 64 << 10);
   });
   return f;
 }
-
-}  // namespace
-
-ComputeCapability compute_capability(int device) { return {facts_of(device).major, facts_of(device).minor}; }
-int multiprocessors() { return facts_of(current_device()).multiprocessors; }
-int compute_major() {
-  const int major = compute_capability(current_device()).major;
-  return emulated() ? std::min(major, 9 - emulated()) : major;
-}
-bool has_wgmma() {
-  const ComputeCapability c = compute_capability(current_device());
-  return c.major == 9 && c.minor == 0;
-}
-int shared_per_block() {
-  const int all = facts_of(current_device()).shared_per_block;
-  return emulated() ? std::min(all, emulated() == 1 ? 99 << 10 : 64 << 10) : all;
-}
-int shared_per_multiprocessor() {
-  const int all = facts_of(current_device()).shared_per_multiprocessor;
-  return emulated() ? std::min(all, emulated() == 1 ? 100 << 10 : 64 << 10) : all;
-}
+const Device& this_device() { return device_facts(current_device()); }
 
 }  // namespace exl2nb

@@ -14,17 +14,19 @@ constexpr int kExchangeThreads = 256, kExchangeCtas = 128;
 
 }  // namespace
 
-const char* exchange_launch(const ExchangeArgs& a, void* stream, bool pdl) {
+void plan_exchange(LaunchList& list, const ExchangeArgs& a) {
   int widest = 0;
   for (int r = 0; r < (a.sum ? 1 : a.peers.size); r++) widest = std::max(widest, a.first[r + 1] - a.first[r]);
   const int64_t numbers = int64_t(a.rows) * widest;
-  if (numbers > a.peers.words) return "the buffers of the ranks are too small";
-  if (numbers == 0) return nullptr;
+  if (numbers > a.peers.words)
+    return list.fail("the ranks exchange " + std::to_string(numbers) + " numbers; expected at most " + std::to_string(a.peers.words) +
+                     ", the size of their buffers");
+  if (numbers == 0) return;
   const auto ctas = std::min<int64_t>((numbers + kExchangeThreads - 1) / kExchangeThreads, kExchangeCtas);
-  return exchange_rows({unsigned(ctas), kExchangeThreads, 0, stream, pdl}, a);
+  list.add(exchange_rows, {unsigned(ctas), kExchangeThreads}, a);
 }
-const char* exchanges_done(const Peers& p, int count, void* stream, bool pdl) {
-  return count_exchanges({1u, 1u, 0, stream, pdl}, reinterpret_cast<unsigned*>(p.buffer[p.rank]), count);
+void plan_exchange_count(LaunchList& list, const Peers& p, int count) {
+  list.add(count_exchanges, {1u, 1u}, reinterpret_cast<unsigned*>(p.buffer[p.rank]), count);
 }
 
 }  // namespace exl2nb

@@ -1,4 +1,4 @@
-// The exchanges of ranks that are kernels of their own (peers.cuh). Each returns nullptr, or what went wrong.
+// The exchanges of ranks that are kernels of their own (peers.cuh).
 #pragma once
 #include "cuda/gemm/fragment.cuh"
 #include "cuda/runtime/peers.cuh"
@@ -17,9 +17,10 @@ struct ExchangeArgs {
   float* out;
   MatrixInput next;
 };
+class LaunchList;  // launches.h
 // At most peers.words numbers of a rank.
-const char* exchange_launch(const ExchangeArgs&, void* stream, bool pdl);
+void plan_exchange(LaunchList&, const ExchangeArgs&);
 // Counts the exchanges of a call, as its last kernel.
-const char* exchanges_done(const Peers&, int count, void* stream, bool pdl);
+void plan_exchange_count(LaunchList&, const Peers&, int count);
 
 }  // namespace exl2nb

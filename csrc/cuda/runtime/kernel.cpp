@@ -14,15 +14,14 @@ thread_local std::unique_ptr<std::string> noted;
 
 std::atomic<KernelCode> code_source{nullptr};
 
-// Error texts are returned as plain pointers: each distinct one is kept.
-const char* kept(std::string text) {
+}  // namespace
+
+const char* kept(const std::string& text) {
   static std::mutex mutex;
   static std::set<std::string> texts;
   const std::lock_guard<std::mutex> lock(mutex);
-  return texts.insert(std::move(text)).first->c_str();
+  return texts.insert(text).first->c_str();
 }
-
-}  // namespace
 
 // Every kernel that host code names, "source\tname\n" each.
 std::string& all_kernels() {
@@ -44,7 +43,7 @@ const char* KernelBase::load(int device, CudaFunction& function) const {
   if (!find) return "nothing gives the machine code of kernels: exl2nb.ops has not been loaded";
   const void* code = nullptr;
   const char* text = nullptr;
-  if (find(source_, name_.c_str(), compute_capability(device).major, compute_capability(device).minor, &code, &text))
+  if (find(source_, name_.c_str(), device_facts(device).major, device_facts(device).minor, &code, &text))
     return kept(std::string(text ? text : "no machine code") + " (kernel " + name_ + " of " + source_ + ")");
   const std::lock_guard<std::mutex> lock(loading_);
   function = functions_[device].load(std::memory_order_acquire);
@@ -59,7 +58,7 @@ const char* KernelBase::load(int device, CudaFunction& function) const {
   int fixed = 0;
   if (const int error = d.function_attribute(&fixed, kStaticShared, function)) return failed("no attributes", error);
   if (carveout_) d.set_function_attribute(function, kSharedCarveout, 100);
-  if (const int error = d.set_function_attribute(function, kMaxDynamicShared, shared_per_block() - fixed))
+  if (const int error = d.set_function_attribute(function, kMaxDynamicShared, device_facts(device).shared_per_block - fixed))
     return failed("the limit of shared memory cannot be raised", error);
   functions_[device].store(function, std::memory_order_release);
   return nullptr;
@@ -99,7 +98,7 @@ const char* KernelBase::run(const Launch& how, void** arguments) const {
                       static_cast<CudaStream>(how.stream),
                       attributes,
                       0};
-  if (how.pdl && compute_major() >= 9) {
+  if (how.pdl && this_device().kernels_major >= 9) {
     attributes[config.num_attributes].id = kProgrammaticStreamSerialization;
     attributes[config.num_attributes++].value.allowed = 1;
   }

@@ -6,24 +6,9 @@
 #include <string>
 
 #include "cuda/runtime/driver.h"
+#include "cuda/runtime/launches.h"
 
 namespace exl2nb {
-
-struct Dim {
-  unsigned x = 1, y = 1, z = 1;
-  Dim(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
-};
-
-// pdl: may start before the kernel in front of it in the stream ends (sm_90 and later). cluster: CTAs that may read one another's shared
-// memory.
-struct Launch {
-  Dim grid;
-  Dim threads;
-  size_t shared_bytes;
-  void* stream;
-  bool pdl = false;
-  unsigned cluster = 1;
-};
 
 // Gives the machine code of a kernel for a GPU of compute capability major.minor: 0, or 1 and the reason in `text`. `code` and `text` stay
 // valid for the life of the process. name: as in Kernel; text: the kernel's symbol in the code.
@@ -32,13 +17,17 @@ void set_kernel_code(KernelCode source);
 
 class KernelBase {
  public:
+  const char* source() const { return source_; }
+  const std::string& name() const { return name_; }
   // Static shared memory, bytes; negative: the kernel cannot be loaded, and problem() says why.
   int static_shared() const;
   const char* problem() const;
 
+  // nullptr, or what went wrong.
+  const char* run(const Launch& how, void** arguments) const;
+
  protected:
   KernelBase(const char* source, std::string name, bool carveout);
-  const char* run(const Launch& how, void** arguments) const;
 
  private:
   const char* find(CudaFunction& function) const;

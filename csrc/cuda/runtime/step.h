@@ -1,17 +1,5 @@
-// A whole step on the GPU: walks the program of exl2nb/ops/program.py (csrc/format/program.h) and launches its kernels.
-//
-// Kernels of a layer where the norms are RMS norms in front of attention and MLP:
-//   1 to 8 rows on Hopper, not deterministic: attention, and one persistent chain from its output to the next QKV (persistent_gemm.cuh).
-//     Attention polls the sums of QKV while the chain still runs. Where layers are large only up to 3 rows: more run as 9 and more
-//     (exceeds_chain in step.cpp). Where they are small up to 4 in one chain, up to 8 in two.
-//   1 to 8 rows else: QKV, attention, O, gate/up, down, each GEMM a skinny one (skinny_gemm.cuh).
-//   9 rows or more, where stream_k_from > 0 and the GPU takes every matrix: the same five with stream-K GEMMs (stream_k_gemm.cuh); the last
-//     norm is a kernel of its own where not every row wants logits.
-// The GEMM that adds to the residual also writes the next GEMM's input, times the norm's weights; the next one divides its sums by the root
-// mean square. A LayerNorm, and a norm behind attention or MLP, need the whole row first: up to 4 rows every CTA of the next GEMM computes
-// it (norm.cuh), else a small kernel. Experts: moe.h. A step with adapters has a launch for every product, which only stores, and the
-// kernels of lora.h between them, or (lora_inside) the launches of a step without; it is captured as any other. A blob's word in the
-// program is the address of a host copy of its head: int64 address on the device, then header and parts (gpu_blob.h).
+// A whole step on the GPU: the program of exl2nb/ops/program.py (csrc/format/program.h) becomes a list of launches (plan.h), which is run.
+// A blob's word in the program is the address of a host copy of its head: int64 address on the device, then header and parts (gpu_blob.h).
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -49,10 +37,11 @@ struct GpuStep {
   int vocab[kMaxRanks + 1];
 };
 
+struct Device;  // device.h
 // Floats of lora_sums, for any number of tokens: zeroed once.
 int64_t lora_sums(const Program& program, int64_t width);
 // Bytes of workspace for up to `capacity` tokens, or what is wrong with the program; width: numbers per row of what a step writes.
-std::string step_workspace(const Program& program, int capacity, size_t& bytes, int64_t& width);
+std::string step_workspace(const Device&, const Program& program, int capacity, size_t& bytes, int64_t& width);
 // workspace: zeroed once by its owner, then used with one capacity only, by one step at a time. Steps in different streams of one device
 // must not overlap where they have chains (persistent_gemm.cuh) or stream-K GEMMs. Captures into a graph: neither allocates nor
 // waits.

@@ -55,6 +55,7 @@ inline const ResidualOp* reader(const Program& program, const Op* op, int64_t si
 
 // What the ops of a program need, op by op; each call returns what is wrong, or null.
 struct LayoutSizes {
+  const Device& device;
   const Program& program;
   const int tokens;
   size_t normed = 0, qkv = 0, act[2] = {0, 0}, wide = 0, attention = 0, routed = 0, lamport_qkv = 0;
@@ -89,7 +90,7 @@ struct LayoutSizes {
   const char* operator()(const RoutedOp& op) {
     const Weight weight(op.blob);
     matrix(weight);
-    routed = std::max(routed, routed_bytes(op, weight.header(), tokens));
+    routed = std::max(routed, routed_bytes(device, op, weight.header(), tokens));
     return nullptr;
   }
   const char* operator()(const HeadOp& op) {
@@ -100,9 +101,9 @@ struct LayoutSizes {
 };
 
 // Lays the workspace out; what is wrong with the program, or empty.
-inline std::string lay_out(const Program& program, int tokens, Layout& layout) {
+inline std::string lay_out(const Device& device, const Program& program, int tokens, Layout& layout) {
   if (const char* wrong = program.wrong()) return wrong;
-  LayoutSizes sizes{program, tokens};
+  LayoutSizes sizes{device, program, tokens};
   for (const Op* op = program.first(); op; op = program.next(op))
     if (const char* wrong = visit(op, sizes)) return wrong;
   const int64_t H = program.hidden();
@@ -113,13 +114,13 @@ inline std::string lay_out(const Program& program, int tokens, Layout& layout) {
   for (int i = 0; i < 2; i++) layout.act[i] = arena.take(sizes.act[i]);
   layout.sum = arena.take(static_cast<size_t>(tokens) * std::max<int64_t>(H, sizes.heads) * 4);
   layout.wide = arena.take(sizes.wide);
-  layout.squares = arena.take(static_cast<size_t>(tokens) * std::max(multiprocessors(), stream_k_squares(static_cast<int>(H))) * 4);
+  layout.squares = arena.take(static_cast<size_t>(tokens) * std::max(device.multiprocessors, stream_k_squares(static_cast<int>(H))) * 4);
   layout.attention = arena.take(sizes.attention);
   layout.attention_bytes = sizes.attention;
   layout.routed = arena.take(sizes.routed);
-  layout.persistent_bytes = persistent_bytes(static_cast<int>(H), sizes.inner);
+  layout.persistent_bytes = persistent_bytes(device, static_cast<int>(H), sizes.inner);
   layout.chain = arena.take(layout.persistent_bytes);
-  layout.stream_k = arena.take(stream_k_workspace(tokens));
+  layout.stream_k = arena.take(stream_k_workspace(device, tokens));
   for (size_t& at : layout.lamport_qkv) at = arena.take(sizes.lamport_qkv);
   layout.lamport_bytes = sizes.lamport_qkv;
   layout.bytes = arena.at;

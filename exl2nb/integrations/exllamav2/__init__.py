@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 from exl2nb.integrations.exllamav2.absent import refuse_import
-from exl2nb.integrations.exllamav2.model import (
+from exl2nb.integrations.exllamav2.loading import (
     ExLlamaV2,
     ExLlamaV2Cache,
     ExLlamaV2Cache_8bit,
@@ -30,27 +30,27 @@ from exl2nb.integrations.exllamav2.vision import ExLlamaV2MMEmbedding, ExLlamaV2
 
 __version__ = "0.3.2"  # the version whose interface this is
 
-_ALIASES = {
+_MODULE_ALIASES = {
     "exllamav2": "exl2nb.integrations.exllamav2",
-    "exllamav2.model": "exl2nb.integrations.exllamav2.model",
-    "exllamav2.config": "exl2nb.integrations.exllamav2.model",
-    "exllamav2.cache": "exl2nb.integrations.exllamav2.model",
-    "exllamav2.lora": "exl2nb.integrations.exllamav2.model",
-    "exllamav2.tokenizer": "exl2nb.integrations.exllamav2.model",
+    "exllamav2.model": "exl2nb.integrations.exllamav2.loading",
+    "exllamav2.config": "exl2nb.integrations.exllamav2.loading",
+    "exllamav2.cache": "exl2nb.integrations.exllamav2.loading",
+    "exllamav2.lora": "exl2nb.integrations.exllamav2.loading",
+    "exllamav2.tokenizer": "exl2nb.integrations.exllamav2.loading",
     "exllamav2.vlm": "exl2nb.integrations.exllamav2.vision",
     "exllamav2.vlm.vision_tower": "exl2nb.integrations.exllamav2.vision",
-    "exllamav2.util": "exl2nb.integrations.exllamav2.model",
+    "exllamav2.util": "exl2nb.integrations.exllamav2.loading",
     "exllamav2.generator": "exl2nb.integrations.exllamav2.generator",
     "exllamav2.generator.base": "exl2nb.integrations.exllamav2.generator",
     "exllamav2.generator.dynamic": "exl2nb.integrations.exllamav2.generator",
     "exllamav2.generator.dynamic_async": "exl2nb.integrations.exllamav2.generator",
     "exllamav2.generator.streaming": "exl2nb.integrations.exllamav2.generator",
-    "exllamav2.generator.filters": "exl2nb.integrations.exllamav2.filters",
-    "exllamav2.generator.filters.base": "exl2nb.integrations.exllamav2.filters",
+    "exllamav2.generator.filters": "exl2nb.integrations.exllamav2.token_filters",
+    "exllamav2.generator.filters.base": "exl2nb.integrations.exllamav2.token_filters",
     "exllamav2.generator.sampler": "exl2nb.integrations.exllamav2.sampler",
     "exllamav2.generator.hooks": "exl2nb.integrations.exllamav2.sampler",
     "exllamav2.generator.dynamic_embeddings": "exl2nb.integrations.exllamav2.vision",
-    "exllamav2.tokenizer.tokenizer": "exl2nb.integrations.exllamav2.model",
+    "exllamav2.tokenizer.tokenizer": "exl2nb.integrations.exllamav2.loading",
     "exllamav2.version": "exl2nb.integrations.exllamav2",
 }
 
@@ -73,7 +73,7 @@ def install() -> bool:
         return False
     if present is not None and present is not sys.modules[__name__]:
         return False
-    for name, target in _ALIASES.items():
+    for name, target in _MODULE_ALIASES.items():
         sys.modules[name] = importlib.import_module(target)
     return True
 
@@ -85,7 +85,7 @@ def __getattr__(name: str) -> Any:
 
 def uninstall() -> None:
     """Undo `install`."""
-    for name, target in _ALIASES.items():
+    for name, target in _MODULE_ALIASES.items():
         if sys.modules.get(name) is sys.modules.get(target):
             sys.modules.pop(name, None)
 

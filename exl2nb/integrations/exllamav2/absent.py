@@ -17,11 +17,11 @@ class NotOfferedImport(OptionError, ImportError):
 
 
 def table(**reasons: str) -> dict[str, str]:
-    """Names, separated by spaces, by the reason's key in REASONS."""
-    return {name: REASONS[reason] for reason, names in reasons.items() for name in names.split()}
+    """Names, separated by spaces, by the reason's key in ABSENCE_REASONS."""
+    return {name: ABSENCE_REASONS[reason] for reason, names in reasons.items() for name in names.split()}
 
 
-REASONS = {
+ABSENCE_REASONS = {
     "layers": "the model's layers are operations of one program here; use exl2nb.load(...).trace or .patch to look inside",
     "devices": "the engine places the model itself; use device=, devices= or gpu_layers= of exl2nb.load",
     "parallel": "use parallel='tensor' of exl2nb.load",
@@ -62,7 +62,7 @@ class Documented:
 
 def refuse(name: str, reason: str) -> NoReturn:
     """Raise NotOffered for a function."""
-    raise NotOffered(f"{name} is not offered here: {REASONS[reason]}")
+    raise NotOffered(f"{name} is not offered here: {ABSENCE_REASONS[reason]}")
 
 
 MODULE_NAMES = {

@@ -18,14 +18,14 @@ from exl2nb.core.options import shown
 from exl2nb.generator.handle import Handle
 from exl2nb.generator.request import Completion, Token
 from exl2nb.integrations.exllamav2.absent import Documented, NotOffered, table
-from exl2nb.integrations.exllamav2.filters import (
+from exl2nb.integrations.exllamav2.loading import CACHE_MULTIPLE_TOKENS, ExLlamaV2, ExLlamaV2CacheBase, ExLlamaV2Lora, ExLlamaV2Tokenizer
+from exl2nb.integrations.exllamav2.sampler import ExLlamaV2PostSamplingHook, ExLlamaV2PostSamplingResult, ExLlamaV2Sampler
+from exl2nb.integrations.exllamav2.token_filters import (
     ExLlamaV2Filter,
     ExLlamaV2PrefixFilter,
     ExLlamaV2SelectFilter,
     FilterStructure,
 )
-from exl2nb.integrations.exllamav2.model import MULTIPLE, ExLlamaV2, ExLlamaV2CacheBase, ExLlamaV2Lora, ExLlamaV2Tokenizer
-from exl2nb.integrations.exllamav2.sampler import ExLlamaV2PostSamplingHook, ExLlamaV2PostSamplingResult, ExLlamaV2Sampler
 from exl2nb.integrations.exllamav2.vision import ExLlamaV2MMEmbedding, placed_prompt
 
 __all__ = [
@@ -45,7 +45,7 @@ __all__ = [
 ]
 POLL_S = 0.0005
 # finish_reason: eos_reason
-REASONS = {
+FINISH_REASONS = {
     "eos": "stop_token",
     "length": "max_new_tokens",
     "context": "max_new_tokens",
@@ -260,14 +260,14 @@ class ExLlamaV2DynamicJob(Documented):
         timings, reason = completion.timings, completion.finish_reason
         found: dict[str, Any] = {
             "eos": True,
-            "eos_reason": REASONS.get(reason, "stop_string" if isinstance(completion.stopped_by, str) else "stop_token"),
+            "eos_reason": FINISH_REASONS.get(reason, "stop_string" if isinstance(completion.stopped_by, str) else "stop_token"),
             "full_completion": completion.text,
             "new_tokens": timings.new_tokens,
             "prompt_tokens": timings.prompt_tokens,
             "time_enqueued": timings.queue_s,
             "time_prefill": timings.prefill_s,
             "time_generate": timings.decode_s,
-            "cached_pages": timings.reused_tokens // MULTIPLE,
+            "cached_pages": timings.reused_tokens // CACHE_MULTIPLE_TOKENS,
             "cached_tokens": timings.reused_tokens,
         }
         if self.filters and reason == "stop" and completion.stopped_by is None:
@@ -309,7 +309,7 @@ class ExLlamaV2DynamicGenerator(Documented):
         " last_defrag_serial logits_pinned"
         " referenced_pages unreferenced_pages sampling_pool print_page_list validate_cache",
     )
-    page_size = MULTIPLE
+    page_size = CACHE_MULTIPLE_TOKENS
     paged = True
 
     def __init__(
@@ -356,7 +356,7 @@ class ExLlamaV2DynamicGenerator(Documented):
         self.use_ngram_draft, self.max_ngram = use_ngram_draft, max_ngram
         self.max_sampling_threads, self.min_sampling_threads = max_sampling_threads, min_sampling_threads
         self.max_total_tokens = cache.max_seq_len * cache.batch_size
-        self.max_pages = self.max_total_tokens // MULTIPLE
+        self.max_pages = self.max_total_tokens // CACHE_MULTIPLE_TOKENS
         self.padded_vocab_size = -(-self.llm.config.vocab_size // 32) * 32
 
     @property

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from exl2nb.core.errors import OptionError
 from exl2nb.integrations.exllamav2.absent import Documented, refuse, table
-from exl2nb.integrations.exllamav2.model import ExLlamaV2Tokenizer
+from exl2nb.integrations.exllamav2.loading import ExLlamaV2Tokenizer
 
 
 @dataclass

@@ -18,7 +18,7 @@ from exl2nb.model.vision.prompt import PromptPictures
 from exl2nb.ops.placement import pick_device
 
 if TYPE_CHECKING:
-    from exl2nb.integrations.exllamav2.model import ExLlamaV2, ExLlamaV2Config, ExLlamaV2Tokenizer
+    from exl2nb.integrations.exllamav2.loading import ExLlamaV2, ExLlamaV2Config, ExLlamaV2Tokenizer
 
 FIRST_ID = 1_000_000_000
 

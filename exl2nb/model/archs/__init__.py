@@ -3,7 +3,7 @@
 import importlib
 import pkgutil
 
-from exl2nb.model.archs.base import ARCHS, Architecture, parse_config
+from exl2nb.model.archs.architecture import ARCHS, Architecture, parse_config
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")

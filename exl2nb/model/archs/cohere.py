@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
-from exl2nb.model.archs.base import ARCHS, Architecture, pattern_slides, sliding_windows
+from exl2nb.model.archs.architecture import ARCHS, Architecture, pattern_slides, sliding_windows
 from exl2nb.model.config import Names
-from exl2nb.model.fields import Fields
+from exl2nb.model.config_fields import Fields
 
 # Command R: attention and MLP in parallel after one LayerNorm without bias, interleaved RoPE, a factor on the logits, a tied head.
 # Keys that the published files keep from Cohere's own trainer, with the values that Transformers assumes.
-NEUTRAL = {
+COHERE_NEUTRAL_KEYS = {
     "position_embedding_type": ("rope_gptj", "rope"),
     "rotary_pct": (1,),
     "use_gated_activation": (True,),
@@ -17,7 +17,7 @@ NEUTRAL = {
     "use_embedding_sharing": (True,),
     "order_of_interleaved_layers": ("local_attn_first",),
 }
-FIXED = {"norm": "layer", "parallel": True, "interleaved": True}
+COHERE_SETTINGS = {"norm": "layer", "parallel": True, "interleaved": True}
 
 
 def cohere_features(fields: Fields, sizes: Mapping[str, int]) -> Mapping[str, Any]:
@@ -37,10 +37,10 @@ ARCHS.register("CohereForCausalLM")(
         names=Names(mlp_norm="input_layernorm"),
         eps_key="layer_norm_eps",
         eps=1e-5,
-        fixed=FIXED,
+        fixed=COHERE_SETTINGS,
         read=cohere_features,
         reads="logit_scale use_qk_norm",
-        neutral=NEUTRAL,
+        neutral=COHERE_NEUTRAL_KEYS,
     )
 )
 
@@ -64,9 +64,9 @@ ARCHS.register("Cohere2ForCausalLM")(
         names=Names(mlp_norm="input_layernorm"),
         eps_key="layer_norm_eps",
         eps=1e-5,
-        fixed=FIXED,
+        fixed=COHERE_SETTINGS,
         read=cohere2_features,
         reads="logit_scale sliding_window sliding_window_pattern _sliding_window_pattern",
-        neutral=NEUTRAL,
+        neutral=COHERE_NEUTRAL_KEYS,
     )
 )

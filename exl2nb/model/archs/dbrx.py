@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-from exl2nb.model.archs.base import ARCHS, Architecture
+from exl2nb.model.archs.architecture import ARCHS, Architecture
 from exl2nb.model.config import MAX_EXPERTS, Files, MoE, Names
-from exl2nb.model.fields import Fields, Keys, known_words
+from exl2nb.model.config_fields import Fields, Keys, known_words
 from exl2nb.model.rope import RopeConfig
 
-RENAMES = (
+KEY_RENAMES = (
     ("transformer.", "model."),
     (".blocks.", ".layers."),
     (".norm_attn_norm.norm_1.", ".input_layernorm."),
@@ -22,7 +22,7 @@ RENAMES = (
 )
 
 
-def features(fields: Fields, sizes: Mapping[str, int]) -> Mapping[str, Any]:
+def dbrx_features(fields: Fields, sizes: Mapping[str, int]) -> Mapping[str, Any]:
     """What `attn_config` and `ffn_config` say."""
     empty = Fields({}, fields.where)
     attention, ffn = fields.child("attn_config") or empty, fields.child("ffn_config") or empty
@@ -69,7 +69,7 @@ ARCHS.register("DbrxForCausalLM")(
             expert_down="block_sparse_moe.experts.{}.w2",
         ),
         files=Files(
-            renames=RENAMES,
+            renames=KEY_RENAMES,
             fused=(("self_attn.Wqkv", ("q", "k", "v")),),
             stacked=(
                 ("block_sparse_moe.experts.w1", "gate", False),
@@ -78,7 +78,7 @@ ARCHS.register("DbrxForCausalLM")(
             ),
         ),
         fixed={"norm": "layer"},
-        read=features,
+        read=dbrx_features,
         nested={
             "attn_config": Keys(used=known_words("kv_n_heads clip_qkv rope_theta")),
             "ffn_config": Keys(

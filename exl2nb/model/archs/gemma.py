@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from exl2nb.model.archs.base import ARCHS, Architecture, inside, layer_kinds, pattern_slides, sliding_windows
+from exl2nb.model.archs.architecture import ARCHS, Architecture, as_inner_decoder, layer_kinds, pattern_slides, sliding_windows
 from exl2nb.model.archs.mistral import MIXTRAL_NAMES, mixtral_experts
 from exl2nb.model.config import Names
-from exl2nb.model.fields import Fields
+from exl2nb.model.config_fields import Fields
 from exl2nb.model.rope import RopeConfig
 
 
@@ -106,7 +106,7 @@ def gemma3_features(fields: Fields, sizes: Mapping[str, int]) -> Mapping[str, An
     }
 
 
-GEMMA3 = Architecture(
+GEMMA3_TEXT = Architecture(
     model_type="gemma3",
     qkv_bias="attention_bias",
     o_bias="attention_bias",
@@ -130,15 +130,15 @@ GEMMA3 = Architecture(
     # Transformers has the key of the scores' cap and does not apply it; no published file sets it
     neutral={"use_bidirectional_attention": (False,), "attn_logit_softcapping": ()},
 )
-ARCHS.register("Gemma3ForCausalLM")(GEMMA3)
+ARCHS.register("Gemma3ForCausalLM")(GEMMA3_TEXT)
 ARCHS.register("Gemma3ForConditionalGeneration")(
-    inside(
-        GEMMA3,
+    as_inner_decoder(
+        GEMMA3_TEXT,
         ("mm_input_projection_weight", "mm_input_projection.weight"),
-        fixed={**GEMMA3.fixed, "sees_whole": True},
+        fixed={**GEMMA3_TEXT.fixed, "sees_whole": True},
         # this class of Transformers does not cap the logits
-        reads=GEMMA3.reads.replace("final_logit_softcapping ", ""),
-        neutral={**GEMMA3.neutral, "final_logit_softcapping": ()},
+        reads=GEMMA3_TEXT.reads.replace("final_logit_softcapping ", ""),
+        neutral={**GEMMA3_TEXT.neutral, "final_logit_softcapping": ()},
         inner_types=("gemma3_text",),
         outer="mm_tokens_per_image image_token_index boi_token_index eoi_token_index",
     )

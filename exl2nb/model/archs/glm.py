@@ -1,6 +1,6 @@
 """GLM-4 (0414): norms before and after each half, interleaved RoPE on a part of each head, fused gate and up."""
 
-from exl2nb.model.archs.base import ARCHS, Architecture
+from exl2nb.model.archs.architecture import ARCHS, Architecture
 from exl2nb.model.config import Files, Names
 
 ARCHS.register("Glm4ForCausalLM")(

@@ -4,15 +4,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from exl2nb.model.archs.base import ARCHS, Architecture
-from exl2nb.model.archs.mistral import windows
+from exl2nb.model.archs.architecture import ARCHS, Architecture
+from exl2nb.model.archs.mistral import mistral_windows
 from exl2nb.model.config import Files, Names
-from exl2nb.model.fields import Fields
+from exl2nb.model.config_fields import Fields
 from exl2nb.model.rope import RopeConfig
 
 
 # GPT-2: learned positions, LayerNorm with bias, an ungated GELU MLP, no RoPE, a tied head; its files hold matrices as (in, out).
-def features(fields: Fields, sizes: Mapping[str, int]) -> Mapping[str, Any]:
+def gpt2_features(fields: Fields, sizes: Mapping[str, int]) -> Mapping[str, Any]:
     """No RoPE anywhere; the scores' scale may be switched off."""
     if fields.flag("scale_attn_by_inverse_layer_idx", default=False):
         raise fields.refuse("scale_attn_by_inverse_layer_idx", True, "false: scores are scaled alike in every layer")
@@ -27,7 +27,7 @@ def features(fields: Fields, sizes: Mapping[str, int]) -> Mapping[str, Any]:
     }
 
 
-GPT2 = Architecture(
+GPT2_TEXT = Architecture(
     model_type="gpt2",
     qkv_bias=True,
     o_bias=True,
@@ -56,23 +56,23 @@ GPT2 = Architecture(
     activation_key="activation_function",
     inner_multiple=4,
     fixed={"norm": "layer", "norm_bias": True, "gated": False, "learned_positions": True},
-    read=features,
+    read=gpt2_features,
     reads="scale_attn_by_inverse_layer_idx scale_attn_weights multi_query",
     # heads for classification, and settings of the old inference server
     ignored="summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout n_ctx inference_runner "
     "pre_allocate_kv_cache validate_runner_input runner_max_sequence_length",
 )
-ARCHS.register("GPT2LMHeadModel")(GPT2)
+ARCHS.register("GPT2LMHeadModel")(GPT2_TEXT)
 
 
 # StarCoder 1 (GPT-BigCode): GPT-2 with one KV head for all query heads, its matrices the usual way round.
 ARCHS.register("GPTBigCodeForCausalLM")(
     replace(
-        GPT2,
+        GPT2_TEXT,
         model_type="gpt_bigcode",
-        defaults={**GPT2.defaults, "num_key_value_heads": 1, "activation_function": "gelu_pytorch_tanh"},
+        defaults={**GPT2_TEXT.defaults, "num_key_value_heads": 1, "activation_function": "gelu_pytorch_tanh"},
         files=replace(
-            GPT2.files,
+            GPT2_TEXT.files,
             renames=(
                 ("transformer.ln_f.", "model.norm."),
                 ("transformer.", "model."),
@@ -94,7 +94,7 @@ ARCHS.register("Starcoder2ForCausalLM")(
         qkv_bias="use_bias",
         o_bias="use_bias",
         mlp_bias="use_bias",
-        windows=windows,
+        windows=mistral_windows,
         defaults={
             "num_key_value_heads": 2,
             "max_position_embeddings": 4096,

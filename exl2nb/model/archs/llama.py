@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from exl2nb.model.archs.base import ARCHS, Architecture, layer_kinds
+from exl2nb.model.archs.architecture import ARCHS, Architecture, layer_kinds
 from exl2nb.model.config import Files, Names
-from exl2nb.model.fields import Fields
+from exl2nb.model.config_fields import Fields
 from exl2nb.model.rope import MAX_CONTEXT
 
 # Llama 1, 2 and 3.x, and what is published under its class name: pre-norm, rotary, gated SiLU, no biases unless the config says so.

@@ -4,25 +4,25 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from exl2nb.model.archs.base import ARCHS, Architecture, Wrapped, inside
+from exl2nb.model.archs.architecture import ARCHS, Architecture, Wrapped, as_inner_decoder
 from exl2nb.model.config import MAX_EXPERTS, MoE, Names
-from exl2nb.model.fields import ROPE_KEYS, Fields, known_words
+from exl2nb.model.config_fields import ROPE_KEYS, Fields, known_words
 from exl2nb.model.rope import MAX_CONTEXT, RopeConfig
 
 
 # Mistral: Llama with a sliding window on every layer (4096 where the key is absent, none where it is null).
-def windows(fields: Fields, num_layers: int) -> tuple[int, ...]:
+def mistral_windows(fields: Fields, num_layers: int) -> tuple[int, ...]:
     """The same window on every layer."""
     return (fields.integer("sliding_window", low=1, high=MAX_CONTEXT, default=0),) * num_layers
 
 
-MISTRAL = Architecture(
+MISTRAL_TEXT = Architecture(
     model_type="mistral",
-    windows=windows,
+    windows=mistral_windows,
     defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
     reads="sliding_window",
 )
-ARCHS.register("MistralForCausalLM")(MISTRAL)
+ARCHS.register("MistralForCausalLM")(MISTRAL_TEXT)
 
 
 # Ministral 3: Mistral without a window unless the config has one, YaRN, and queries that grow with their position. The factor of a query
@@ -45,9 +45,9 @@ def ministral3_features(fields: Fields, sizes: Mapping[str, int]) -> Mapping[str
     }
 
 
-MINISTRAL3 = Architecture(
+MINISTRAL3_TEXT = Architecture(
     model_type="ministral3",
-    windows=windows,
+    windows=mistral_windows,
     defaults={
         "vocab_size": 131072,
         "hidden_size": 4096,
@@ -74,7 +74,7 @@ MINISTRAL3 = Architecture(
     reads="sliding_window",
     rope_keys=replace(ROPE_KEYS, used=ROPE_KEYS.used | known_words("llama_4_scaling_beta")),
 )
-ARCHS.register("Ministral3ForCausalLM")(MINISTRAL3)
+ARCHS.register("Ministral3ForCausalLM")(MINISTRAL3_TEXT)
 
 
 # Mistral Small 3.1 and later: the text part of the multimodal class; the vision tower and its projector are left alone. Files leave out of
@@ -86,17 +86,17 @@ TEXT_DEFAULTS = {
     "num_hidden_layers": 32,
     "num_attention_heads": 32,
 }
-OUTER = "image_token_index spatial_merge_size vision_feature_layer projector_hidden_act multimodal_projector_bias"
+OUTER_KEYS = "image_token_index spatial_merge_size vision_feature_layer projector_hidden_act multimodal_projector_bias"
 
 
-def _decoder(text: Architecture) -> Architecture:
+def _mistral3_decoder(text: Architecture) -> Architecture:
     defaults = {**TEXT_DEFAULTS, **text.defaults, "tie_word_embeddings": True}
-    return inside(replace(text, defaults=defaults), inner_types=(text.model_type,), outer=OUTER)
+    return as_inner_decoder(replace(text, defaults=defaults), inner_types=(text.model_type,), outer=OUTER_KEYS)
 
 
-DECODERS = {"mistral": _decoder(MISTRAL), "ministral3": _decoder(MINISTRAL3)}
+MISTRAL3_DECODERS = {"mistral": _mistral3_decoder(MISTRAL_TEXT), "ministral3": _mistral3_decoder(MINISTRAL3_TEXT)}
 ARCHS.register("Mistral3ForConditionalGeneration")(
-    Wrapped(model_type="mistral3", files=DECODERS["mistral"].files, decoders=DECODERS, default_decoder="mistral")
+    Wrapped(model_type="mistral3", files=MISTRAL3_DECODERS["mistral"].files, decoders=MISTRAL3_DECODERS, default_decoder="mistral")
 )
 
 
@@ -126,7 +126,7 @@ def mixtral_experts(fields: Fields, sizes: Mapping[str, int]) -> Mapping[str, An
 ARCHS.register("MixtralForCausalLM")(
     Architecture(
         model_type="mixtral",
-        windows=windows,
+        windows=mistral_windows,
         defaults={
             "num_key_value_heads": 8,
             "max_position_embeddings": 131072,

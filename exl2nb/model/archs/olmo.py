@@ -1,6 +1,6 @@
 """OLMo 2: norms after each half and none before, and an RMS norm over all heads of q, and of k, together."""
 
-from exl2nb.model.archs.base import ARCHS, Architecture
+from exl2nb.model.archs.architecture import ARCHS, Architecture
 from exl2nb.model.config import Names
 
 ARCHS.register("Olmo2ForCausalLM")(

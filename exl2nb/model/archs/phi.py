@@ -3,14 +3,14 @@
 from collections.abc import Mapping
 from typing import Any
 
-from exl2nb.model.archs.base import ARCHS, Architecture
-from exl2nb.model.archs.mistral import windows
+from exl2nb.model.archs.architecture import ARCHS, Architecture
+from exl2nb.model.archs.mistral import mistral_windows
 from exl2nb.model.config import Files
-from exl2nb.model.fields import Fields
+from exl2nb.model.config_fields import Fields
 from exl2nb.model.rope import RopeConfig
 
 
-def rope(fields: Fields, sizes: Mapping[str, int]) -> Mapping[str, Any]:
+def phi_rope(fields: Fields, sizes: Mapping[str, int]) -> Mapping[str, Any]:
     """The published files say "su" or "yarn" for what is longrope."""
     raw = dict(fields.raw)
     for key in ("rope_scaling", "rope_parameters"):
@@ -26,11 +26,11 @@ def rope(fields: Fields, sizes: Mapping[str, int]) -> Mapping[str, Any]:
 ARCHS.register("Phi3ForCausalLM")(
     Architecture(
         model_type="phi3",
-        windows=windows,
+        windows=mistral_windows,
         defaults={"max_position_embeddings": 4096},
         eps=1e-5,
         files=Files(fused=(("self_attn.qkv_proj", ("q", "k", "v")), ("mlp.gate_up_proj", ("gate", "up")))),
-        read=rope,
+        read=phi_rope,
         reads="sliding_window",
         neutral={"full_attn_mod": (1,), "interpolate_factor": (1,)},
     )

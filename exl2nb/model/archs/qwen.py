@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from exl2nb.model.archs.base import ARCHS, Architecture, Features, layer_kinds, no_window
+from exl2nb.model.archs.architecture import ARCHS, Architecture, Features, layer_kinds, no_window
 from exl2nb.model.config import MAX_EXPERTS, Files, MoE, MRope
-from exl2nb.model.fields import ROPE_KEYS, Fields
+from exl2nb.model.config_fields import ROPE_KEYS, Fields
 from exl2nb.model.rope import MAX_CONTEXT
 
 
@@ -59,7 +59,7 @@ ARCHS.register("QWenLMHeadModel")(
 # Qwen 1.5, 2 and 2.5: biases on q, k and v; a window on the upper layers where the config switches it on.
 
 
-def window(fields: Fields) -> int:
+def read_sliding_window(fields: Fields) -> int:
     """`sliding_window` where `use_sliding_window` switches it on, else 0."""
     used = fields.flag("use_sliding_window", default=False)
     return fields.integer("sliding_window", low=1, high=MAX_CONTEXT, default=4096) if used else 0
@@ -70,7 +70,7 @@ WINDOW_KEYS = "use_sliding_window sliding_window max_window_layers"
 
 def qwen2_windows(fields: Fields, num_layers: int) -> tuple[int, ...]:
     """`layer_types` says which layers slide; without it, those from `max_window_layers` on."""
-    size, first = window(fields), fields.integer("max_window_layers", low=0, high=1 << 20, default=28)
+    size, first = read_sliding_window(fields), fields.integer("max_window_layers", low=0, high=1 << 20, default=28)
     slides = layer_kinds(fields, num_layers, lambda i: bool(size) and i >= first)
     if not size and any(slides):
         raise fields.refuse("layer_types", fields.raw["layer_types"], "no sliding_attention while use_sliding_window is false")
@@ -96,7 +96,7 @@ EXPERT_KEYS = "num_experts num_experts_per_tok moe_intermediate_size norm_topk_p
 
 def qwen2_moe_windows(fields: Fields, num_layers: int) -> tuple[int, ...]:
     """`layer_types` says which layers slide; without it, every second one below `max_window_layers`."""
-    size, first = window(fields), fields.integer("max_window_layers", low=0, high=1 << 20, default=28)
+    size, first = read_sliding_window(fields), fields.integer("max_window_layers", low=0, high=1 << 20, default=28)
     slides = layer_kinds(fields, num_layers, lambda i: bool(size) and i % 2 == 0 and i < first)
     return tuple(size if slide else 0 for slide in slides)
 
@@ -110,7 +110,7 @@ def sparse_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
     return tuple(i not in plain and (i + 1) % step == 0 for i in range(num_layers))
 
 
-def experts(fields: Fields, sizes: Mapping[str, int], *, shared: bool = True) -> Mapping[str, Any]:
+def qwen_experts(fields: Fields, sizes: Mapping[str, int], *, shared: bool = True) -> Mapping[str, Any]:
     """Routing as the config says; a model whose config has no experts is a dense one."""
     count = fields.integer("num_experts", low=0, high=MAX_EXPERTS)
     layers = sparse_layers(fields, sizes["num_layers"])
@@ -142,7 +142,7 @@ ARCHS.register("Qwen2MoeForCausalLM")(
             "moe_intermediate_size": 1408,
             "shared_expert_intermediate_size": 5632,
         },
-        read=experts,
+        read=qwen_experts,
         reads=f"{WINDOW_KEYS} {EXPERT_KEYS} shared_expert_intermediate_size",
     )
 )
@@ -169,7 +169,7 @@ def qwen3_moe_features(fields: Fields, sizes: Mapping[str, int]) -> Mapping[str,
     """Old files call the experts `num_experts`, newer ones may say `num_local_experts`."""
     raw = dict(fields.raw)
     raw["num_experts"] = raw.get("num_experts", raw.get("num_local_experts", 128))
-    return experts(Fields(raw, fields.where), sizes, shared=False)
+    return qwen_experts(Fields(raw, fields.where), sizes, shared=False)
 
 
 ARCHS.register("Qwen3MoeForCausalLM")(
@@ -177,7 +177,7 @@ ARCHS.register("Qwen3MoeForCausalLM")(
         model_type="qwen3_moe",
         qkv_bias="attention_bias",
         o_bias="attention_bias",
-        windows=lambda fields, num_layers: (window(fields),) * num_layers,
+        windows=lambda fields, num_layers: (read_sliding_window(fields),) * num_layers,
         defaults={
             "num_key_value_heads": 4,
             "max_position_embeddings": 32768,
@@ -199,7 +199,7 @@ VISION_FILES = Files(
 )
 
 
-def _sections(fields: Fields, default: list[int]) -> tuple[int, ...]:
+def _mrope_sections(fields: Fields, default: list[int]) -> tuple[int, ...]:
     own = fields.child("rope_scaling") or fields.child("rope_parameters") or Fields({}, fields.where)
     found = own.raw.get("mrope_section", default)
     if not isinstance(found, list) or len(found) != 3 or any(type(n) is not int for n in found):
@@ -209,17 +209,17 @@ def _sections(fields: Fields, default: list[int]) -> tuple[int, ...]:
 
 def qwen2_vl_features(fields: Fields, sizes: Mapping[str, int]) -> Mapping[str, Any]:
     """How a head's frequencies are shared among time, height and width."""
-    time, height, width = _sections(fields, [16, 24, 24])
+    time, height, width = _mrope_sections(fields, [16, 24, 24])
     return {"mrope": MRope(sections=(time, height, width))}
 
 
 def qwen3_vl_features(fields: Fields, sizes: Mapping[str, int]) -> Mapping[str, Any]:
     """The same, interleaved."""
-    time, height, width = _sections(fields, [24, 20, 20])
+    time, height, width = _mrope_sections(fields, [24, 20, 20])
     return {"mrope": MRope(sections=(time, height, width), interleaved=True)}
 
 
-def _with_pictures(text: str, model_type: str, read: Features, defaults: Mapping[str, Any], **changes: Any) -> Architecture:
+def _vision_language(text: str, model_type: str, read: Features, defaults: Mapping[str, Any], **changes: Any) -> Architecture:
     return replace(
         ARCHS[text],
         model_type=model_type,
@@ -256,10 +256,10 @@ QWEN3_VL_TEXT = {
 }
 
 
-ARCHS.register("Qwen2VLForConditionalGeneration")(_with_pictures("Qwen2ForCausalLM", "qwen2_vl", qwen2_vl_features, QWEN2_VL_TEXT))
-ARCHS.register("Qwen2_5_VLForConditionalGeneration")(_with_pictures("Qwen2ForCausalLM", "qwen2_5_vl", qwen2_vl_features, QWEN2_VL_TEXT))
+ARCHS.register("Qwen2VLForConditionalGeneration")(_vision_language("Qwen2ForCausalLM", "qwen2_vl", qwen2_vl_features, QWEN2_VL_TEXT))
+ARCHS.register("Qwen2_5_VLForConditionalGeneration")(_vision_language("Qwen2ForCausalLM", "qwen2_5_vl", qwen2_vl_features, QWEN2_VL_TEXT))
 ARCHS.register("Qwen3VLForConditionalGeneration")(
-    _with_pictures(
+    _vision_language(
         "Qwen3ForCausalLM",
         "qwen3_vl",
         qwen3_vl_features,

@@ -18,12 +18,12 @@ from exl2nb.core.errors import FormatError, PictureError
 from exl2nb.io.hf_config import read_config
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.store import ModelStore, open_store
-from exl2nb.model.vision.families import VISIONS, Features, Vision, read_vision
+from exl2nb.model.vision.families import VISION_FAMILIES, Features, Vision, read_vision
 from exl2nb.model.vision.pictures import Picture
-from exl2nb.model.vision.prompt import Piece, PromptPictures, expanded, mark_of, place
+from exl2nb.model.vision.prompt import Piece, PromptPictures, assign_picture_tokens, expand_placeholders, mark_of
 from exl2nb.model.vision.rules import Rules
 from exl2nb.model.vision.tower import Grid, forward, grid_of
-from exl2nb.quant.exl2 import SUFFIXES, Exl2Tensors, check_headers
+from exl2nb.quant.exl2 import EXL2_SUFFIXES, Exl2Tensors, check_headers
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -85,11 +85,11 @@ class VisionEncoder:
         Raises:
             PictureError: other marks than pictures, or a video, and the model reads none.
         """
-        return expanded(text, self.vision, pictures, [self.grid(picture) for picture in pictures], piece)
+        return expand_placeholders(text, self.vision, pictures, [self.grid(picture) for picture in pictures], piece)
 
     def placed(self, ids: Sequence[int], pictures: Sequence[Picture], *, whole: bool, axes: bool) -> PromptPictures:
-        """The pictures of an expanded prompt, encoded; arguments and errors as of `prompt.place`."""
-        return place(ids, self.vision, pictures, [self(picture) for picture in pictures], whole=whole, axes=axes)
+        """The pictures of an expanded prompt, encoded; arguments and errors as of `prompt.assign_picture_tokens`."""
+        return assign_picture_tokens(ids, self.vision, pictures, [self(picture) for picture in pictures], whole=whole, axes=axes)
 
     @property
     def largest(self) -> int:
@@ -173,7 +173,7 @@ def load_encoder(
         ConfigError, FormatError: the tower cannot be used; says why.
     """
     folder = Path(directory)
-    if config.architecture not in VISIONS:
+    if config.architecture not in VISION_FAMILIES:
         return None
     with open_store(config, folder) as store:
         if not store.untouched():
@@ -198,14 +198,14 @@ def _dense(store: ModelStore) -> Iterator[tuple[str, Tensor]]:
     for name in store.untouched():
         stem, _, suffix = name.rpartition(".")
         if suffix == "q_weight":
-            infos = {part: store.info_untouched(f"{stem}.{part}") for part in SUFFIXES if f"{stem}.{part}" in store.untouched()}
-            if len(infos) < len(SUFFIXES):
-                missing = next(part for part in SUFFIXES if part not in infos)
+            infos = {part: store.info_untouched(f"{stem}.{part}") for part in EXL2_SUFFIXES if f"{stem}.{part}" in store.untouched()}
+            if len(infos) < len(EXL2_SUFFIXES):
+                missing = next(part for part in EXL2_SUFFIXES if part not in infos)
                 raise FormatError(f"{store.directory}: tensor {f'{stem}.{missing}'!r} is missing; an EXL2 matrix has it")
             check_headers(infos, stem, file=infos[suffix].path)
-            packed = Exl2Tensors(**{part: store.read_untouched(f"{stem}.{part}") for part in SUFFIXES})
+            packed = Exl2Tensors(**{part: store.read_untouched(f"{stem}.{part}") for part in EXL2_SUFFIXES})
             yield f"{stem}.weight", packed.validate(stem, file=infos[suffix].path).reconstruct().T.contiguous()
-        elif suffix not in SUFFIXES:
+        elif suffix not in EXL2_SUFFIXES:
             yield name, store.read_untouched(name)
 
 
@@ -216,33 +216,33 @@ def _numbers(infos: Mapping[str, TensorInfo]) -> int:
         stem, _, suffix = name.rpartition(".")
         if suffix == "q_weight" and f"{stem}.q_invperm" in infos:
             total += infos[f"{stem}.q_invperm"].shape[0] * info.shape[-1]
-        elif suffix not in SUFFIXES:
+        elif suffix not in EXL2_SUFFIXES:
             total += math.prod(info.shape)
     return total
 
 
 @dataclass(frozen=True)
-class Planned:
+class EncoderPlan:
     """A tower before it is loaded. nbytes: memory of its weights. tokens: of a picture of 1024 x 1024 pixels, marks left out."""
 
     nbytes: int = 0
     tokens: int = 0
 
 
-def plan_encoder(directory: str | os.PathLike[str], config: ModelConfig, *, device: str = "cpu") -> Planned:
+def plan_encoder(directory: str | os.PathLike[str], config: ModelConfig, *, device: str = "cpu") -> EncoderPlan:
     """What the tower of a model directory will take, from headers alone; arguments and errors as of `load_encoder`."""
     folder = Path(directory)
-    if config.architecture not in VISIONS:
-        return Planned()
+    if config.architecture not in VISION_FAMILIES:
+        return EncoderPlan()
     with open_store(config, folder) as store:
         infos = {name: store.info_untouched(name) for name in store.untouched()}
         vision = read_vision(config.architecture, read_config(folder), folder) if infos else None
     if vision is None:
-        return Planned()
+        return EncoderPlan()
     width, height = vision.rules.size_for(1024, 1024)
     grid = (1, height // vision.tower.patch, width // vision.tower.patch)
     each = 4 if device == "cpu" else 2
-    return Planned(each * _numbers(infos), vision.tokens(grid))
+    return EncoderPlan(each * _numbers(infos), vision.tokens(grid))
 
 
 def tower_name(name: str) -> str:

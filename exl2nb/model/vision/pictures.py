@@ -19,7 +19,7 @@ from exl2nb.core.errors import MissingDependency, PictureError
 if TYPE_CHECKING:
     from PIL.Image import Image as Pixels
 
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MAX_BYTES = 64 << 20  # of a file
 MAX_SIDE = 16384  # pixels
 MAX_PIXELS = 1 << 26  # of a picture
@@ -84,7 +84,7 @@ class Picture:
             PictureError: it is none of these, is damaged, or is too large. MissingDependency: Pillow is not installed.
         """
         check_pillow()
-        return source if isinstance(source, Picture) else Picture((_rgb(source, where),), (), b"")._named()
+        return source if isinstance(source, Picture) else Picture((_to_rgb(source, where),), (), b"")._named()
 
     @classmethod
     def video(cls, source: Any, *, fps: float = 2.0, max_frames: int = 64, where: str = "video") -> Picture:
@@ -106,7 +106,7 @@ class Picture:
         if isinstance(max_frames, bool) or not isinstance(max_frames, int) or not 1 <= max_frames <= MAX_FRAMES:
             raise PictureError(f"{where}: max_frames is {str(max_frames)[:40]!r}; expected a whole number from 1 to {MAX_FRAMES}")
         if isinstance(source, (str, os.PathLike, bytes, bytearray)):
-            frames, times = _decoded(source, float(fps), max_frames, where)
+            frames, times = _decode_video(source, float(fps), max_frames, where)
         else:
             given = list(source) if isinstance(source, Sequence) or hasattr(source, "shape") else []
             if not given:
@@ -114,7 +114,7 @@ class Picture:
             step = max(1, math.ceil(len(given) / max_frames))
             frames = []
             for i, one in enumerate(given[::step]):
-                frames.append(_rgb(one, f"{where}, frame {i * step}"))
+                frames.append(_to_rgb(one, f"{where}, frame {i * step}"))
                 check_total(math.prod(frames[0].size) * len(frames), where)
             times = [i * step / fps for i in range(len(frames))]
         if len({frame.size for frame in frames}) > 1:
@@ -207,7 +207,7 @@ def from_data_url(url: str, where: str) -> bytes:
         raise PictureError(f"{where}: the data URL is not base64 ({error})") from None
 
 
-def _rgb(source: Any, where: str) -> Pixels:
+def _to_rgb(source: Any, where: str) -> Pixels:
     import PIL.Image
 
     if isinstance(source, str) and source.startswith("data:"):
@@ -216,15 +216,15 @@ def _rgb(source: Any, where: str) -> Pixels:
         raise PictureError(f"{where}: {source[:60]!r} is an address; nothing is fetched from there: download it, and give the file's path")
     if isinstance(source, PIL.Image.Image):
         check_size(*source.size, where)
-        return _flat(source, where)
+        return _flatten_image(source, where)
     if isinstance(source, (str, os.PathLike)):
-        return _opened(_file_bytes(Path(source), where), str(source)[-80:])
+        return _open_image(_file_bytes(Path(source), where), str(source)[-80:])
     if isinstance(source, (bytes, bytearray, memoryview)):
-        return _opened(bytes(source), where)
+        return _open_image(bytes(source), where)
     if hasattr(source, "savefig"):  # a figure of matplotlib
         held = io.BytesIO()
         source.savefig(held, format="png", facecolor="white")
-        return _opened(held.getvalue(), where)
+        return _open_image(held.getvalue(), where)
     if hasattr(source, "__array__") or hasattr(source, "numpy"):
         return _from_array(source, where)
     kind = "a mapping" if isinstance(source, Mapping) else f"a {type(source).__name__}"
@@ -239,7 +239,7 @@ def _file_bytes(path: Path, where: str) -> bytes:
     return path.read_bytes()
 
 
-def _opened(data: bytes, where: str) -> Pixels:
+def _open_image(data: bytes, where: str) -> Pixels:
     import PIL.Image
     from PIL import UnidentifiedImageError
 
@@ -248,21 +248,21 @@ def _opened(data: bytes, where: str) -> Pixels:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PIL.Image.DecompressionBombWarning)  # our own limit is lower, and is checked next
-            opened = PIL.Image.open(io.BytesIO(data), formats=FORMATS)
+            opened = PIL.Image.open(io.BytesIO(data), formats=IMAGE_FORMATS)
         check_size(*opened.size, where)
         opened.load()
-        return _flat(opened, where)
+        return _flatten_image(opened, where)
     except PIL.Image.DecompressionBombError:
         raise PictureError(f"{where}: the picture has more than {MAX_PIXELS / 1e6:.0f} million pixels: make it smaller first") from None
     except UnidentifiedImageError:
-        raise PictureError(f"{where}: no picture is in these {len(data)} bytes; expected {', '.join(FORMATS)}") from None
+        raise PictureError(f"{where}: no picture is in these {len(data)} bytes; expected {', '.join(IMAGE_FORMATS)}") from None
     except PictureError:
         raise
     except Exception as error:  # decoders raise whatever they like
         raise PictureError(f"{where}: the picture is damaged: {type(error).__name__}: {str(error)[:120]}") from None
 
 
-def _flat(picture: Pixels, where: str) -> Pixels:
+def _flatten_image(picture: Pixels, where: str) -> Pixels:
     """RGB, upright, transparent parts white."""
     import PIL.Image
     from PIL import ImageOps
@@ -303,10 +303,10 @@ def _from_array(source: Any, where: str) -> Pixels:
         raise PictureError(f"{where}: an array of numbers from {low} to {high}; expected 0 to 255")
     elif array.dtype.kind == "b":
         array = array * np.uint8(255)
-    return _flat(PIL.Image.fromarray(np.ascontiguousarray(array.astype(np.uint8))), where)
+    return _flatten_image(PIL.Image.fromarray(np.ascontiguousarray(array.astype(np.uint8))), where)
 
 
-def _decoded(source: Any, fps: float, max_frames: int, where: str) -> tuple[list[Pixels], list[float]]:
+def _decode_video(source: Any, fps: float, max_frames: int, where: str) -> tuple[list[Pixels], list[float]]:
     """Frames of a video file, and their times."""
     try:
         import av  # pyright: ignore[reportMissingImports]

@@ -103,7 +103,7 @@ def mark_of(vision: Vision, picture_is_video: bool, piece: Piece) -> str:
     return f"{piece(marks.start)}{bare}{piece(marks.end)}" if marks.start is not None and marks.end is not None else bare
 
 
-def expanded(text: str, vision: Vision, pictures: Sequence[Picture], grids: Sequence[Grid], piece: Piece) -> str:
+def expand_placeholders(text: str, vision: Vision, pictures: Sequence[Picture], grids: Sequence[Grid], piece: Piece) -> str:
     """The prompt with every placeholder replaced by its picture's tokens, as text.
 
     Raises:
@@ -128,7 +128,7 @@ def expanded(text: str, vision: Vision, pictures: Sequence[Picture], grids: Sequ
         for at, i in enumerate(wanted):
             parts[at] += _tokens_text(vision, pictures[i], grids[i], mark, piece)
             if marks.style == "frames" and pictures[i].is_video:  # the start and end marks belong to each frame
-                start, end = piece(_known(marks.start)), piece(_known(marks.end))
+                start, end = piece(_require_token(marks.start)), piece(_require_token(marks.end))
                 before = parts[at].removesuffix(_tokens_text(vision, pictures[i], grids[i], mark, piece))
                 if before.endswith(start) and parts[at + 1].startswith(end):
                     parts[at] = before.removesuffix(start) + _tokens_text(vision, pictures[i], grids[i], mark, piece)
@@ -137,7 +137,7 @@ def expanded(text: str, vision: Vision, pictures: Sequence[Picture], grids: Sequ
     return text
 
 
-def _known(token: int | None) -> int:
+def _require_token(token: int | None) -> int:
     assert token is not None, "this style of marks has all of them"
     return token
 
@@ -149,20 +149,20 @@ def _tokens_text(vision: Vision, picture: Picture, grid: Grid, mark: str, piece:
         row = piece(marks.image) * across
         return (row + "[IMG_BREAK]") * (grid[1] // vision.merge - 1) + row + "[IMG_END]"
     if marks.style == "framed":
-        return f"\n\n{mark}{piece(marks.image) * count}{piece(_known(marks.end))}\n\n"
+        return f"\n\n{mark}{piece(marks.image) * count}{piece(_require_token(marks.end))}\n\n"
     if marks.style == "frames" and picture.is_video:
-        start, end, each = piece(_known(marks.start)), piece(_known(marks.end)), count // grid[0]
-        return "".join(f"<{at:.1f} seconds>{start}{mark * each}{end}" for at in _middles(picture.times_s, vision.tower.temporal))
+        start, end, each = piece(_require_token(marks.start)), piece(_require_token(marks.end)), count // grid[0]
+        return "".join(f"<{at:.1f} seconds>{start}{mark * each}{end}" for at in _middle_times(picture.times_s, vision.tower.temporal))
     return mark * count
 
 
-def _middles(times: Sequence[float], temporal: int) -> list[float]:
+def _middle_times(times: Sequence[float], temporal: int) -> list[float]:
     """The middle of the first and the last time of each patch in time."""
     padded = [*times, *[times[-1]] * (-len(times) % temporal)]
     return [(padded[i] + padded[i + temporal - 1]) / 2 for i in range(0, len(padded), temporal)]
 
 
-def place(
+def assign_picture_tokens(
     ids: Sequence[int], vision: Vision, pictures: Sequence[Picture], encoded: Sequence[tuple[Features, Grid]], *, whole: bool, axes: bool
 ) -> PromptPictures:
     """Give the picture tokens of a prompt to its pictures, in order.
@@ -186,7 +186,7 @@ def place(
         if any(kinds[ids[token]] != picture.is_video for token in mine):
             raise PictureError("pictures and videos are not in the order in which they stand in the prompt")
         images.append(Placed(picture.digest, tuple(mine), grid, picture.is_video))
-        for token, number in zip(mine, numbers(picture.digest, len(mine))):
+        for token, number in zip(mine, picture_key_numbers(picture.digest, len(mine))):
             page_ids[token] = number
     places = None
     delta = 0
@@ -200,18 +200,18 @@ def place(
         axes=places,
         delta=delta,
         page_ids=tuple(page_ids),
-        blocks=tuple(run for image in images for run in runs(image.tokens)) if whole else (),
+        blocks=tuple(run for image in images for run in contiguous_runs(image.tokens)) if whole else (),
         images=tuple(images),
     )
 
 
-def numbers(digest: bytes, count: int) -> list[int]:
+def picture_key_numbers(digest: bytes, count: int) -> list[int]:
     """Negative numbers that stand for a picture's tokens in page keys: 31 bits each of a hash of its content and the token's number."""
     stream = b"".join(blake2b(digest + block.to_bytes(4, "little"), digest_size=64).digest() for block in range(-(-count // 16)))
     return (np.frombuffer(stream, np.uint32)[:count].astype(np.int64) % (2**31) - 2**31).tolist()
 
 
-def runs(tokens: Sequence[int]) -> list[tuple[int, int]]:
+def contiguous_runs(tokens: Sequence[int]) -> list[tuple[int, int]]:
     """(first, last + 1) of the parts without a gap."""
     cuts = [i for i in range(1, len(tokens)) if tokens[i] != tokens[i - 1] + 1]
     return [(tokens[a], tokens[b - 1] + 1) for a, b in zip([0, *cuts], [*cuts, len(tokens)])]
@@ -229,7 +229,7 @@ def three_positions(count: int, images: Sequence[Placed], vision: Vision, times:
         t, h, w = image.grid[0], image.grid[1] // vision.merge, image.grid[2] // vision.merge
         step = 1.0
         if image.is_video and vision.seconds:
-            step = vision.seconds * _step_s(seconds, vision.tower.temporal)
+            step = vision.seconds * _step_seconds(seconds, vision.tower.temporal)
         parts = [image.tokens]
         if image.is_video and vision.marks.style == "frames":
             parts, t = [image.tokens[i : i + h * w] for i in range(0, len(image.tokens), h * w)], 1
@@ -244,6 +244,6 @@ def three_positions(count: int, images: Sequence[Placed], vision: Vision, times:
     return where
 
 
-def _step_s(times: Sequence[float], temporal: int) -> float:
+def _step_seconds(times: Sequence[float], temporal: int) -> float:
     """Seconds between two patches in time, at the video's rate."""
     return temporal * (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else float(temporal)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from exl2nb.core.errors import PictureError
 from exl2nb.io.hf_config import read_json
-from exl2nb.model.fields import Fields
+from exl2nb.model.config_fields import Fields
 from exl2nb.model.vision.pictures import MAX_PIXELS, MAX_TOTAL
 
 if TYPE_CHECKING:
@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from exl2nb.model.vision.pictures import Picture
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-HALF = (0.5, 0.5, 0.5)
-BILINEAR, BICUBIC = 2, 3  # Pillow's numbers
+HALF_PER_CHANNEL = (0.5, 0.5, 0.5)
+BILINEAR_FILTER = 2  # Pillow's number
+BICUBIC_FILTER = 3  # Pillow's number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +51,7 @@ class Rules:
     mean: tuple[float, ...] = CLIP_MEAN
     std: tuple[float, ...] = CLIP_STD
     scale: float = 1 / 255
-    resample: int = BICUBIC
+    resample: int = BICUBIC_FILTER
     whole: bool = False
 
     def read(self, fields: Fields | None) -> Rules:
@@ -60,8 +61,8 @@ class Rules:
         size, crop = fields.child("size") or Fields({}, fields.where), fields.child("crop_size") or Fields({}, fields.where)
         side = {"low": 1, "high": 4096}
         found: dict[str, Any] = {
-            "mean": _three(fields, "image_mean", self.mean),
-            "std": _three(fields, "image_std", self.std),
+            "mean": _three_numbers(fields, "image_mean", self.mean),
+            "std": _three_numbers(fields, "image_std", self.std),
             "scale": fields.number("rescale_factor", low=1e-6, high=1.0, default=self.scale),
             "resample": fields.integer("resample", low=0, high=5, default=self.resample),
         }
@@ -165,7 +166,7 @@ def _check_pixels(pixels: int, most: int = MAX_PIXELS) -> None:
         )
 
 
-def _three(fields: Fields, key: str, default: tuple[float, ...]) -> tuple[float, ...]:
+def _three_numbers(fields: Fields, key: str, default: tuple[float, ...]) -> tuple[float, ...]:
     value = fields.raw.get(key)
     if value is None:
         return default

@@ -16,7 +16,7 @@ from torch import Tensor
 Weights = Mapping[str, Tensor]
 Grid = tuple[int, int, int]
 
-ACTIVATIONS = {
+ACTIVATION_FUNCTIONS = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -104,7 +104,7 @@ def patches_of(tower: TowerConfig, frames: Tensor) -> Tensor:
     return cut.permute(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(t * h * w, -1)
 
 
-def places(tower: TowerConfig, grid: Grid, device: torch.device) -> tuple[Tensor, Tensor]:
+def patch_places(tower: TowerConfig, grid: Grid, device: torch.device) -> tuple[Tensor, Tensor]:
     """Row and column int64 `(n,)` of each patch, in the order of `patches_of`."""
     t, h, w = grid
     m = tower.merge
@@ -116,9 +116,9 @@ def places(tower: TowerConfig, grid: Grid, device: torch.device) -> tuple[Tensor
     return ordered(rows), ordered(columns)
 
 
-def rotation(tower: TowerConfig, grid: Grid, device: torch.device) -> tuple[Tensor, Tensor]:
+def rotary_tables(tower: TowerConfig, grid: Grid, device: torch.device) -> tuple[Tensor, Tensor]:
     """Cosines and sines f32 `(n, 1, head_dim)` of 2-D RoPE; the pairs are (j, j + head_dim / 2)."""
-    rows, columns = (place.float()[:, None] for place in places(tower, grid, device))
+    rows, columns = (place.float()[:, None] for place in patch_places(tower, grid, device))
     dim = tower.head_dim
     if tower.rope == "halves":
         inverse = 1.0 / tower.theta ** (torch.arange(0, dim // 2, 2, dtype=torch.float32, device=device) / (dim // 2))
@@ -130,14 +130,14 @@ def rotation(tower: TowerConfig, grid: Grid, device: torch.device) -> tuple[Tens
     return angles.cos(), angles.sin()
 
 
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate_heads(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """X `(n, heads, D)` turned by its place, computed in f32."""
     wide = x.float()
     a, b = wide.chunk(2, -1)
     return (wide * cos + torch.cat((-b, a), -1) * sin).to(x.dtype)
 
 
-def resampled(table: Tensor, tower: TowerConfig, grid: Grid) -> Tensor:
+def resample_positions(table: Tensor, tower: TowerConfig, grid: Grid) -> Tensor:
     """A learned square of positions `(side * side, E)`, interpolated to the grid, corners on corners: `(n, E)`."""
     side = round(len(table) ** 0.5)
 
@@ -146,7 +146,7 @@ def resampled(table: Tensor, tower: TowerConfig, grid: Grid) -> Tensor:
         low = at.floor()
         return low.long(), (low.long() + 1).clamp(max=side - 1), at - low
 
-    rows, columns = places(tower, grid, table.device)
+    rows, columns = patch_places(tower, grid, table.device)
     top, bottom, down = taps(rows, grid[1])
     left, right, across = taps(columns, grid[2])
     parts = (
@@ -157,7 +157,7 @@ def resampled(table: Tensor, tower: TowerConfig, grid: Grid) -> Tensor:
     return stacked.sum(1)
 
 
-def windows(tower: TowerConfig, grid: Grid, device: torch.device) -> tuple[Tensor, list[int]]:
+def window_order(tower: TowerConfig, grid: Grid, device: torch.device) -> tuple[Tensor, list[int]]:
     """The order of the merged blocks by attention window, int64, and the number of patches of each window.
 
     Windows have window / patch / merge blocks a side; those at the right and lower edge are smaller, and come last in their frame.
@@ -195,10 +195,10 @@ def block(
     made = torch.cat([linear(weights, f"{stem}.{part}", h) for part in names.qkv], 1)
     q, k, v = made.reshape(len(x), 3, tower.heads, tower.head_dim).unbind(1)
     if turn is not None:
-        q, k = rotated(q, *turn), rotated(k, *turn)
+        q, k = rotate_heads(q, *turn), rotate_heads(k, *turn)
     x = x + linear(weights, f"{stem}.{names.out}", attention(q, k, v, lengths))
     h = norm(weights, f"{stem}.{names.norm2}", x, tower.eps, tower.norm)
-    inner = ACTIVATIONS[tower.activation](linear(weights, f"{stem}.{names.up[0]}", h))
+    inner = ACTIVATION_FUNCTIONS[tower.activation](linear(weights, f"{stem}.{names.up[0]}", h))
     if len(names.up) == 2:
         inner = inner * linear(weights, f"{stem}.{names.up[1]}", h)
     return x + linear(weights, f"{stem}.{names.down}", inner)
@@ -218,14 +218,14 @@ def forward(tower: TowerConfig, weights: Weights, frames: Tensor) -> list[Tensor
     if tower.positions == "table":
         x = x + weights[f"{tower.position_name}.weight"]
     elif tower.positions == "resampled":
-        x = x + resampled(weights[f"{tower.position_name}.weight"], tower, grid).to(x.dtype)
+        x = x + resample_positions(weights[f"{tower.position_name}.weight"], tower, grid).to(x.dtype)
     if tower.norm_before:
         x = norm(weights, tower.norm_before, x, tower.eps, tower.norm)
-    turn = rotation(tower, grid, x.device) if tower.rope else None
+    turn = rotary_tables(tower, grid, x.device) if tower.rope else None
     frame = [len(x) // grid[0]] * grid[0]
     order, in_windows = None, frame
     if tower.window:
-        blocks, in_windows = windows(tower, grid, x.device)
+        blocks, in_windows = window_order(tower, grid, x.device)
         size = tower.merge**2
         order = (blocks[:, None] * size + torch.arange(size, device=x.device)).reshape(-1)
         x = x[order]

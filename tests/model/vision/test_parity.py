@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from exl2nb.cache.pool import KVCache
-from exl2nb.model.batch import Batch, Span
+from exl2nb.model.batch import Batch, SequenceSlice
 from exl2nb.model.loader import load_model
 from exl2nb.model.vision.encoder import load_encoder
 from exl2nb.model.vision.pictures import Picture
-from exl2nb.model.vision.prompt import place
+from exl2nb.model.vision.prompt import assign_picture_tokens
 from exl2nb.model.vision.tower import patches_of
 
 from ..test_model import error, same
@@ -99,7 +99,9 @@ def prompt(name, model, encoder, frames, *, whole=True):
             ids += [142, *[token] * count, 143]
         ids += words(4)
     config = model.config
-    return ids, place(ids, encoder.vision, pictures, encoded, whole=config.sees_whole and whole, axes=config.mrope is not None)
+    return ids, assign_picture_tokens(
+        ids, encoder.vision, pictures, encoded, whole=config.sees_whole and whole, axes=config.mrope is not None
+    )
 
 
 def truth(name, twin, ids, frames, encoder):
@@ -165,8 +167,8 @@ def test_texts_beside_pictures_have_the_same_bits(name, made):
     once = model.forward(step(ids, pictures), KVCache(model.cache_spec(512)))
     text = [5, 9, 11, 30, 31]
     alone = model.forward(Batch.single(text, start=0, pages=[0], logit_rows="all"), KVCache(model.cache_spec(256)))
-    spans = [Span(ids=text, start=0, pages=[0], logit_rows="all"), Span(ids=ids, start=0, pages=[1, 2], logit_rows="all")]
-    batch = Batch.build([*spans, Span(ids=text, start=0, pages=[3], logit_rows="last")])
+    spans = [SequenceSlice(ids=text, start=0, pages=[0], logit_rows="all"), SequenceSlice(ids=ids, start=0, pages=[1, 2], logit_rows="all")]
+    batch = Batch.build([*spans, SequenceSlice(ids=text, start=0, pages=[3], logit_rows="last")])
     positions = batch.positions.clone()
     positions[5 : 5 + len(ids)] = torch.from_numpy(pictures.positions(0, len(ids)))
     batch = replace(batch, positions=positions, pictures=pictures.within(0, len(ids), 5))

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from exl2nb.core.errors import ConfigError, PictureError
-from exl2nb.model.fields import Fields
+from exl2nb.model.config_fields import Fields
 from exl2nb.model.vision.families import read_vision
 from exl2nb.model.vision.pictures import Picture
-from exl2nb.model.vision.rules import BILINEAR, HALF, Rules, read_rules
+from exl2nb.model.vision.rules import BILINEAR_FILTER, HALF_PER_CHANNEL, Rules, read_rules
 from exl2nb.model.vision.tower import TowerConfig, patches_of
 
 from .zoo import ZOO, build, write
@@ -58,7 +58,7 @@ def test_clip_on_a_padded_square(size):
 def test_siglip_and_gemma(size):
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
-    rules = Rules(fit="exact", unit=14, height=56, width=56, mean=HALF, std=HALF, resample=BILINEAR)
+    rules = Rules(fit="exact", unit=14, height=56, width=56, mean=HALF_PER_CHANNEL, std=HALF_PER_CHANNEL, resample=BILINEAR_FILTER)
     theirs = Gemma3ImageProcessorPil(size={"height": 56, "width": 56})
     close(rules.frames(Picture.of(noise(size))), theirs(noise(size), return_tensors="pt")["pixel_values"])
 
@@ -135,7 +135,7 @@ def test_settings_that_blow_pictures_up_are_refused(rules):
 
 
 def test_pictures_of_millions_of_tokens_are_refused_before_their_text_is_made():
-    from exl2nb.model.vision.prompt import MAX_TOKENS, expanded
+    from exl2nb.model.vision.prompt import MAX_TOKENS, expand_placeholders
 
     class Huge:
         marks = None
@@ -144,7 +144,7 @@ def test_pictures_of_millions_of_tokens_are_refused_before_their_text_is_made():
             return grid[0]
 
     with pytest.raises(PictureError, match="give fewer"):
-        expanded("x", Huge(), [], [(MAX_TOKENS, 1, 1), (1, 1, 1)], str)
+        expand_placeholders("x", Huge(), [], [(MAX_TOKENS, 1, 1), (1, 1, 1)], str)
 
 
 def test_frames_of_a_video_are_counted_together(monkeypatch):

@@ -14,7 +14,7 @@
 // Trap: instructions are the cost. A warp beside the consumers takes ten to forty cycles an instruction, what runs once per GEMM comes from
 // behind the instruction cache (128 KiB: 8192 instructions), and all code of a layer should stay in it. So there are short loops, one copy
 // of each, hardly anything unrolled, and whatever can be found before the sums are there is in lists. Bytes: a and b once per row of the
-// step; 8 * width per row and CTA from L2. Limits: LoraTable.fits_inside of ops/lora.py.
+// step; 8 * width per row and CTA from L2. Limits: LoraTable.fits_inside of ops/lora_table.py.
 #pragma once
 #include "cuda/gemm/lora.h"
 #include "cuda/gemm/skinny/skinny_gemm.cuh"

@@ -49,7 +49,7 @@ void share(PersistentGemm& p, const uint8_t* head, Epilogue e, int grid, bool pa
   p.outputs = e == kResidual ? 0 : p.strips * (e == kStore ? a.num_parts : 1) * 16;
   assign_strips(a);
 }
-PersistentSmem smem_layout(const PersistentArgs& c, const PersistentOp* ops, LoraChain* lora) {
+PersistentSmem smem_layout(const Device& device, const PersistentArgs& c, const PersistentOp* ops, LoraChain* lora) {
   PersistentSmem r{};
   int partial = 0, at = 0;
   for (int q = 0; q < c.count; q++)
@@ -93,26 +93,28 @@ PersistentSmem smem_layout(const PersistentArgs& c, const PersistentOp* ops, Lor
     lora->list = take(kLoraChainCache / kLoraTile * static_cast<int>(sizeof(LoraTile))), lora->cache = at,
     at += (tiles + 1) * kLoraTile;  // grows below
   }
-  r.stages = std::min(kMaxStages, (shared_per_block() - kOverreadBytes - at) / r.stage_bytes / 2 * 2);
+  r.stages = std::min(kMaxStages, (device.shared_per_block - kOverreadBytes - at) / r.stage_bytes / 2 * 2);
   if (lora) {
-    const int rest = shared_per_block() - kOverreadBytes - at - r.stages * r.stage_bytes;
+    const int rest = device.shared_per_block - kOverreadBytes - at - r.stages * r.stage_bytes;
     const int more = std::max(0, std::min(rest, kLoraChainCache - (tiles + 1) * kLoraTile) / kLoraTile);
     lora->a_tiles = tiles + more / 3, lora->b_tiles = 1 + more - more / 3, at += more * kLoraTile;
   }
   r.ring = take(r.stages * r.stage_bytes + kOverreadBytes);
-  r.bytes = r.stages >= 2 ? at : shared_per_block() + 1;
+  r.bytes = r.stages >= 2 ? at : device.shared_per_block + 1;
   return r;
 }
 // Halves of a row between GEMMs.
 size_t padded_row(int width) { return (static_cast<size_t>(width) + 127) / 128 * 128; }
-size_t squares_bytes() { return (static_cast<size_t>(kPersistentTokens * multiprocessors()) * sizeof(float) + 255) / 256 * 256; }
+size_t squares_bytes(const Device& device) {
+  return (static_cast<size_t>(kPersistentTokens * device.multiprocessors) * sizeof(float) + 255) / 256 * 256;
+}
 
 // Buffers between GEMMs belong to the chain: in shared buffers, rows of one GEMM could overlap rows that a later launch with another M
 // still reads. There are two sets; launches alternate.
-size_t set_bytes(int width, int inner) {
-  return kPersistentTokens * (2 * padded_row(width) + padded_row(inner)) * sizeof(half) + 2 * squares_bytes();
+size_t set_bytes(const Device& device, int width, int inner) {
+  return kPersistentTokens * (2 * padded_row(width) + padded_row(inner)) * sizeof(half) + 2 * squares_bytes(device);
 }
-void connect(PersistentArgs& c, const PersistentOp* ops, uint8_t* workspace, size_t bytes) {
+void connect(const Device& device, PersistentArgs& c, const PersistentOp* ops, uint8_t* workspace, size_t bytes) {
   c.counters = reinterpret_cast<unsigned*>(workspace), workspace += kCounterBytes;
   c.set = workspace, c.set_bytes = static_cast<int>((bytes - kCounterBytes) / 2);
   for (int q = 0; q + 1 < c.count; q++) {
@@ -122,17 +124,17 @@ void connect(PersistentArgs& c, const PersistentOp* ops, uint8_t* workspace, siz
     to.a.x = from.a.next.x, to.a.x_stride = from.a.next.stride = static_cast<int>(row);
     workspace += kPersistentTokens * row * sizeof(half);
     to.a.squares = from.a.next_squares = from.a.next_norm ? reinterpret_cast<float*>(workspace) : nullptr, to.a.squares_count = c.grid;
-    if (from.a.next_norm) workspace += squares_bytes();
+    if (from.a.next_norm) workspace += squares_bytes(device);
   }
 }
 // Kernel arguments for rows [first, first + tokens). made: what ops->lora becomes.
-PersistentArgs arguments(const PersistentOp* ops, int count, uint8_t* workspace, size_t bytes, int first, int tokens,
+PersistentArgs arguments(const Device& device, const PersistentOp* ops, int count, uint8_t* workspace, size_t bytes, int first, int tokens,
                          LoraChain* made = nullptr) {
   LoraChain unused;
   LoraChain* const lora = !ops->lora ? nullptr : made ? made : &unused;
   if (lora) *lora = *ops->lora;
   PersistentArgs c{};
-  c.count = count, c.grid = persistent_ctas(ops, count);
+  c.count = count, c.grid = persistent_ctas(device, ops, count);
   c.clear = static_cast<uint4*>(ops->clear), c.clear_count = ops->clear_count, c.lamport = ops[count - 1].lamport;
   if (count > 2) c.peers = ops[2].peers, c.first_row = first;
   for (int q = 0; q < count; q++) {
@@ -153,9 +155,9 @@ PersistentArgs arguments(const PersistentOp* ops, int count, uint8_t* workspace,
     const int rest = c.gemm[q].a.part[0].rest;
     if (ops[q].epilogue != kStore && rest < c.grid / 2) c.heavy_ctas = std::max(c.heavy_ctas, rest);
   }
-  connect(c, ops, workspace, bytes);
+  connect(device, c, ops, workspace, bytes);
   if (lora) lora->adapters += first;
-  c.smem = smem_layout(c, ops, lora);
+  c.smem = smem_layout(device, c, ops, lora);
   c.ahead = std::min(c.ahead, c.smem.stages),
   c.extra = std::min(kExtraInFlight, c.smem.stages - c.ahead);  // the oldest stage must not be overwritten
   // Polling starts when half of the CTAs with the most strips have arrived; while weights are still loading and rows are wide (failed polls
@@ -200,8 +202,8 @@ WeightKind weight_kind(const PersistentOp* ops, int count) {
 
 }  // namespace
 
-int persistent_ctas(const PersistentOp* ops, int count) {
-  const int all = multiprocessors();
+int persistent_ctas(const Device& device, const PersistentOp* ops, int count) {
+  const int all = device.multiprocessors;
   const auto most = [&](int grid) {  // most rows of strips of one CTA
     int n = 0;
     for (int q = 0; q < count; q++) {
@@ -217,11 +219,11 @@ int persistent_ctas(const PersistentOp* ops, int count) {
   return fewer > all / 2 && most(fewer) <= most(all) + kMaxExtraRows ? fewer : all;
 }
 
-size_t persistent_bytes(int width, int inner) { return kCounterBytes + 2 * set_bytes(width, inner); }
+size_t persistent_bytes(const Device& device, int width, int inner) { return kCounterBytes + 2 * set_bytes(device, width, inner); }
 
-int persistent_tokens(const PersistentOp* ops, int count) {
-  if ((count < 3 && (count != 1 || ops->epilogue != kStore)) || count > kMaxGemms || compute_major() != 9) return 0;
-  const int grid = persistent_ctas(ops, count);
+int persistent_tokens(const Device& device, const PersistentOp* ops, int count) {
+  if ((count < 3 && (count != 1 || ops->epilogue != kStore)) || count > kMaxGemms || device.kernels_major != 9) return 0;
+  const int grid = persistent_ctas(device, ops, count);
   for (int q = 0; q < count; q++) {
     const GemmArgs& a = ops[q].a;
     const auto& h = header_of(ops[q].head);
@@ -235,28 +237,31 @@ int persistent_tokens(const PersistentOp* ops, int count) {
     if (h.num_perms != 1 || h.K % 32 || h.stored != h.K || a.from.x || a.router.out) return 0;
     if (ops[q].epilogue == kResidual && (a.strips + grid - 1) / grid > kMaxOwnedStrips) return 0;
   }
-  const auto layout = [&](int tokens) { return arguments(ops, count, nullptr, 0, 0, tokens).smem; };
-  if (layout(1).bytes > shared_per_block()) return 0;
+  const auto layout = [&](int tokens) { return arguments(device, ops, count, nullptr, 0, 0, tokens).smem; };
+  if (layout(1).bytes > device.shared_per_block) return 0;
   for (int tokens = kPersistentTokens; tokens > 1; tokens--)
-    if (const PersistentSmem s = layout(tokens); s.bytes <= shared_per_block() && s.stages >= kRowsStages) return tokens;
+    if (const PersistentSmem s = layout(tokens); s.bytes <= device.shared_per_block && s.stages >= kRowsStages) return tokens;
   return 1;
 }
 
-const char* persistent_launch(const PersistentOp* ops, int count, uint8_t* workspace, size_t bytes, void* stream, bool pdl) {
-  const int all = ops[0].a.tokens, most = persistent_tokens(ops, count);
-  for (int first = 0; first < all && most; first += most) {
+void plan_persistent(LaunchList& list, const PersistentOp* ops, int count, uint8_t* workspace, size_t bytes) {
+  const int all = ops[0].a.tokens, most = persistent_tokens(list.device, ops, count);
+  if (!most) return list.fail("these GEMMs cannot run as a persistent chain");
+  for (int first = 0; first < all; first += most) {
     LoraChain lora;
-    const PersistentArgs c = arguments(ops, count, workspace, bytes, first, std::min(most, all - first), &lora);
+    const PersistentArgs c = arguments(list.device, ops, count, workspace, bytes, first, std::min(most, all - first), &lora);
     const int tokens = c.gemm[0].a.tokens;
-    if (ops->lora && c.peers.size) return "adapters inside a persistent chain are not for ranks";
+    if (ops->lora && c.peers.size) return list.fail("adapters inside a persistent chain are not for ranks");
     const int kind = tokens == 1 ? weight_kind(ops, count) : kAnyWeights;
     const unsigned threads = kPersistentThreads + (ops->lora ? kLoraChainWarps * 32 : 0);
-    const Launch how{unsigned(c.grid), threads, static_cast<size_t>(c.smem.bytes), stream, pdl};
+    const Launch how{unsigned(c.grid), threads, static_cast<size_t>(c.smem.bytes)};
     const auto* const kernels = tokens == 2 ? two_rows : tokens > 2 ? four_rows : one_row[kind];
     const auto& adapted = kind == kAnyWeights ? lora_rows[std::min(tokens, 3) - 1] : lora_row[ops->fewest_bits > 2];
-    if (const char* wrong = ops->lora ? adapted(how, c, lora) : kernels[c.peers.size > 0](how, c)) return wrong;
+    if (ops->lora)
+      list.add(adapted, how, c, lora);
+    else
+      list.add(kernels[c.peers.size > 0], how, c);
   }
-  return most ? nullptr : "these GEMMs cannot run as a persistent chain";
 }
 
 }  // namespace exl2nb

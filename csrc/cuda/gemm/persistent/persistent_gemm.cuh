@@ -27,8 +27,7 @@ constexpr int kPersistentTokens = 4;  // most rows per launch
 static_assert(kPersistentTokens <= kLoraChainRows, "room for the sums of adapters");
 
 struct PersistentOp {
-  GemmArgs
-      a;  // as for skinny_launch; x, next and squares between ops are set by the chain. next_squares of the last: [row][persistent_ctas]
+  GemmArgs a;  // as for plan_skinny; x, next and squares between ops are set by the chain. next_squares of the last: [row][persistent_ctas]
   const uint8_t *head, *blob;
   Epilogue epilogue;
   int attention_sms = 0;  // first op: SMs to leave free for the attention kernel that starts early
@@ -38,19 +37,19 @@ struct PersistentOp {
   int clear_count = 0;
   bool lamport = false;
   Peers peers{};                    // third op: its sums are exchanged with the other ranks before they are added
-  const LoraChain* lora = nullptr;  // first op: adapters of the rows; offsets are set by persistent_launch
+  const LoraChain* lora = nullptr;  // first op: adapters of the rows; offsets are set by plan_persistent
   int fewest_bits = 2;              // first op: of all chains of a step with adapters, so that they share a kernel
 };
 // Most rows per launch, of those that leave room for a ring of kRowsStages; 0: these GEMMs cannot be chained. Three or four of a layer, or
 // one that stores its sums.
-int persistent_tokens(const PersistentOp* ops, int count);
+int persistent_tokens(const Device&, const PersistentOp* ops, int count);
 // CTAs of a launch: one per SM, or fewer so that attention runs beside them (`attention_sms`), if no CTA gets much more work.
-int persistent_ctas(const PersistentOp* ops, int count);
+int persistent_ctas(const Device&, const PersistentOp* ops, int count);
 // Workspace for chains that follow one another, with rows of `width` and `inner` numbers: zeroed before the first launch, then theirs
 // alone.
-size_t persistent_bytes(int width, int inner);
+size_t persistent_bytes(const Device&, int width, int inner);
 // Any number of rows, in launches of persistent_tokens.
-const char* persistent_launch(const PersistentOp* ops, int count, uint8_t* workspace, size_t bytes, void* stream, bool pdl);
+void plan_persistent(LaunchList&, const PersistentOp* ops, int count, uint8_t* workspace, size_t bytes);
 
 constexpr int kMaxGemms = kLoraChainGemms, kWarpsPerSet = 8, kConsumerWarps = 2 * kWarpsPerSet, kConsumerThreads = kConsumerWarps * 32,
               kPersistentThreads = kConsumerThreads + 64;

@@ -18,14 +18,14 @@ const Kernel<GemmArgs> kernels[3][2] = {{{kSource, "skinny_gemm<0, false>"}, {kS
                                         {{kSource, "skinny_gemm<2, false>"}, {kSource, "skinny_gemm<2, true>"}}};
 }  // namespace
 
-int copy_path() { return compute_major() >= 9 ? kBulk : compute_major() >= 8 ? kAsync : kPlain; }
+int copy_path(const Device& device) { return device.kernels_major >= 9 ? kBulk : device.kernels_major >= 8 ? kAsync : kPlain; }
 
-int skinny_grid(const GemmArgs& a, Epilogue e) {
-  return std::min(multiprocessors(), e == kActivation && a.gated ? a.strips / 2 : a.strips);
+int skinny_grid(const Device& device, const GemmArgs& a, Epilogue e) {
+  return std::min(device.multiprocessors, e == kActivation && a.gated ? a.strips / 2 : a.strips);
 }
 
-int skinny_split(GemmArgs& a, Epilogue e) {
-  a.epilogue = e, a.grid = skinny_grid(a, e);
+int skinny_split(const Device& device, GemmArgs& a, Epilogue e) {
+  a.epilogue = e, a.grid = skinny_grid(device, a, e);
   int per = 1;  // most strips of a part per CTA
   for (int p = 0; p < a.num_parts; p++) per = std::max(per, (a.part[p].strips + a.grid - 1) / a.grid);
   a.flush = std::max(1, std::min(per, 32 / a.tokens));
@@ -54,9 +54,9 @@ void set_input(MatrixInput& in, const uint8_t* head, const uint8_t* blob, half* 
 }
 
 // Sets grid, flush and staging for at most eight rows. Returns the bytes of shared memory.
-static int skinny_prepare(GemmArgs& a, Epilogue e) {
-  const int x_bytes = skinny_split(a, e), most = shared_per_block(), flush = a.flush;
-  const int fixed = stages_of(copy_path()) * kWarps * kMaxItemBytes + num_bars(copy_path()) * 8 + padded_image(a);
+static int skinny_prepare(const Device& device, GemmArgs& a, Epilogue e) {
+  const int x_bytes = skinny_split(device, a, e), most = device.shared_per_block, flush = a.flush, path = copy_path(device);
+  const int fixed = stages_of(path) * kWarps * kMaxItemBytes + num_bars(path) * 8 + padded_image(a);
   int own = fixed + SkinnySmem::bytes(a);
   const auto shrink = [&](int staged_bytes) {
     for (; a.flush > 1 && own + staged_bytes > most; own = fixed + SkinnySmem::bytes(a)) a.flush--;
@@ -65,19 +65,19 @@ static int skinny_prepare(GemmArgs& a, Epilogue e) {
     shrink(x_bytes);
     if (own + x_bytes > most) a.flush = flush, own = fixed + SkinnySmem::bytes(a), shrink(0);
   }
-  a.staged = own + x_bytes <= shared_per_multiprocessor() - 1024 && own + x_bytes <= most;
+  a.staged = own + x_bytes <= device.shared_per_multiprocessor - 1024 && own + x_bytes <= most;
   return own + (a.staged ? x_bytes : 0);
 }
 // Rows per launch: eight, or as many as shared memory allows.
-static int skinny_tokens(GemmArgs a, Epilogue e) {
+static int skinny_tokens(const Device& device, GemmArgs a, Epilogue e) {
   int tokens = std::min(kSkinnyTokens, a.tokens);
-  for (a.tokens = tokens; tokens > 1 && skinny_prepare(a, e) > shared_per_block(); a.tokens = tokens) tokens--;
+  for (a.tokens = tokens; tokens > 1 && skinny_prepare(device, a, e) > device.shared_per_block; a.tokens = tokens) tokens--;
   return tokens;
 }
 
-bool skinny_fuses_norm(GemmArgs a, Epilogue e, int width) {
+bool skinny_fuses_norm(const Device& device, GemmArgs a, Epilogue e, int width) {
   if (a.tokens < 1 || a.tokens > kFusedNormTokens || width > kHeldWidth || width % 4) return false;
-  skinny_prepare(a, e);
+  skinny_prepare(device, a, e);
   return a.staged;
 }
 
@@ -95,20 +95,19 @@ void skip_rows(GemmArgs& a, int first, int grid) {
   if (a.next.x) a.next.x += static_cast<size_t>(first) * a.next.stride;
 }
 
-const char* skinny_launch(GemmArgs a, Epilogue e, void* stream, bool pdl) {
-  const int tokens = a.tokens, grid = skinny_grid(a, e);
-  if (grid == 0 || tokens == 0) return nullptr;
-  const int most = skinny_tokens(a, e);
+void plan_skinny(LaunchList& list, GemmArgs a, Epilogue e) {
+  const Device& device = list.device;
+  const int tokens = a.tokens, grid = skinny_grid(device, a, e);
+  if (grid == 0 || tokens == 0) return;
+  const int most = skinny_tokens(device, a, e);
   for (int first = 0; first < tokens; first += most) {
     GemmArgs b = a;
     b.tokens = std::min(most, tokens - first);
     skip_rows(b, first, grid);
-    const int shared = skinny_prepare(b, e);
-    if (shared > shared_per_block()) return "the matrix needs more shared memory than the GPU has";
-    const Launch how{grid, kThreads, static_cast<size_t>(shared), stream, pdl};
-    if (const char* wrong = kernels[copy_path()][b.staged](how, b)) return wrong;
+    const int shared = skinny_prepare(device, b, e);
+    if (shared > device.shared_per_block) return list.fail_shared("a row of the matrix", shared, device.shared_per_block);
+    list.add(kernels[copy_path(device)][b.staged], {grid, kThreads, static_cast<size_t>(shared)}, b);
   }
-  return nullptr;
 }
 
 }  // namespace exl2nb

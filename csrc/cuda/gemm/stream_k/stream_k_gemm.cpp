@@ -71,27 +71,28 @@ const Kernel<StreamKArgs, StreamKLora> lora_kernels[] = {{kSource, "stream_k_lor
                                                                {kWgmmaSource, "stream_k_wgmma_lora<8>"}};
 
 // CTAs: one per SM, at least a few units each, at most kStreamKMaxSharers per tile.
-int grid_of(const StreamKArgs& m, int work) {
+int grid_of(const Device& device, const StreamKArgs& m, int work) {
   constexpr int kLeast = 4;
   int sharers = 0;
   for (int p = 0; p < m.num_parts; p++) sharers = std::max(sharers, m.part[p].units);
   if (m.paired) sharers = m.part[0].units + m.part[1].units;
   const int share = std::max(kLeast, (sharers + kStreamKMaxSharers - 3) / (kStreamKMaxSharers - 2));
-  return std::max(1, std::min(std::min(multiprocessors(), kStreamKMaxCtas), work / share));
+  return std::max(1, std::min(std::min(device.multiprocessors, kStreamKMaxCtas), work / share));
 }
 
 }  // namespace
 
-size_t stream_k_workspace(int tokens) {
-  if (tokens == 1 || copy_path() != kBulk || stream_k_pool(kStreamKTokens / 8) > shared_per_block()) return 0;
-  return static_cast<size_t>(stream_k_bytes(tokens, multiprocessors()));
+size_t stream_k_workspace(const Device& device, int tokens) {
+  if (tokens == 1 || copy_path(device) != kBulk || stream_k_pool(kStreamKTokens / 8) > device.shared_per_block) return 0;
+  return static_cast<size_t>(stream_k_bytes(tokens, device.multiprocessors));
 }
 
-bool stream_k_takes(const GemmArgs& a) {
+bool stream_k_takes(const Device& device, const GemmArgs& a) {
   constexpr int kLine = 1 << 20;  // units of all tiles, for divide_small
   StreamKArgs m{};
   m.items = a.items, m.units = a.units, m.num_parts = a.num_parts;
-  return a.tokens > 1 && copy_path() == kBulk && !a.rows && !a.from.x && stream_k_shared(m, kStreamKTokens / 8) <= shared_per_block() &&
+  return a.tokens > 1 && copy_path(device) == kBulk && !a.rows && !a.from.x &&
+         stream_k_shared(m, kStreamKTokens / 8) <= device.shared_per_block &&
          static_cast<int64_t>(a.strips / kStreamKStrips + a.num_parts) * a.units < kLine;
 }
 
@@ -99,9 +100,8 @@ bool stream_k_fuses_gate(const GemmArgs& a) {
   return a.gated && a.num_parts == 2 && a.part[0].outputs == a.part[1].outputs && a.part[0].outputs % 4 == 0;
 }
 
-const char* stream_k_launch(const GemmArgs& a, int group, const StreamKNext& next, void* workspace, void* stream, bool pdl,
-                            const StreamKLora* lora) {
-  if (a.squares && a.squares_count % 4) return "squares_count must be a multiple of 4 for stream-K";
+void plan_stream_k(LaunchList& list, const GemmArgs& a, int group, const StreamKNext& next, void* workspace, const StreamKLora* lora) {
+  if (a.squares && a.squares_count % 4) return list.fail("squares_count must be a multiple of 4 for stream-K");
   StreamKArgs m{};
   m.image = a.image, m.num_parts = a.num_parts, m.items = a.items, m.units = a.units;
   m.x_stride = a.x_stride, m.x_perm_stride = a.x_perm_stride, m.bias = a.bias, m.out_stride = a.out_stride;
@@ -118,9 +118,9 @@ const char* stream_k_launch(const GemmArgs& a, int group, const StreamKNext& nex
     work += count * a.part_units[p];
   }
   m.partial = static_cast<float*>(workspace);
-  const int grid = grid_of(m, work);
+  const int grid = grid_of(list.device, m, work);
   split_units(m, parts_of(a.head), grid, work, group);
-  const bool wide = group > kStreamKMmaTokens && has_wgmma(), inside = lora && group <= kLoraStripRows;
+  const bool wide = group > kStreamKMmaTokens && list.device.has_wgmma(), inside = lora && group <= kLoraStripRows;
   StreamKLora adapters{};
   if (lora) {
     adapters = *lora;
@@ -135,12 +135,12 @@ const char* stream_k_launch(const GemmArgs& a, int group, const StreamKNext& nex
     m.next_squares = a.next_squares + from * kStreamKStrips * m.tiles;
     const int size = group == 16 ? 0 : group == 32 ? 1 : 2;
     const int bytes = stream_k_shared(m, group / 8) + (inside ? kLoraStripBytes : 0);
-    const Launch how{unsigned(grid), kStreamKThreads, static_cast<size_t>(bytes), stream, pdl};
-    const char* const wrong =
-        lora ? (wide ? wgmma_lora_kernels : lora_kernels)[size](how, m, adapters) : (wide ? wgmma_kernels : mma_kernels)[size](how, m);
-    if (wrong) return wrong;
+    const Launch how{unsigned(grid), kStreamKThreads, static_cast<size_t>(bytes)};
+    if (lora)
+      list.add((wide ? wgmma_lora_kernels : lora_kernels)[size], how, m, adapters);
+    else
+      list.add((wide ? wgmma_kernels : mma_kernels)[size], how, m);
   }
-  return nullptr;
 }
 
 }  // namespace exl2nb

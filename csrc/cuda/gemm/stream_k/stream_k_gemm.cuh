@@ -27,8 +27,8 @@ namespace exl2nb {
 inline int stream_k_rows(int tokens) {
   return tokens == 1 ? 1 : (tokens + stream_k_group(tokens) - 1) / stream_k_group(tokens) * stream_k_group(tokens);
 }
-// Whether stream_k_launch supports the GEMM on this GPU.
-bool stream_k_takes(const GemmArgs& a);
+// Whether plan_stream_k supports the GEMM on this GPU.
+bool stream_k_takes(const Device&, const GemmArgs& a);
 // Partial sums of squares per row that a residual GEMM with `width` outputs leaves.
 inline int stream_k_squares(int width) { return (width + 255) / 256 * 16; }
 // Whether it can add to the residual.
@@ -50,11 +50,10 @@ struct StreamKNext {
   StreamKKeys keys;
 };
 // Workspace bytes for up to so many rows: zeroed once; one for all GEMMs of a stream.
-size_t stream_k_workspace(int tokens);
+size_t stream_k_workspace(const Device&, int tokens);
 // out = x W + bias; without out: residual += that, as in GemmArgs. x is in groups of `group`. CTAs wait for one another: launches in
 // different streams of a device must not overlap. lora: adapters of the rows, of which there are then at most kStreamKTokens.
-const char* stream_k_launch(const GemmArgs& a, int group, const StreamKNext& next, void* workspace, void* stream, bool pdl,
-                            const StreamKLora* lora = nullptr);
+void plan_stream_k(LaunchList&, const GemmArgs& a, int group, const StreamKNext& next, void* workspace, const StreamKLora* lora = nullptr);
 
 constexpr int kStreamKWarps = kStreamKStrips;
 constexpr int kStreamKConsumerThreads = kStreamKWarps * 32, kStreamKThreads = kStreamKConsumerThreads + 128,
