@@ -4,6 +4,7 @@
 A test that names a device uses that device either way.
 """
 
+import gc
 import importlib.util
 import logging
 import os
@@ -36,6 +37,12 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             if item.get_closest_marker("cpu"):
                 item.add_marker(skip)
+
+
+def pytest_collection_finish(session):
+    """Keep what was imported for the tests out of later garbage collections: one of all of it takes a second."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -43,8 +43,10 @@ def accepts(structure, tokenizer, text):
     return constraint.accepting or constraint.finished
 
 
-@pytest.mark.parametrize("name", PLAIN_FORMATS)
-@pytest.mark.parametrize("thinking", [False, True])
+ONE_OF_EACH_LAYOUT = {FORMATS[name].layout: name for name in PLAIN_FORMATS}.values()
+
+
+@pytest.mark.parametrize(("name", "thinking"), [*((name, False) for name in PLAIN_FORMATS), *((name, True) for name in ONE_OF_EACH_LAYOUT)])
 def test_calls_fit_their_schemas(name, thinking, tokenizer):
     form = FORMATS[name]
     reply = ReplyFormat(calls=form, tools=TOOLS, think=THINK if thinking else None, thinking=thinking)
@@ -117,9 +119,6 @@ BAD = {
     "not": {"not": {"type": "null"}},
     "if": {"if": {"type": "string"}, "then": {"minLength": 2}},
 }
-
-
-ONE_OF_EACH_LAYOUT = {FORMATS[name].layout: name for name in PLAIN_FORMATS}.values()
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ SCRIPT = textwrap.dedent(
         for _ in llm.stream(prompt, **options):
             pass
 
-    for i in range(200):
+    for i in range(100):
         prompt, way = chance.choice(prompts), i % 5
         if way == 0:
             interrupted(lambda: llm.generate(prompt, **options))
@@ -65,13 +65,13 @@ SCRIPT = textwrap.dedent(
 )
 
 
-def test_two_hundred_interrupts():
+def test_a_hundred_interrupts():
     result = subprocess.run([sys.executable, "-c", SCRIPT, str(HERE.parent)], capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stderr
     assert "Traceback" not in result.stderr
     counts = eval(result.stdout)
-    assert counts["interrupt"] >= 118  # of 120: one inside a destructor is swallowed by Python itself and comes too late
-    assert (counts["abandon"], counts["cancel"]) == (40, 40)
+    assert counts["interrupt"] >= 58  # of 60: one inside a destructor is swallowed by Python itself and comes too late
+    assert (counts["abandon"], counts["cancel"]) == (20, 20)
 
 
 PREAMBLE = """

@@ -303,9 +303,9 @@ def live(life, monkeypatch, first, steps):
 
 @pytest.mark.parametrize("life", [Life, LifeAhead])
 def test_lives(life, monkeypatch):
-    counts = live(life, monkeypatch, 0, 5500)
-    assert counts["steps"] >= 5500
-    assert counts["texts"] > 300
+    counts = live(life, monkeypatch, 0, 3000)
+    assert counts["steps"] >= 3000
+    assert counts["texts"] > 150
 
 
 @pytest.mark.slow

@@ -44,12 +44,14 @@ SMALL_PIECES = "from huggingface_hub import constants; constants.DOWNLOAD_CHUNK_
 LIST = """
 import json, sys
 import exl2nb as ex
-try:
-    found = ex.revisions(sys.argv[1])
-    answer = [found.to_dict(), repr(found), found._repr_html_()]
-except ex.errors.ModelNotFound as error:
-    answer = str(error)
-print(json.dumps(answer))
+answers = []
+for model in sys.argv[1].split():
+    try:
+        found = ex.revisions(model)
+        answers.append([found.to_dict(), repr(found), found._repr_html_()])
+    except ex.errors.ModelNotFound as error:
+        answers.append(str(error))
+print(json.dumps(answers))
 """
 
 
@@ -152,7 +154,7 @@ def test_the_real_client(server, tmp_path):
 
 
 def test_revisions(server, tmp_path):
-    answer, text, page = ask(server, tmp_path, "owner/name", client=LIST)
+    (answer, text, page), nobody, gated = ask(server, tmp_path, "owner/name owner/none owner/gated", client=LIST)
     found = [(r["name"], r["kind"], r["bpw"], r["cached"]) for r in answer["revisions"]]
     assert found == [
         ("2.55bpw-h6", "branch", 2.55, False),
@@ -163,17 +165,17 @@ def test_revisions(server, tmp_path):
     ]
     assert text.startswith("owner/name: 5 revisions\nrevision") and "2.55bpw-h6  2.55             branch  dddddddddd" in text
     assert "&lt;v1&gt;" in page and "<v1>" not in page
-    assert "no such public model" in ask(server, tmp_path, "owner/none", client=LIST)
-    assert "access is restricted" in ask(server, tmp_path, "owner/gated", client=LIST)
+    assert "no such public model" in nobody
+    assert "access is restricted" in gated
 
     # what was downloaded is marked, and is the answer where there is no network
     ask(server, tmp_path, "owner/name", "4.0bpw")
-    answer, text, _ = ask(server, tmp_path, "owner/name", client=LIST)
+    ((answer, text, _),) = ask(server, tmp_path, "owner/name", client=LIST)
     assert [r["name"] for r in answer["revisions"] if r["cached"]] == ["4.0bpw"] and "downloaded" in text
-    answer, text, _ = ask("http://127.0.0.1:9", tmp_path, "owner/name", client=LIST)
+    ((answer, text, _),) = ask("http://127.0.0.1:9", tmp_path, "owner/name", client=LIST)
     assert answer["offline"] and [r["name"] for r in answer["revisions"]] == ["4.0bpw"]
     assert "1 revision in the local cache (the hub was not asked)" in text
-    assert "cannot be reached" in ask(server, tmp_path, "owner/other", client=LIST, HF_HUB_OFFLINE="1")
+    assert "cannot be reached" in ask(server, tmp_path, "owner/other", client=LIST, HF_HUB_OFFLINE="1")[0]
 
 
 def test_no_network(tmp_path):

@@ -10,7 +10,7 @@ import exl2nb as ex
 from exl2nb import ops
 from exl2nb.cli import doctor
 from exl2nb.core.errors import DeviceError
-from exl2nb.ops import _load, gpu
+from exl2nb.ops import _load, gpu, placement
 
 BUILT = Path("libexl2nb_cuda.so")
 # machine -> words of what is found, words of what to do, whether there is a GPU
@@ -58,6 +58,7 @@ def machine(monkeypatch):
         found = _load.Libraries(Path("cpu.so"), how["built"], ("cpu", "cuda") if how["loaded"] else ("cpu",), "avx2", "")
         monkeypatch.setattr(_load, "load_libraries", lambda: found)
         monkeypatch.setattr(ops, "libraries", lambda: found)
+        monkeypatch.setattr(placement, "load_libraries", lambda: found)
         _load.warn_once.cache_clear()
         return found
 

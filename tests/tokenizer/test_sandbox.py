@@ -16,11 +16,10 @@ DOUBLING = "{{% set n = namespace(x={start}) %}}{{% for i in range(60) %}}{step}
 
 @pytest.fixture(autouse=True, scope="module")
 def _impatient():
-    """The same process with an eighth of the CPU time."""
+    """The same process with an eighth of the CPU time and half of the memory."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            template, "TEMPLATE_HELPER", Helper("exl2nb.tokenizer.sandbox", dataclasses.replace(template.SANDBOX_LIMITS, cpu_s=0.25))
-        )
+        limits = dataclasses.replace(template.SANDBOX_LIMITS, cpu_s=0.25, memory_bytes=192 << 20)
+        patch.setattr(template, "TEMPLATE_HELPER", Helper("exl2nb.tokenizer.sandbox", limits))
         yield
 
 

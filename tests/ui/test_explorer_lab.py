@@ -3,6 +3,8 @@
 import pytest
 from lab import Lab, Notebook
 
+pytestmark = pytest.mark.slow  # run by .ci/run
+
 CELLS = [
     "import time, exl2nb as ex\nm = ex.demo_measurement()\n"
     "x, b = ex.widgets.BitrateExplorer(m, bpw=4.0), ex.widgets.BitMap(m.solve(bpw=3.5))",

@@ -5,6 +5,8 @@ import time
 import pytest
 from lab import Lab, Notebook
 
+pytestmark = pytest.mark.slow  # run by .ci/run
+
 FAKE = """
 import time
 from types import SimpleNamespace as Row

@@ -1,6 +1,9 @@
 """MemoryPlan in a real JupyterLab: it answers while the kernel is busy, and Python knows afterwards."""
 
+import pytest
 from lab import Notebook
+
+pytestmark = pytest.mark.slow  # run by .ci/run
 
 CELLS = [
     "import time, exl2nb as ex\nfrom pathlib import Path\n"

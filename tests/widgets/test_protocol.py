@@ -78,14 +78,15 @@ MADE = [
 ]
 
 
-@pytest.mark.parametrize("widget", MADE)
-def test_a_closed_widget_is_freed(widget):
-    made = widget()
-    made.close()
-    left = weakref.ref(made)
-    del made
+def test_closed_widgets_are_freed():
+    left = []
+    for widget in MADE:
+        made = widget()
+        made.close()
+        left.append(weakref.ref(made))
+        del made
     gc.collect()
-    assert left() is None
+    assert [one() for one in left] == [None] * len(MADE)
 
 
 def test_a_closed_widget_of_a_model_is_freed(llm):
