@@ -154,7 +154,7 @@ class RoutedMLP:
     """Weights of one layer's experts.
 
     router: blob, an output per expert. up, down: per expert the blobs of [gate; up] and of down. shared_up, shared_down, shared_gate: the
-    expert that every token visits, and its sigmoid's matrix, or None. renormalize: as in `model.moe.MoE`.
+    expert that every token visits, and its sigmoid's matrix, or None. renormalize: as in `model.config.MoE`.
     """
 
     norm: Norm

@@ -48,4 +48,4 @@ def dynamic_size() -> Any:
 isa = define_op("isa(Tensor like) -> int", fake=lambda like: 0, reference=lambda like: -1)
 """Instruction set of the kernels that answer for tensors like `like`: 0 base, 1 AVX2, 2 AVX-512; -1 the torch reference."""
 program_schema = define_op("program_schema(Tensor like) -> Tensor", fake=lambda like: like, reference=lambda like: like)
-"""The compiled library's `ops.records.SCHEMA` as text in uint8; the reference has none."""
+"""The compiled library's `ops.records.OP_SCHEMA` as text in uint8; the reference has none."""

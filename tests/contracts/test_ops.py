@@ -38,11 +38,13 @@ def test_op_has_reference_and_fake(name):
 
 
 @pytest.mark.parametrize("name", GPU_ONLY)
-def test_gpu_op_answers_on_the_gpu_alone(name):
+def test_gpu_op_has_no_reference_and_answers_where_its_library_is_loaded(name):
+    """Plans and sizes are computed on the host; they are in the GPU's library, too, which another test may have loaded."""
+    loaded = any(Path(path).name.startswith("libexl2nb_cuda") for path in torch.ops.loaded_libraries)
     assert name not in _library.REFERENCE_OPS
     assert not torch._C._dispatch_has_kernel_for_dispatch_key(f"exl2nb::{name}", "CompositeExplicitAutograd")
-    assert not torch._C._dispatch_has_kernel_for_dispatch_key(f"exl2nb::{name}", "CPU")
-    assert torch._C._dispatch_has_kernel_for_dispatch_key(f"exl2nb::{name}", "CUDA") == ("cuda" in _load.load_libraries().loaded)
+    keys = [key for key in ("CPU", "CUDA") if torch._C._dispatch_has_kernel_for_dispatch_key(f"exl2nb::{name}", key)]
+    assert len(keys) == loaded, f"{name} has kernels for {keys}, the library is {'loaded' if loaded else 'not loaded'}"
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -93,7 +93,7 @@ def run(code: str, **env: str) -> str:
 @pytest.mark.parametrize("level", [level for level in LEVELS if LEVELS.index(level) < LEVELS.index(_load.load_libraries().isa)])
 def test_same_bits(level):
     out = run(
-        f"from ops import test_isa as t; from exl2nb.ops import _load; assert _load.load().isa == {level!r}; print(t.digest())",
+        f"from ops import test_isa as t; from exl2nb.ops import _load; assert _load.load_libraries().isa == {level!r}; print(t.digest())",
         EXL2NB_ISA=level,
     )
     assert out == digest()
@@ -102,5 +102,5 @@ def test_same_bits(level):
 def test_reference_engine():
     """EXL2NB_ENGINE=reference never loads the library and still answers."""
     code = "import torch; from exl2nb import ops; from exl2nb.ops import _load; from ops.cases import *; n = Net(); "
-    code += "print(_load.load().loaded, tuple(n.program.run(*single(0, [1, 2], [0]), *n.pools()).shape))"
+    code += "print(_load.load_libraries().loaded, tuple(n.program.run(*single(0, [1, 2], [0]), *n.pools()).shape))"
     assert run(code, EXL2NB_ENGINE="reference") == "() (2, 101)"

@@ -140,7 +140,7 @@ class Compiler:
         return b"code" * 50_000
 
 kernel_code.nvrtc = Compiler
-code = kernel_code.code_of(KernelId("gemm/skinny/skinny_gemm.cuh", "skinny_gemm<0, true>"), 9, 0)
+code = kernel_code.kernel_code_of(KernelId("gemm/skinny/skinny_gemm.cuh", "skinny_gemm<0, true>"), 9, 0)
 print(len(code))
 """
 """A process with an imitated compiler. Arguments: folder, its name, the name it waits for."""
@@ -276,7 +276,7 @@ def test_a_call_that_fails_is_named(library):
 def test_every_kernel_that_host_code_names_is_in_its_file():
     library = _load.find_library("libexl2nb_cuda.so")
     assert library is not None
-    run = "from pathlib import Path; from exl2nb.ops import kernel_code as k; import sys; k.connect(Path(sys.argv[1])); print(*[f'{i.source}|{i.name}' for i in k.every_kernel()], sep='\\n')"  # noqa: E501
+    run = "from pathlib import Path; from exl2nb.ops import kernel_code as k; import sys; k.connect_library(Path(sys.argv[1])); print(*[f'{i.source}|{i.name}' for i in k.every_kernel()], sep='\\n')"  # noqa: E501
     lines = subprocess.run([sys.executable, "-c", run, str(library)], capture_output=True, text=True, check=True).stdout.splitlines()
     assert len(lines) > 100
     assert len(set(lines)) == len(lines)

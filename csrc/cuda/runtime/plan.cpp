@@ -541,6 +541,7 @@ class Planner {
   }
 
   // ---- Ops
+  void operator()(const Op&) {}  // LayoutSizes has refused it
   void operator()(const EmbedOp& op) {
     EmbedArgs a{};
     a.ids = s_.ids, a.positions = s_.positions, a.table = op.table, a.dtype = static_cast<int>(op.dtype);

@@ -22,7 +22,8 @@ struct GpuStep {
   void* const* v_pools;
   int layers;
   float* logits;  // of a program without head: the residual stream of every token
-  // Steps of at least so many tokens (9 or more) use stream-K, with other bits than fewer tokens get. 0: neither it nor chains.
+  // Steps of at least so many tokens (9 or more) use stream-K, with other bits than fewer tokens get; fewer tokens do so where
+  // `exceeds_chain` (plan.cpp) finds that faster. 0: neither it nor chains.
   int stream_k_from;
   // Adapters of the tokens, or none: `lora.changes` is a table (adapters, ops of the program), lora_sums has room for `lora_width`.
   LoraRows lora;

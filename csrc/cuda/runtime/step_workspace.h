@@ -98,6 +98,7 @@ struct LayoutSizes {
     return nullptr;
   }
   const char* operator()(const ResidualOutOp&) { return nullptr; }
+  const char* operator()(const Op&) { return "the GPU's step does not compute this op"; }
 };
 
 // Lays the workspace out; what is wrong with the program, or empty.
