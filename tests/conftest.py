@@ -92,9 +92,10 @@ def script():
 
 @pytest.fixture(autouse=True)
 def _package_logger():
-    """A library that configures logging in one test must not silence the package's logger in the next."""
-    logger = logging.getLogger("exl2nb")
-    logger.disabled, logger.propagate = False, True
+    """A library that configures logging in one test must not silence the package's loggers in the next."""
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.partition(".")[0] == "exl2nb" and isinstance(logger, logging.Logger):
+            logger.disabled, logger.propagate = False, True
 
 
 @pytest.fixture(scope="session")
