@@ -1,5 +1,5 @@
-// Low-rank adapters of a program as one int64 table, written by exl2nb/ops/lora_table.py: a header, then a LoraChange for each adapter and each
-// op of the program, in order. An adapter of a request may be a blend of several; then its parts are those of all of them.
+// Low-rank adapters of a program as one int64 table, written by exl2nb/ops/lora_table.py: a header, then a LoraChange for each adapter and
+// each op of the program, in order. An adapter of a request may be a blend of several; then its parts are those of all of them.
 #pragma once
 #include <cstdint>
 
