@@ -201,15 +201,9 @@ def smoke(pythons: list[str], torches: list[str], kinds: list[str]) -> None:
     """Each wanted environment: torch alone, then the package with all it needs, then .ci/smoke.py."""
     venv, pip = WORK / "venv", ("-m", "pip", "install", "-q", "--disable-pip-version-check")
     python = venv / "bin" / "python"
-    bare = WORK / "venv.torch"  # torch is installed once and kept as hard links: pip replaces files, it does not write into them
-    for (interpreter, torch), kind in product(product(pythons, torches), kinds):
+    for interpreter, torch, kind in product(pythons, torches, kinds):
         shutil.rmtree(venv, ignore_errors=True)
-        if kind == kinds[0]:
-            shutil.rmtree(bare, ignore_errors=True)
-            run("make", f"PY={interpreter}", f"VENV={venv}", f"TORCH=torch=={torch}", "ENGINE=", "BUILD=", venv / ".torch")
-            run("cp", "-al", venv, bare)
-        else:
-            run("cp", "-al", bare, venv)
+        run("make", f"PY={interpreter}", f"VENV={venv}", f"TORCH=torch=={torch}", "ENGINE=", "BUILD=", venv / ".torch")
         began, used = time.perf_counter(), cpu_seconds()
         run(python, *pip, SDIST if kind == "sdist" else wheel_of(platform.machine()))
         install, cpu = time.perf_counter() - began, cpu_seconds() - used
